@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from residua import AttentionResiduals, Residual
-from residua.connections import resolve
 from support.references import assert_computes, rms_norm
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
@@ -88,11 +87,6 @@ def test_sources_are_the_embedding_the_sums_of_completed_blocks_and_the_running_
     for sources, wanted in zip([*read, state], [*expected, [x, first, second, written[6]]], strict=True):
         for a, b in zip(sources, wanted, strict=True):
             assert_close(a, b)
-
-
-def test_full_attention_is_blocks_of_one_and_twelve_are_the_published_six_layers():
-    assert resolve("attnres") == AttentionResiduals(block_size=1)
-    assert resolve("attnres-block") == AttentionResiduals(block_size=12)
 
 
 def residual_of(stream, sublayers: int, eps: float):

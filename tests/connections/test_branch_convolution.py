@@ -7,18 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from residua import Stream
 from residua.connections.branch_convolution import BranchScheme
 from residua.connections.ends import TokenConv
 from support.stream_cases import DIM, built
 from support.tolerances import assert_close
-from support.variants import ALL, bare_sublayers, normal, perturbed
-
-VARIANTS = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, BranchScheme) and scheme.branch}
-every_variant = pytest.mark.parametrize("scheme", VARIANTS.values(), ids=VARIANTS)
+from support.variants import bare_sublayers, every, normal, perturbed
 
 
-def without(scheme: BranchScheme) -> BranchScheme:
-    return replace(scheme, branch=None, branch_kernel=4)
+def beside_plain(scheme: BranchScheme, **options: float) -> tuple[Stream, Stream]:
+    """The stream of a scheme, and that of the scheme without convolutions, with the same parameters."""
+    ours, plain = built(scheme, **options), built(replace(scheme, branch=None, branch_kernel=4))
+    states = {name.replace(".inner.", "."): p for name, p in ours.state_dict().items() if ".convolution." not in name}
+    plain.load_state_dict(states)
+    return ours, plain
 
 
 def convolved(y: Tensor, taps: Tensor) -> Tensor:
@@ -28,12 +30,9 @@ def convolved(y: Tensor, taps: Tensor) -> Tensor:
     return y + F.conv1d(padded, taps.flip(0).T.unsqueeze(1), groups=y.shape[-1]).mT
 
 
-@every_variant
+@every(BranchScheme, branch="conv")
 def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
-    ours, plain = built(scheme, noise=0.3), built(without(scheme))
-    plain.load_state_dict(
-        {name.replace(".inner.", "."): p for name, p in ours.state_dict().items() if ".convolution." not in name}
-    )
+    ours, plain = beside_plain(scheme, noise=0.3)
     sublayers = bare_sublayers(DIM, len(ours.connections))
     wrapped = [
         lambda x, sublayer=sublayer, connection=connection: convolved(sublayer(x), connection.convolution.taps)
@@ -49,12 +48,10 @@ def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
         assert_close(a, b)
 
 
-@every_variant
+@every(BranchScheme, branch="conv")
 def test_it_starts_as_the_scheme_without_to_the_bit(scheme):
     x, sublayers = normal(2, 6, DIM), bare_sublayers(DIM, 6)
-    ours, plain = built(scheme), built(without(scheme))
-    states = {name.replace(".inner.", "."): p for name, p in ours.state_dict().items() if ".convolution." not in name}
-    plain.load_state_dict(states)
+    ours, plain = beside_plain(scheme)
     assert torch.equal(ours(x, sublayers), plain(x, sublayers))
     ours(x, sublayers).square().sum().backward()
     assert all(connection.convolution.taps.grad.abs().min() > 1e-9 for connection in ours.connections)

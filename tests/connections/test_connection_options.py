@@ -6,7 +6,14 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from residua import DeepDelta, Residual
+from residua import (
+    AttentionResiduals,
+    DeepDelta,
+    DeepSeekHyperConnections,
+    GatedDelta,
+    GatedOrthogonal,
+    Residual,
+)
 from residua.connections import PRESETS, SCHEMES, describe, resolve
 from support.variants import ALL
 
@@ -27,6 +34,13 @@ def test_the_presets_are_the_papers_variants():
     assert PRESETS["ddl-ec"] == replace(PRESETS["ddl-tc"], expand="conv", expand_kernel=4)
     assert PRESETS["ddl-cc"] == DeepDelta(value_channels=4, compress="channel", compress_kernel=4)
     assert PRESETS["ddl-cc-ec"] == replace(PRESETS["ddl-cc"], expand="conv", expand_kernel=4)
+    assert PRESETS["gated-delta"] == GatedDelta(erase="signed", scale=2.0, write_gate=False, heads=1, k_eps=1e-5)
+    assert PRESETS["gated-orthogonal"] == GatedOrthogonal(gate="token", scale=1.0, heads=1, sublayers="all", eps=1e-6)
+    assert PRESETS["orthogonal"] == GatedOrthogonal(gate="one")
+    assert PRESETS["attnres"] == AttentionResiduals(block_size=1)
+    assert PRESETS["attnres-block"] == AttentionResiduals(block_size=12), "six layers"
+    assert PRESETS["mhc-glm"] == DeepSeekHyperConnections(head="mean")
+    assert PRESETS["mhc-deepseek"] == DeepSeekHyperConnections(head="sigmoid")
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -53,15 +53,6 @@ def test_every_choice_of_every_option_is_tried():
             assert len(values) > 1, f"{option}: tried with one value only"
 
 
-def test_state_shapes():
-    """One stream is (batch, seq, dim); several are (batch, seq, streams, dim), rows of width dim."""
-    x = normal(2, 5, DIM)
-    assert build("residual").expand(x).shape == (2, 5, DIM)
-    assert build("ddl").expand(x).shape == (2, 5, DIM)
-    assert build("ddl-cc").expand(x).shape == (2, 5, 4, DIM)
-    assert build("token-dv5-k3-ec2").expand(x).shape == (2, 5, 5, DIM)
-
-
 def test_coefficients_are_telemetry():
     """A k-Map knows beta and v before the sublayer runs, a v-Map beta and k~; None stands for what the output gives."""
     x = normal(2, 5, DIM)

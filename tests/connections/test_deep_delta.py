@@ -15,7 +15,7 @@ from residua.connections.branches import Direction
 from residua.connections.ends import TokenCompress
 from support.references import assert_computes, rms_norm
 from support.tolerances import assert_close
-from support.variants import ALL, DEEP_DELTA, bare_sublayers, looks_back, normal, perturbed
+from support.variants import ALL, DEEP_DELTA, bare_sublayers, normal, perturbed
 
 DIM, EPS = 8, 1e-5
 
@@ -195,28 +195,8 @@ def test_one_compressor_for_the_two_sublayers_of_a_block():
     assert not torch.equal(before, shared.connections[1].read(normal(1, 3, 2, DIM, dtype=torch.float32))[0])
 
 
-WITHOUT_SEQUENCE = {
-    name: scheme for name, scheme in DEEP_DELTA.items() if not looks_back(scheme) and scheme.beta_input != "conv"
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_SEQUENCE)
-def test_states_without_a_sequence(name):
-    """Schemes that look at one position only work on (batch, dim), as in a stack of dense layers."""
-    stream = perturbed(WITHOUT_SEQUENCE[name].build(DIM, 2).double())
-    sublayers = bare_sublayers(DIM, 2)
-    x = normal(6, DIM)
-    expected = stream(x.unsqueeze(1), sublayers).squeeze(1)
-    assert_close(stream(x, sublayers), expected)
-    assert_close(stream(x.view(2, 1, 3, DIM), sublayers), expected.view(2, 1, 3, DIM))
-
-
-@pytest.mark.parametrize("name", ["ddl-tc", "ddl-cc-ec", "beta-conv-dv1"])
-def test_a_convolution_over_tokens_wants_tokens(name):
+def test_a_convolution_over_tokens_wants_tokens():
     """(batch, dim) has none: taking the batch for a sequence would mix its entries without a word."""
-    stream = ALL[name].build(DIM, 2)
-    with pytest.raises(ValueError, match=r"reads earlier tokens must get \(batch, seq"):
-        stream(normal(6, DIM, dtype=torch.float32), bare_sublayers(DIM, 2))
     block = DeltaResidual(DIM, 2, Phi(DIM, DIM, lambda X: X[..., 0, :]), pool="conv")
     with pytest.raises(ValueError, match=r"reads earlier tokens must get \(batch, seq"):
         block(normal(6, 2, DIM, dtype=torch.float32))

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from residua import DeepDelta, GatedDelta
-from residua.connections import resolve
 from residua.connections.gated_delta import Parts
 from residua.ops import delta_operator, delta_write
 from support.references import assert_computes
@@ -172,11 +171,6 @@ def test_with_several_channels_every_block_starts_by_reading_another():
     reads.append(stream.collapse.compress.weights()[:, 0].tolist())
     one = [[float(j == channel) for j in range(3)] for channel in range(3)]
     assert reads == [one[0], one[0], one[1], one[1], one[2], one[2], one[0], one[1]]
-
-
-def test_the_preset():
-    assert resolve("gated-delta") == GatedDelta(erase="signed", scale=2.0, write_gate=False, heads=1, k_eps=1e-5)
-    assert resolve("gated-delta").preserving() == resolve("gated-delta")
 
 
 def test_without_gates_it_is_the_plain_residual_without_parameters():

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from residua import GatedOrthogonal
-from residua.connections import resolve
 from support.references import assert_computes
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
@@ -64,11 +63,6 @@ def test_the_published_update_never_shrinks_the_state():
         x = connection(x, sublayer)
         grown = h.square().sum(-1) - (h * before).sum(-1).square() / before.square().sum(-1)
         assert_close(x.square().sum(-1) - before.square().sum(-1), grown, factor=10)
-
-
-def test_the_presets():
-    assert resolve("gated-orthogonal") == GatedOrthogonal(gate="token", scale=1.0, heads=1, sublayers="all", eps=1e-6)
-    assert resolve("orthogonal") == GatedOrthogonal(gate="one")
 
 
 def test_the_shortcut_is_the_residual_scale_of_each_head():

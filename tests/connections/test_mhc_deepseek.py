@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from residua import DeepSeekHyperConnections, Residual
-from residua.connections import PRESETS
 from support.references import assert_computes, logits_of_token, rms_norm
 from support.stream_cases import DIM, built, spread_over_streams, states
 from support.tolerances import assert_close
@@ -111,11 +110,6 @@ def test_the_preserving_start_is_the_plain_residual(options):
     plain = Residual().build(DIM, count, norm=norms.__getitem__)
     x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, count)
     assert_close(ours(x, sublayers), plain(x, sublayers))
-
-
-def test_the_presets_differ_in_their_head():
-    assert PRESETS["mhc-glm"] == DeepSeekHyperConnections(head="mean")
-    assert PRESETS["mhc-deepseek"] == DeepSeekHyperConnections(head="sigmoid")
 
 
 def test_in_a_single_pass_a_sublayer_reads_with_the_weights_of_the_previous_one():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from residua import DeepDelta, Residual
+from residua import DeepDelta
 from residua.connections import PRESETS, RMSNorm, deep_delta
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -47,15 +47,6 @@ def test_a_norm_given_as_the_default_changes_no_bit(name):
     x, sublayers = normal(2, 5, DIM, dtype=torch.float32), bare_sublayers(DIM, 4)
     assert expected.state_dict().keys() == given.state_dict().keys()
     assert torch.equal(given(x, sublayers), expected(x, sublayers))
-
-
-def test_the_plain_residual_is_the_sum_with_the_models_own_norms():
-    own = [perturbed(nn.LayerNorm(DIM), seed=i) for i in range(2)]
-    x, sublayers = normal(2, 5, DIM, dtype=torch.float32), bare_sublayers(DIM, 2)
-    expected = x
-    for norm, sublayer in zip(own, sublayers):
-        expected = expected + sublayer(norm(expected))
-    assert torch.equal(Residual().build(DIM, 2, norm=own.__getitem__)(x, sublayers), expected)
 
 
 @pytest.mark.parametrize(("norm", "asked"), [(None, 1), (lambda _: nn.LayerNorm(DIM), 0)])

@@ -81,14 +81,6 @@ def test_what_is_written_goes_to_the_stream_itself():
     assert_close(stream(x, sublayers), read(state, filters[1]))
 
 
-def test_a_convolution_wants_a_sequence():
-    """A batch (batch, dim) would be taken for a text."""
-    stream = Residual(compress="token", expand="conv").build(DIM, 2).double()
-    for part in (stream.expand, stream.connections[0].read, stream.connections[1].read, stream.collapse):
-        with pytest.raises(ValueError, match=r"must get \(batch, seq, dim\).*got \(3, 8\)"):
-            part(normal(3, DIM))
-
-
 def gated(stream, x: Tensor, sublayers: list) -> Tensor:
     """The gate of prime-rl, token by token."""
     rows = []

@@ -115,13 +115,6 @@ def test_a_copy_of_a_norm_that_learns_in_its_place_is_the_norm():
     assert adapter.norm.weight.grad is None
 
 
-def test_one_connection_for_every_sublayer_in_the_order_of_the_layers():
-    model = residua.convert(llama(), "attnres", start="fresh")
-    assert len(stream_of(model).connections) == 6
-    # The first sublayer of the stack, and only it, has one source and so no query: the index counts through layers.
-    assert [connection.attend is None for connection in stream_of(model).connections] == [True] + 5 * [False]
-
-
 def attention_of(layer, trunk):
     """The attention of a layer to earlier tokens of IDS, as a sublayer."""
     rotary = trunk.rotary_emb(trunk.embed_tokens(IDS), position_ids=torch.arange(9)[None])

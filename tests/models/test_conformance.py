@@ -64,19 +64,20 @@ def test_every_file_is_in_the_index():
 
 
 @every_case
-def test_the_number_of_parameters(case):
-    config, state, _ = load(case, torch.float32)
-    assert load_authors_checkpoint(config, state).num_parameters() == CASES[case]["n_params"]
-
-
-@every_case
 def test_float64(case):
+    """Also the states after each block, which are stored in float32 and in their layout, and the model's own loss."""
     config, state, tensors = load(case, torch.float64)
-    model = load_authors_checkpoint(config, state)
-    logits = model(tensors["input_ids"]).logits
-    assert (logits - tensors["logits.f64"]).abs().max() <= 1e-9
-    loss = aligned_loss(logits, tensors["labels"])
-    assert abs(loss.item() - tensors["loss.f64"].item()) <= 1e-9
+    model, labels = load_authors_checkpoint(config, state), tensors["labels"]
+    assert model.num_parameters() == CASES[case]["n_params"]
+    out = model(tensors["input_ids"], shift_labels=labels.masked_fill(labels == -1, -100), output_states=True)
+    assert (out.logits - tensors["logits.f64"]).abs().max() <= 1e-9
+    for i, ours in enumerate(out.states[1:]):
+        expected = tensors[f"act.block{i}_out"]
+        ours = ours if ours.dim() == expected.dim() else ours.unsqueeze(-2)
+        ours = ours.mT if expected.dim() == 4 else ours
+        assert (ours.reshape(expected.shape) - expected).abs().max() <= 1e-5
+    for loss in (out.loss, aligned_loss(out.logits, labels)):
+        assert abs(loss.item() - tensors["loss.f64"].item()) <= 1e-9
     loss.backward()
     compare_gradients(model, state, tensors, "f64", 1e-7)
 
@@ -92,30 +93,6 @@ def test_float32(case):
     if CASES[case]["has_f32_grads"]:
         loss.backward()
         compare_gradients(model, state, tensors, "f32", 5e-3)
-
-
-@every_case
-def test_the_models_own_loss(case):
-    """`shift_labels` takes next tokens, with -100 where the authors write -1."""
-    config, state, tensors = load(case, torch.float64)
-    labels = tensors["labels"]
-    model = load_authors_checkpoint(config, state)
-    loss = model(tensors["input_ids"], shift_labels=labels.masked_fill(labels == -1, -100)).loss
-    assert abs(loss.item() - tensors["loss.f64"].item()) <= 1e-9
-
-
-@torch.no_grad()
-@every_case
-def test_states_inside(case):
-    """The state after each block, in their layout."""
-    config, state, tensors = load(case, torch.float64)
-    model = load_authors_checkpoint(config, state)
-    states = model(tensors["input_ids"], output_states=True).states
-    for i in range(model.config.num_hidden_layers):
-        expected = tensors[f"act.block{i}_out"]
-        ours = states[i + 1] if states[i + 1].dim() == expected.dim() else states[i + 1].unsqueeze(-2)
-        ours = ours.mT if expected.dim() == 4 else ours
-        assert (ours.reshape(expected.shape) - expected).abs().max() <= 1e-5  # stored in float32
 
 
 @every_case

@@ -22,6 +22,16 @@ class Counting(Dataset):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
+def arguments(folder, **options):
+    """Ten steps, as a `TrainingArguments` or what derives from it."""
+    from transformers import TrainingArguments
+
+    kind = options.pop("kind", TrainingArguments)
+    given = {"max_steps": 10, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "logging_steps": 1}
+    given |= {"save_steps": 5, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0}
+    return kind(output_dir=str(folder), **(given | options))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of the option changes with the sixth version
 @pytest.mark.parametrize(
@@ -29,25 +39,14 @@ class Counting(Dataset):
     [("ddl-ec", {"gradient_accumulation_steps": 2}), ("ddl-cc", {"gradient_checkpointing": True})],
 )
 def test_a_few_steps_under_the_trainer(name, options, tmp_path):
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     torch.manual_seed(0)
     model = ResiduaForCausalLM(tiny_config(name, embedding_init_std=0.1))
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=30,
-        per_device_train_batch_size=8,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        logging_steps=10,
-        save_steps=30,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=0,
-        **options,
+    options = {"max_steps": 30, "lr_scheduler_type": "constant", "logging_steps": 10, "save_steps": 30, **options}
+    trainer = Trainer(
+        model=model, args=arguments(tmp_path, **options), train_dataset=Counting(), eval_dataset=Counting()
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=Counting(), eval_dataset=Counting())
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
@@ -60,16 +59,6 @@ def test_a_few_steps_under_the_trainer(name, options, tmp_path):
     assert kept(ids).logits[0, :-1].argmax(-1).eq(ids[0, 1:]).float().mean() > 0.8
     # Accumulated micro-batches are not counted twice: the logged loss is that of the model.
     assert losses[-1] < before
-
-
-def arguments(folder, **options):
-    """Ten steps without noise, as a `TrainingArguments` or what derives from it."""
-    from transformers import TrainingArguments
-
-    kind = options.pop("kind", TrainingArguments)
-    given = {"max_steps": 10, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "logging_steps": 1}
-    given |= {"save_steps": 5, "report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0}
-    return kind(output_dir=str(folder), **(given | options))
 
 
 @pytest.mark.slow

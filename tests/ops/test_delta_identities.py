@@ -73,13 +73,6 @@ def test_operator_is_the_write_of_nothing(case):
     assert_close(written.mT, delta_operator(case.k, case.beta) @ case.state.mT)
 
 
-@given(cases(value_channels=st.just(1)))
-def test_one_value_channel_is_the_vector_update(case):
-    x, v = case.state.squeeze(-2), case.v.squeeze(-1)
-    step = case.beta * (v - (case.k * x).sum(-1))
-    assert_close(delta_write(*case).squeeze(-2), x + step.unsqueeze(-1) * case.k)
-
-
 @given(cases(norms=norms))
 def test_the_sign_of_k_and_v_together_means_nothing(case):
     assert torch.equal(delta_write(*case), delta_write(case.state, -case.k, -case.v, case.beta))

@@ -96,34 +96,12 @@ def test_matrix_free_application_is_the_product(plane, d, seed):
     assert_close(cayley_apply(x, *plane), plane.solved() @ x)
 
 
-@given(planes())
-def test_generator_is_skew_of_rank_two_with_its_cube(plane):
-    """What the closed form rests on: A^3 = -mu^2 A, det(I + M) = 1 + (beta mu / 2)^2, so I + M is always invertible."""
-    a, n = plane.skew, len(plane.u)
-    assert torch.equal(a, -a.mT)
-    assert_close(a @ a @ a, -plane.mu.square() * a, factor=1 + plane.mu.item())
-    assert torch.linalg.matrix_rank(a, atol=1e-9) <= 2
-    determinant = torch.linalg.det(eye(n) + plane.beta / 2 * a)
-    assert_close(determinant, 1 + plane.half_tangent.square())
-    assert determinant >= 1 - 1e-12
-
-
 @given(planes(gates=st.floats(-1e6, 1e6), length=st.floats(0.0, 1e4)))
 def test_orthogonal_unconditionally_with_determinant_one(plane):
     """No condition on u, v or beta: the angle comes as near to pi as the numbers allow, Q stays a rotation."""
     q = cayley(*plane)
     assert_close(q.mT @ q, eye(len(plane.u)))
     assert_close(torch.linalg.det(q), scalar(1.0))
-
-
-@given(planes(), st.integers(1, 5), seeds)
-def test_isometry(plane, d, seed):
-    g = generator(seed)
-    x, y = normal(g, len(plane.u), d), normal(g, len(plane.u), d)
-    turned_x, turned_y = cayley_apply(x, *plane), cayley_apply(y, *plane)
-    assert_close(turned_x.norm(), x.norm())
-    assert_close(turned_x.norm(dim=-2), x.norm(dim=-2))  # every feature by itself
-    assert_close((turned_x * turned_y).sum(), (x * y).sum())
 
 
 @pytest.mark.slow
@@ -294,6 +272,7 @@ def test_householder(n, seed, beta, d):
     h = householder(eye(n), k, beta)
     assert_close(h, delta_operator(k, scalar(beta)))
     assert_close(h, householder(eye(n), k, scalar(beta)))
+    assert_close(householder(eye(n), k), eye(n) - 2 * outer(k, k))
     assert_close(h, eye(n) - beta * outer(k, k))
     assert_close(householder(x, k, beta), h @ x)
     assert_close(
@@ -308,18 +287,6 @@ def test_householder(n, seed, beta, d):
     change = (beta**2 - 2 * beta) * readout.square()
     assert_close((h @ x).square().sum(-2), x.square().sum(-2) + change)
     assert_close((h.mT @ h).trace() / n, scalar(1 + (beta**2 - 2 * beta) / n))
-
-
-@given(sizes, seeds)
-def test_beta_of_two_reflects_and_of_one_projects(n, seed):
-    k = direction(generator(seed), n)
-    reflection, projection = householder(eye(n), k), householder(eye(n), k, 1.0)
-    assert_close(reflection @ k, -k)
-    assert_close(reflection @ reflection, eye(n))
-    assert_close(reflection.mT @ reflection, eye(n))
-    assert_close(torch.linalg.det(reflection), scalar(-1.0))
-    assert_close(projection @ projection, projection)
-    assert torch.linalg.svdvals(projection).min() < 1e-12
 
 
 # The gate
@@ -407,22 +374,14 @@ def test_determinants_on_all_streams_and_features_are_powers(plane, seed, gamma,
     assert int((torch.linalg.eigvalsh(reflection) < 0).sum()) == d
 
 
-@pytest.mark.parametrize(("gamma", "slope"), [(0.0, 4.0), (0.25, 2.0), (0.5, 0.0), (0.75, -2.0), (1.0, -4.0)])
-def test_gradient_of_the_penalty_in_the_gate(gamma, slope):
-    gate = scalar(gamma).requires_grad_()
-    value = gate_penalty(gate)
-    assert value.item() == pytest.approx(4 * gamma * (1 - gamma))
-    assert torch.autograd.grad(value, gate)[0].item() == slope
-
-
-@pytest.mark.parametrize(("logit", "slope"), [(-3.0, 0.164), (-1.5, 0.379), (0.0, 0.0), (1.5, -0.379), (3.0, -0.164)])
-def test_gradient_of_the_penalty_in_the_logit(logit, slope):
+@pytest.mark.parametrize("logit", [-3.0, -1.5, 0.0, 1.5, 3.0])
+def test_gradient_of_the_penalty(logit):
     """Descent pushes the gate away from 1/2 and, through the sigmoid, ever more slowly towards 0 and 1."""
     z = scalar(logit).requires_grad_()
-    (grad,) = torch.autograd.grad(gate_penalty(z.sigmoid()), z)
-    assert grad.item() == pytest.approx(slope, abs=5e-4)
-    gamma = scalar(logit).sigmoid()
-    assert_close(grad, 4 * (1 - 2 * gamma) * gamma * (1 - gamma))
+    gamma = z.sigmoid()
+    of_gate, of_logit = torch.autograd.grad(gate_penalty(gamma), (gamma, z))
+    assert_close(of_gate, 4 * (1 - 2 * gamma))
+    assert_close(of_logit, 4 * (1 - 2 * gamma) * gamma * (1 - gamma))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
