@@ -22,6 +22,19 @@ def write_arguments(batch: int, seq: int, channels: int, dim: int, dtype: torch.
     return [normal(batch, seq, channels, dim, dtype=dtype), k, normal(batch, seq, channels, seed=2), beta]
 
 
+def boundary_arguments(
+    batch: int, seq: int, channels: int, dim: int, taps: int | None, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Those of a write, then weights of a read over channels or over `taps` tokens, a gain, a gate and a value."""
+    return [
+        *write_arguments(batch, seq, channels, dim, dtype),
+        0.5 * normal(taps, channels, dim, seed=3) if taps else 0.5 + 0.3 * normal(channels, dim, seed=3),
+        1 + 0.3 * normal(dim, seed=4),
+        normal(dim, seed=5) / dim**0.5,
+        normal(channels, dim, seed=6) / dim**0.5,
+    ]
+
+
 def results(op: Callable, inputs: Sequence[Tensor], seed: int = 7) -> list[Tensor]:
     """What `op` makes of the inputs, and their gradients for random gradients of every result."""
     inputs = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in inputs]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from residua.ops.write_read import boundary
-from support.kernel_cases import DEVICE, assert_as_good, normal, results, write_arguments
+from support.kernel_cases import DEVICE, assert_as_good, boundary_arguments, normal, results
 
 triton = pytest.importorskip("triton")
 
@@ -36,48 +36,30 @@ if DEVICE == "cuda":  # there, few tokens have a program each, and chunks have a
 both_reads = pytest.mark.parametrize("taps", [None, 3], ids=["channels", "tokens"])
 
 
-def arguments(batch: int, seq: int, channels: int, dim: int, taps: int | None, dtype: torch.dtype = torch.float32):
-    return [
-        *write_arguments(batch, seq, channels, dim, dtype),
-        0.5 * normal(taps, channels, dim, seed=3) if taps else 0.5 + 0.3 * normal(channels, dim, seed=3),
-        1 + 0.3 * normal(dim, seed=4),
-        normal(dim, seed=5) / dim**0.5,
-        normal(channels, dim, seed=6) / dim**0.5,
-    ]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_good_as_the_plain_definition(case, dtype):
     options = {"value_input": "context" if case[2] in (2, 3) else "x_in", "norm_eps": 1e-3}
-    assert_as_good(partial(boundary_kernel, **options), partial(boundary, **options), arguments(*case, dtype))
+    assert_as_good(partial(boundary_kernel, **options), partial(boundary, **options), boundary_arguments(*case, dtype))
 
 
 @both_reads
 @pytest.mark.parametrize("k_norm", [None, "add"])
 def test_other_norms_of_the_direction(k_norm, taps):
     """Which norms there are, the delta write tells; here that the boundary passes them on."""
-    inputs = arguments(2, 5, 2, 48, taps)
+    inputs = boundary_arguments(2, 5, 2, 48, taps)
     inputs[1] = inputs[1] * torch.linspace(0, 0.2, 10, device=DEVICE).reshape(2, 5, 1)
     options = {"k_norm": k_norm, "eps": 0.5}
     assert_as_good(partial(boundary_kernel, **options), partial(boundary, **options), inputs)
 
 
 def test_low_precision_parameters_have_low_precision_gradients():
-    inputs = [x.bfloat16() for x in arguments(1, 5, 2, 48, None, torch.bfloat16)]
+    inputs = [x.bfloat16() for x in boundary_arguments(1, 5, 2, 48, None, torch.bfloat16)]
     assert_as_good(boundary_kernel, boundary, inputs)
 
 
-@pytest.mark.parametrize("case", [(1, 3, 3, 300, None), (2, 6, 3, 48, 4)], ids=["channels", "tokens"])
-def test_every_number_of_the_results_is_written(case, monkeypatch):
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
-    for made in results(boundary_kernel, arguments(*case)):
-        assert made.isfinite().all()
-
-
 def test_results_that_nobody_uses_have_no_gradient():
-    inputs = [x.requires_grad_() for x in arguments(1, 3, 2, 48, None)]
+    inputs = [x.requires_grad_() for x in boundary_arguments(1, 3, 2, 48, None)]
     for i in range(4):
         ours = torch.autograd.grad(boundary_kernel(*inputs)[i].sum(), inputs)
         plain = torch.autograd.grad(boundary(*inputs)[i].sum(), inputs, materialize_grads=True)
@@ -87,7 +69,7 @@ def test_results_that_nobody_uses_have_no_gradient():
 
 def test_nothing_looks_ahead():
     """Not even at a chunk's border: outputs before a changed token are the same to the last bit."""
-    inputs = arguments(1, 9, 2, 48, 4)
+    inputs = boundary_arguments(1, 9, 2, 48, 4)
     before = boundary_kernel(*inputs)
     inputs[0] = inputs[0].clone()
     inputs[0][:, 4] += 1
@@ -97,7 +79,7 @@ def test_nothing_looks_ahead():
 
 
 def test_sequences_do_not_see_each_other():
-    inputs = arguments(2, 5, 2, 48, 4)
+    inputs = boundary_arguments(2, 5, 2, 48, 4)
     together = boundary_kernel(*inputs)
     for i in range(2):
         single = boundary_kernel(*(x[i] for x in inputs[:4]), *inputs[4:])
@@ -107,7 +89,7 @@ def test_sequences_do_not_see_each_other():
 
 @both_reads
 def test_repeated_states_and_no_tokens(taps):
-    inputs = arguments(2, 5, 4, 48, taps)
+    inputs = boundary_arguments(2, 5, 4, 48, taps)
     repeated = normal(2, 5, 48).unsqueeze(-2).expand(2, 5, 4, 48)
     for a, b in zip(boundary_kernel(repeated, *inputs[1:]), boundary_kernel(repeated.contiguous(), *inputs[1:])):
         assert torch.equal(a, b)
@@ -117,7 +99,7 @@ def test_repeated_states_and_no_tokens(taps):
 
 
 def test_the_same_bits_every_time():
-    inputs = arguments(1, 7, 4, 48, None, torch.bfloat16)
+    inputs = boundary_arguments(1, 7, 4, 48, None, torch.bfloat16)
     for a, b in zip(results(boundary_kernel, inputs), results(boundary_kernel, inputs)):
         assert torch.equal(a, b)
 
@@ -125,7 +107,7 @@ def test_the_same_bits_every_time():
 @both_reads
 def test_what_is_kept_for_the_backward_pass(taps):
     kept = []
-    inputs = [x.requires_grad_() for x in arguments(1, 5, 4, 48, taps, torch.bfloat16)]
+    inputs = [x.requires_grad_() for x in boundary_arguments(1, 5, 4, 48, taps, torch.bfloat16)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         boundary_kernel(*inputs)
     tokens, channels, dim = 5, 4, 48
@@ -134,22 +116,13 @@ def test_what_is_kept_for_the_backward_pass(taps):
     assert numbers == tokens * (2 * (channels + 1) * dim + 4 * (2 * channels + 3))
 
 
-@both_reads
-def test_compiles_into_one_graph(taps):
-    torch.compiler.reset()
-    inputs = arguments(1, 5, 2, 48, taps)
-    compiled = torch.compile(boundary_kernel, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(results(compiled, inputs), results(boundary_kernel, inputs)):
-        assert torch.equal(actual, expected)
-
-
 @pytest.mark.parametrize(
     ("op", "backward_op", "taps"),
     [(channel_op, channel_backward_op, None), (token_op, token_backward_op, 2)],
     ids=["channels", "tokens"],
 )
 def test_the_operator_is_registered_as_torch_demands(op, backward_op, taps):
-    inputs = arguments(1, 3, 2, 48, taps)
+    inputs = boundary_arguments(1, 3, 2, 48, taps)
     state, write, reader = inputs[0], inputs[1:4], inputs[4:]
     torch.library.opcheck(op, (state, write, reader, "rms", 1e-5, 1e-5, False))
     *made, error, scale, root = op(state, write, reader, "rms", 1e-5, 1e-5, False)
@@ -160,7 +133,7 @@ def test_the_operator_is_registered_as_torch_demands(op, backward_op, taps):
 
 def test_what_the_kernel_does_not_take_is_an_error():
     for taps, shape in ((None, r"\(2, 48\)"), (2, r"\(2, 2, 48\)")):
-        *before, weights, gain, gate, value = arguments(1, 2, 2, 48, taps)
+        *before, weights, gain, gate, value = boundary_arguments(1, 2, 2, 48, taps)
         after = gate, value
         with pytest.raises(ValueError, match=f"weights must be .*{shape}"):
             boundary_kernel(*before, weights[..., :1, :], gain, *after)

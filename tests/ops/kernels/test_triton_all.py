@@ -1,0 +1,43 @@
+"""What every kernel must do: write all of its results, and be one operator of a compiled graph."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from residua.ops import delta_write, hyper_mix, hyper_read, hyper_write, sinkhorn
+from residua.ops.write_read import boundary
+from support.kernel_cases import boundary_arguments, normal, results, write_arguments
+
+pytest.importorskip("triton")
+
+STREAMS, OUTPUT, MATRIX, ROWS = normal(3, 3, 300), normal(3, 300), normal(3, 3, 3, seed=2), normal(3, 3, seed=3)
+KERNELS = {
+    "delta_write": (partial(delta_write, k_norm="rms"), write_arguments(1, 3, 3, 300, torch.float32)),
+    "channel_boundary": (boundary, boundary_arguments(1, 3, 3, 300, None)),
+    "token_boundary": (boundary, boundary_arguments(2, 6, 3, 48, 4)),
+    "hyper_read": (hyper_read, [STREAMS, ROWS]),
+    "hyper_read-shared": (hyper_read, [STREAMS, ROWS[0]]),
+    "hyper_mix": (hyper_mix, [STREAMS, MATRIX]),
+    "hyper_write": (hyper_write, [STREAMS, OUTPUT, MATRIX, ROWS]),
+    "sinkhorn": (partial(sinkhorn, iterations=2), [normal(20, 3, 3)]),
+}
+every_kernel = pytest.mark.parametrize("name", KERNELS)
+
+
+@every_kernel
+def test_every_number_of_the_results_is_written(name, monkeypatch):
+    op, inputs = KERNELS[name]
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
+    assert all(made.isfinite().all() for made in results(partial(op, implementation="triton"), inputs))
+
+
+@every_kernel
+def test_compiles_into_one_graph(name):
+    op, inputs = KERNELS[name]
+    kernel = partial(op, implementation="triton")
+    torch.compiler.reset()
+    compiled = torch.compile(kernel, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(results(compiled, inputs), results(kernel, inputs)):
+        assert torch.equal(actual, expected)
