@@ -5,34 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from residua import (
-    AlternatingUpdates,
-    AttentionResiduals,
-    DeepDelta,
-    DeepSeekHyperConnections,
-    DeltaAttentionResiduals,
-    DenseFormer,
-    EDelta,
-    EDeltaStream,
-    FracConnections,
-    GatedDelta,
-    GatedOrthogonal,
-    GatedResidual,
-    HyperConnections,
-    IndependentHyperConnections,
-    InklingAttentionResiduals,
-    JacobianHyperConnections,
-    KroneckerHyperConnections,
-    Lambdas,
-    ManifoldHyperConnections,
-    MultiwayDynamicDense,
-    PooledHouseholder,
-    Residual,
-    Scheme,
-    SiameseNorm,
-    WideResidual,
-)
-from residua.connections import PRESETS
+from residua import DeepDelta, MultiwayDynamicDense, Scheme
+from residua.connections import PRESETS, resolve
 from residua.connections.memory import window_of
 from residua.testing import bare_sublayers, normal, perturbed
 
@@ -50,238 +24,215 @@ __all__ = [
     "perturbed",
 ]
 
-VARIANTS: dict[str, Scheme] = {
+_VARIANTS = {
     # The plain residual behind DDL's embedding convolution, a control.
-    "residual-ec4": Residual(expand="conv"),
-    "residual-ec1": Residual(expand="conv", expand_kernel=1),
+    "residual-ec4": "residual:expand=conv",
+    "residual-ec1": "residual:expand=conv,expand_kernel=1",
     # The same with a gate for each token on what is written.
-    "residual-gated": Residual(gate="token"),
-    "residual-gated-tc4-ec2": Residual(gate="token", compress="token", expand="conv", expand_kernel=2),
+    "residual-gated": "residual:gate=token",
+    "residual-gated-tc4-ec2": "residual:compress=token,expand=conv,expand_kernel=2,gate=token",
     # The same that reads through DDL's token compression.
-    "residual-tc4": Residual(compress="token"),
-    "residual-tc3-ec2": Residual(
-        compress="token", compress_kernel=3, compress_sharing="separate", expand="conv", expand_kernel=2
+    "residual-tc4": "residual:compress=token",
+    "residual-tc3-ec2": (
+        "residual:compress=token,compress_kernel=3,compress_sharing=separate,expand=conv,expand_kernel=2"
     ),
     # The same that convolves what sublayers write, and other schemes of one row that do.
-    "residual-branch4": Residual(branch="conv"),
-    "residual-gated-branch2": Residual(gate="token", branch="conv", branch_kernel=2, expand="conv"),
-    "lambdas-branch3": Lambdas(z=0.1, backout=0.1, gate="token", branch="conv", branch_kernel=3),
-    "gated-orthogonal-branch1": GatedOrthogonal(branch="conv", branch_kernel=1),
-    "gated-delta-branch2": GatedDelta(branch="conv", branch_kernel=2),
-    "channel-dv3-branch3": DeepDelta(value_channels=3, compress="channel", branch="conv", branch_kernel=3),
+    "residual-branch4": "residual:branch=conv",
+    "residual-gated-branch2": "residual:branch=conv,branch_kernel=2,expand=conv,gate=token",
+    "lambdas-branch3": "lambdas:branch=conv,branch_kernel=3,r=1.0,z=0.1,backout=0.1,gate=token",
+    "gated-orthogonal-branch1": "gated-orthogonal:branch=conv,branch_kernel=1",
+    "gated-delta-branch2": "gated-delta:branch=conv,branch_kernel=2",
+    "channel-dv3-branch3": "ddl-cc:branch=conv,branch_kernel=3,value_channels=3",
     # The plain residual with scales: each public form, and scales everywhere.
-    "lambdas-start": Lambdas(),
-    "lambdas-written": Lambdas(r=1.0488, r_last=0.9, r_every="sublayer", z=0.0, p=1.0, when="write"),
-    "lambdas-all": Lambdas(z=0.1, z_last=0.3, r_every="sublayer", z_every="sublayer", p=0.9, backout=0.1),
-    "lambdas-gated": Lambdas(r=1.1, r_every="sublayer", z=0.1, p=0.9, backout=0.1, gate="token"),
-    "lambdas-gated-ec3": Lambdas(z=0.1, backout=0.1, gate="token", expand="conv", expand_kernel=3),
-    "lambdas-tc4": Lambdas(r=1.1, z=0.1, p=0.9, backout=0.1, compress="token"),
-    "lambdas-gated-tc2": Lambdas(
-        z=None, gate="token", compress="token", compress_kernel=2, compress_sharing="separate"
+    "lambdas-start": "lambdas:r=1.0,z=0.0,backout=null",
+    "lambdas-written": "lambdas:r=1.0488,r_last=0.9,r_every=sublayer,z=0.0,when=write,p=1.0,backout=null",
+    "lambdas-all": "lambdas:r=1.0,r_every=sublayer,z=0.1,z_last=0.3,z_every=sublayer,p=0.9,backout=0.1",
+    "lambdas-gated": "lambdas:r=1.1,r_every=sublayer,z=0.1,p=0.9,backout=0.1,gate=token",
+    "lambdas-gated-ec3": "lambdas:expand=conv,expand_kernel=3,r=1.0,z=0.1,backout=0.1,gate=token",
+    "lambdas-tc4": "lambdas:compress=token,r=1.1,z=0.1,p=0.9,backout=0.1",
+    "lambdas-gated-tc2": (
+        "lambdas:compress=token,compress_kernel=2,compress_sharing=separate,r=1.0,z=null,backout=null,gate=token"
     ),
-    "lambdas-channels": Lambdas(p=1.0, per_channel=True, backout=0.0),
-    "lambdas-bias": Lambdas(r_every="sublayer", z=None, p=1.0, when="write", per_channel=True, bias=True),
-    "rezero": Lambdas(r=None, z=None, p=0.0),
-    "layer-scale": Lambdas(r=None, z=None, p=0.0001, per_channel=True),
-    "deepnorm": Lambdas(r=None, z=None, norm="post"),
+    "lambdas-channels": "lambdas:r=1.0,z=0.0,p=1.0,per_channel=true,backout=0.0",
+    "lambdas-bias": "lambdas:r=1.0,r_every=sublayer,z=null,when=write,p=1.0,per_channel=true,bias=true,backout=null",
+    "rezero": "lambdas:r=null,z=null,p=0.0,backout=null",
+    "layer-scale": "lambdas:r=null,z=null,p=0.0001,per_channel=true,backout=null",
+    "deepnorm": "lambdas:r=null,z=null,backout=null,norm=post",
     # A bounded stream beside a plain one.
-    "siamese-paper": SiameseNorm(depth_scaling="paper", normalised_input=False),
-    "siamese-stream": SiameseNorm(depth_scaling="none", start="residual", head="stream"),
+    "siamese-paper": "siamese:depth_scaling=paper,normalised_input=false",
+    "siamese-stream": "siamese:depth_scaling=none,start=residual,head=stream",
     # A gate on the share of the update along the state.
-    "gated-orthogonal-static-heads2": GatedOrthogonal(gate="static", scale=2.0, heads=2, sublayers="attention"),
-    "gated-orthogonal-mlp-ec3": GatedOrthogonal(heads=4, sublayers="mlp", eps=1e-3, expand="conv", expand_kernel=3),
-    "gated-orthogonal-tc4": GatedOrthogonal(compress="token"),
-    "gated-orthogonal-tc2": GatedOrthogonal(compress="token", compress_kernel=2, compress_sharing="separate"),
+    "gated-orthogonal-static-heads2": "gated-orthogonal:gate=static,scale=2.0,heads=2,sublayers=attention",
+    "gated-orthogonal-mlp-ec3": "gated-orthogonal:expand=conv,expand_kernel=3,heads=4,sublayers=mlp,eps=0.001",
+    "gated-orthogonal-tc4": "gated-orthogonal:compress=token",
+    "gated-orthogonal-tc2": "gated-orthogonal:compress=token,compress_kernel=2,compress_sharing=separate",
     # A delta write along the update, with a gate for what is erased and one for what is written.
-    "gated-delta-positive-heads2": GatedDelta(erase="positive", scale=1.0, heads=2, k_eps=0.1),
-    "gated-delta-write-heads4": GatedDelta(heads=4, write_gate=True),
-    "gated-delta-write-only": GatedDelta(erase="none", write_gate=True),
+    "gated-delta-positive-heads2": "gated-delta:erase=positive,scale=1.0,heads=2,k_eps=0.1",
+    "gated-delta-write-heads4": "gated-delta:write_gate=true,heads=4",
+    "gated-delta-write-only": "gated-delta:erase=none,write_gate=true",
     # The same with value channels and several directions, and with the value of Deep Delta Learning.
-    "gated-delta-dv4-rank2": GatedDelta(
-        value_channels=4, compress_kernel=2, write_gate=True, rank=2, recompute_every=2, compress_sharing="separate"
+    "gated-delta-dv4-rank2": (
+        "gated-delta:recompute_every=2,value_channels=4,compress_kernel=2,compress_sharing=separate,"
+        "write_gate=true,rank=2"
     ),
-    "gated-delta-dv3-gates": GatedDelta(
-        value_channels=3, compress="channel", compress_form="direct", channel_gates=True, heads=2, recompute="none"
+    "gated-delta-dv3-gates": (
+        "gated-delta:recompute=none,value_channels=3,compress=channel,compress_form=direct,channel_gates=true,heads=2"
     ),
-    "gated-delta-coupled-dv2": GatedDelta(
-        value_channels=2, compress="channel", compress_causal=True, erase="coupled", write="value", rank=3
+    "gated-delta-coupled-dv2": (
+        "gated-delta:value_channels=2,compress=channel,compress_causal=true,erase=coupled,write=value,rank=3"
     ),
-    "gated-delta-value-only-ec2": GatedDelta(
-        erase="none", write="value", v_activation="linear", expand="conv", expand_kernel=2
-    ),
+    "gated-delta-value-only-ec2": "gated-delta:expand=conv,expand_kernel=2,erase=none,write=value,v_activation=linear",
     # Compression over the tokens: every kernel, shared or not, also of a single channel.
-    "token-dv2-k1": DeepDelta(value_channels=2, compress="token", compress_kernel=1, recompute_every=2),
-    "token-dv3-k2-separate": DeepDelta(value_channels=3, compress_kernel=2, compress_sharing="separate"),
-    "token-dv1-k3": DeepDelta(value_channels=1, compress="token", compress_kernel=3),
+    "token-dv2-k1": "ddl:recompute_every=2,value_channels=2,compress_kernel=1",
+    "token-dv3-k2-separate": "ddl:value_channels=3,compress_kernel=2,compress_sharing=separate",
+    "token-dv1-k3": "ddl:compress=token,compress_kernel=3",
     # The embedding convolution, alone and beside each compression.
-    "token-dv5-k3-ec2": DeepDelta(value_channels=5, compress_kernel=3, expand="conv", expand_kernel=2),
-    "dv1-ec3": DeepDelta(expand="conv", expand_kernel=3),
-    "channel-dv2-ec1": DeepDelta(value_channels=2, compress="channel", expand="conv", expand_kernel=1),
+    "token-dv5-k3-ec2": "ddl-ec:value_channels=5,compress_kernel=3,expand_kernel=2",
+    "dv1-ec3": "ddl:expand=conv,expand_kernel=3",
+    "channel-dv2-ec1": "ddl-cc-ec:value_channels=2,expand_kernel=1",
     # Compression over the channels: kernels shorter than d_v, centred and causal; the paper's form.
-    "channel-dv3-k2": DeepDelta(value_channels=3, compress="channel", compress_kernel=2),
-    "channel-dv5-k3-causal": DeepDelta(
-        value_channels=5, compress="channel", compress_kernel=3, compress_causal=True, compress_sharing="separate"
-    ),
-    "channel-dv3-k1": DeepDelta(value_channels=3, compress="channel", compress_kernel=1, recompute="none"),
-    "channel-dv3-direct": DeepDelta(value_channels=3, compress="channel", compress_form="direct"),
+    "channel-dv3-k2": "ddl-cc:value_channels=3,compress_kernel=2",
+    "channel-dv5-k3-causal": "ddl-cc:value_channels=5,compress_kernel=3,compress_causal=true,compress_sharing=separate",
+    "channel-dv3-k1": "ddl-cc:recompute=none,value_channels=3,compress_kernel=1",
+    "channel-dv3-direct": "ddl-cc:value_channels=3,compress_form=direct",
     # The direction.
-    "guard-add": DeepDelta(k_norm="add", k_eps=0.1),
-    "guard-clamp": DeepDelta(value_channels=2, compress="channel", k_norm="clamp", k_eps=0.5),
-    "guard-rms_d": DeepDelta(k_norm="rms_d", k_eps=0.1),
-    "v1-operator": DeepDelta(value_channels=2, compress="channel", operator="v1_eps", k_eps=0.1),
-    "k-projected": DeepDelta(k_proj=True),
+    "guard-add": "ddl:k_norm=add,k_eps=0.1",
+    "guard-clamp": "ddl-cc:value_channels=2,k_norm=clamp,k_eps=0.5",
+    "guard-rms_d": "ddl:k_norm=rms_d,k_eps=0.1",
+    "v1-operator": "ddl-cc:value_channels=2,k_eps=0.1,operator=v1_eps",
+    "k-projected": "ddl:k_proj=true",
     # The gate.
-    "beta-pool-mean": DeepDelta(value_channels=2, compress="channel", beta_input="pool_mean"),
-    "beta-flatten": DeepDelta(value_channels=3, compress_kernel=2, beta_input="flatten"),
-    "beta-conv-dv1": DeepDelta(beta_input="conv"),
-    "beta-conv-channel": DeepDelta(value_channels=2, compress="channel", beta_input="conv"),
-    "beta-conv-token-k6": DeepDelta(value_channels=2, compress_kernel=6, beta_input="conv", beta_init=1.9),
-    "beta-sublayer-out": DeepDelta(value_channels=2, compress_kernel=2, beta_input="sublayer_out"),
-    "beta-mlp": DeepDelta(beta_head="mlp", beta_hidden=5, beta_init=0.5),
+    "beta-pool-mean": "ddl-cc:value_channels=2,beta_input=pool_mean",
+    "beta-flatten": "ddl:value_channels=3,compress_kernel=2,beta_input=flatten",
+    "beta-conv-dv1": "ddl:beta_input=conv",
+    "beta-conv-channel": "ddl-cc:value_channels=2,beta_input=conv",
+    "beta-conv-token-k6": "ddl:value_channels=2,compress_kernel=6,beta_init=1.9,beta_input=conv",
+    "beta-sublayer-out": "ddl:value_channels=2,compress_kernel=2,beta_input=sublayer_out",
+    "beta-mlp": "ddl:beta_init=0.5,beta_head=mlp,beta_hidden=5",
     # The value.
-    "v-linear": DeepDelta(
-        value_channels=2, compress="channel", v_activation="linear", v_bias=False, implementation="auto"
-    ),
-    "v-constant": DeepDelta(value_channels=2, compress_kernel=2, v_activation="constant", v_constant=1.5),
-    "v-context": DeepDelta(v_input="context", v_scale=1.0, beta_init=0.01),
+    "v-linear": "ddl-cc:value_channels=2,v_activation=linear,v_bias=false,implementation=auto",
+    "v-constant": "ddl:value_channels=2,compress_kernel=2,v_activation=constant,v_constant=1.5",
+    "v-context": "ddl:beta_init=0.01,v_scale=1.0,v_input=context",
     # The v-Map with every phi_k.
-    "phi-linear": DeepDelta(value_channels=2, compress="channel", map="v", phi_k="linear"),
-    "phi-mlp-stream": DeepDelta(map="v", phi_k="mlp", phi_k_input="x_in", phi_k_rank=3, v_activation="linear"),
-    "phi-pool-mlp": DeepDelta(value_channels=2, compress="channel", map="v", phi_k="pool_mlp"),
-    "phi-flatten-mlp": DeepDelta(value_channels=3, compress_kernel=2, map="v", phi_k="flatten_mlp", phi_k_rank=4),
+    "phi-linear": "ddl-cc:value_channels=2,map=v,phi_k=linear",
+    "phi-mlp-stream": "ddl-v:v_activation=linear,phi_k_input=x_in,phi_k_rank=3",
+    "phi-pool-mlp": "ddl-cc:value_channels=2,map=v,phi_k=pool_mlp",
+    "phi-flatten-mlp": "ddl-v:value_channels=3,compress_kernel=2,phi_k=flatten_mlp,phi_k_rank=4",
     # Behind the embedding convolution, because channels that are all equal leave nothing to attend to.
-    "phi-attention": DeepDelta(value_channels=3, compress="channel", expand="conv", map="v", phi_k="attention"),
-    "phi-attention-dv1": DeepDelta(map="v", phi_k="attention", operator="v1_eps", beta_input="sublayer_out"),
+    "phi-attention": "ddl-cc-ec:value_channels=3,map=v,phi_k=attention",
+    "phi-attention-dv1": "ddl-v:operator=v1_eps,beta_input=sublayer_out,phi_k=attention",
     # Drawn as the authors draw.
-    "authors-token": DeepDelta(value_channels=4, expand="conv", init="authors"),
-    "authors-channel": DeepDelta(value_channels=4, compress="channel", beta_head="mlp", beta_hidden=6, init="authors"),
+    "authors-token": "ddl-ec:init=authors",
+    "authors-channel": "ddl-cc:beta_head=mlp,beta_hidden=6,init=authors",
     # Hyper-connections.
-    "hc-n1-linear": HyperConnections(num_streams=1, tanh=False, scale_init=0.1, head="mean", recompute_every=3),
-    "hc-mirrored": HyperConnections(start="mirrored", head="mean"),
-    "hc-static-n3": HyperConnections(num_streams=3, dynamic=False, implementation="auto", recompute="none"),
+    "hc-n1-linear": "hc:recompute_every=3,tanh=false,scale_init=0.1,num_streams=1,head=mean",
+    "hc-mirrored": "hc:head=mean,start=mirrored",
+    "hc-static-n3": "hc:recompute=none,implementation=auto,dynamic=false,num_streams=3",
     # The same among the fractions of a state of the model's width.
-    "frac-m1-linear": FracConnections(num_fractions=1, tanh=False, scale_init=0.1, recompute_every=3),
-    "frac-static-m2": FracConnections(num_fractions=2, dynamic=False, implementation="auto", recompute="none"),
+    "frac-m1-linear": "frac:recompute_every=3,tanh=false,scale_init=0.1,num_fractions=1",
+    "frac-static-m2": "frac:recompute=none,implementation=auto,dynamic=false,num_fractions=2",
     # Mixing that is doubly stochastic, for copies of the embedding and for pieces of it.
-    "mhc-n2": ManifoldHyperConnections(
-        num_streams=2, iterations=5, alpha_init=0.1, implementation="auto", recompute_every=2
+    "mhc-n2": "mhc:recompute_every=2,implementation=auto,num_streams=2,iterations=5,alpha_init=0.1",
+    "mhc-residual": "mhc:start=residual",
+    "mhc-lite-n3": "mhc:recompute=none,num_streams=3,mixing=permutations",
+    "mhc-split": "mhc:layout=split",
+    "mhc-split-lite-n2": "mhc:num_streams=2,layout=split,mixing=permutations",
+    "mhc-lss": "mhc:num_streams=2,expand=lss",
+    "mhc-deepseek-n2": (
+        "mhc-deepseek:recompute=none,implementation=auto,num_streams=2,gate_eps=0.01,scale_init=0.5,"
+        "weight_std=0.3,iterations=1"
     ),
-    "mhc-residual": ManifoldHyperConnections(start="residual"),
-    "mhc-lite-n3": ManifoldHyperConnections(num_streams=3, mixing="permutations", recompute="none"),
-    "mhc-split": ManifoldHyperConnections(layout="split"),
-    "mhc-split-lite-n2": ManifoldHyperConnections(num_streams=2, layout="split", mixing="permutations"),
-    "mhc-lss": ManifoldHyperConnections(num_streams=2, expand="lss"),
-    "mhc-deepseek-n2": DeepSeekHyperConnections(
-        recompute="none",
-        num_streams=2,
-        iterations=1,
-        gate_eps=0.01,
-        scale_init=0.5,
-        weight_std=0.3,
-        implementation="auto",
+    "mhc-deepseek-residual": "mhc-deepseek:recompute_every=2,num_streams=3,start=residual",
+    "mhc-deepseek-previous": "mhc-deepseek:pre=previous",
+    "mhc-deepseek-previous-n3": (
+        "mhc-deepseek:recompute_every=2,implementation=auto,num_streams=3,expand=lss,iterations=3,pre=previous"
     ),
-    "mhc-deepseek-residual": DeepSeekHyperConnections(num_streams=3, start="residual", recompute_every=2),
-    "mhc-deepseek-previous": DeepSeekHyperConnections(pre="previous"),
-    "mhc-deepseek-previous-n3": DeepSeekHyperConnections(
-        num_streams=3, pre="previous", iterations=3, expand="lss", recompute_every=2, implementation="auto"
-    ),
-    "krom-n2": KroneckerHyperConnections(
-        num_streams=2, scale_init=0.5, head="mean", implementation="auto", recompute="none"
-    ),
-    "krom-n8-residual": KroneckerHyperConnections(num_streams=8, start="residual", recompute_every=2),
+    "krom-n2": "krom:recompute=none,implementation=auto,num_streams=2,scale_init=0.5,head=mean",
+    "krom-n8-residual": "krom:recompute_every=2,num_streams=8,start=residual",
     # Streams that are never mixed.
-    "ihc-n2-mean": IndependentHyperConnections(
-        recompute="none",
-        num_streams=2,
-        magnitude=3.0,
-        gate_eps=0.01,
-        scale_init=0.5,
-        weight_std=0.3,
-        head="mean",
-        implementation="auto",
+    "ihc-n2-mean": (
+        "ihc:recompute=none,implementation=auto,num_streams=2,gate_eps=0.01,scale_init=0.5,weight_std=0.3,"
+        "head=mean,magnitude=3.0"
     ),
-    "ihc-mirrored-n3": IndependentHyperConnections(num_streams=3, start="mirrored", head="mean"),
-    "ihc-residual": IndependentHyperConnections(start="residual", recompute_every=2),
+    "ihc-mirrored-n3": "ihc:num_streams=3,head=mean,start=mirrored",
+    "ihc-residual": "ihc:recompute_every=2,start=residual",
     # Streams that are read and written by constants, and forget.
-    "wide-n3-retention": WideResidual(num_streams=3, retention=0.95, spread=0.5, recompute_every=2),
-    "wide-n2-gains": WideResidual(num_streams=2, retention=0.9, max_forget=0.3, expand="gains", implementation="auto"),
-    "gated-residual-n2": GatedResidual(num_streams=2, rank=3, weight_std=0.3, implementation="auto", recompute="none"),
-    "gated-residual-start": GatedResidual(num_streams=3, rank=5, head="mean", start="residual", recompute_every=2),
+    "wide-n3-retention": "wide:recompute_every=2,num_streams=3,spread=0.5,retention=0.95",
+    "wide-n2-gains": "wide:implementation=auto,num_streams=2,expand=gains,retention=0.9,max_forget=0.3",
+    "gated-residual-n2": "gated-residual:recompute=none,implementation=auto,num_streams=2,rank=3,weight_std=0.3",
+    "gated-residual-start": "gated-residual:recompute_every=2,num_streams=3,rank=5,head=mean,start=residual",
     # Mixing that is orthogonal.
-    "jpmhc-n2-exact": JacobianHyperConnections(num_streams=2, cayley="exact", alpha=1.0, recompute="none"),
-    "jpmhc-n3-s1": JacobianHyperConnections(num_streams=3, steps=1, implementation="auto", recompute_every=2),
-    "jpmhc-gains": JacobianHyperConnections(num_streams=2, expand="gains"),
+    "jpmhc-n2-exact": "jpmhc:recompute=none,num_streams=2,alpha=1.0,cayley=exact",
+    "jpmhc-n3-s1": "jpmhc:recompute_every=2,implementation=auto,num_streams=3,steps=1",
+    "jpmhc-gains": "jpmhc:num_streams=2,expand=gains",
     # The hybrid of rotation and reflection.
-    "edelta-n2": EDelta(num_streams=2, gamma_init=0.3, penalty=0.0),
-    "edelta-cumulative": EDelta(context="cumulative", hidden=5, beta_init=0.7),
-    "edelta-bare": EDelta(projections=False, gamma_init=0.5, penalty=0.3),
-    "edelta-stream-n2": EDeltaStream(num_streams=2, hidden=5, gamma_init=0.3, penalty=0.0, recompute="none"),
-    "edelta-stream-cumulative": EDeltaStream(num_streams=3, context="cumulative", beta_init=0.7),
-    "edelta-stream-residual": EDeltaStream(num_streams=3, start="residual", recompute_every=2),
-    "edelta-stream-lss": EDeltaStream(num_streams=3, expand="lss"),
+    "edelta-n2": "edelta:num_streams=2,gamma_init=0.3,penalty=0.0",
+    "edelta-cumulative": "edelta:context=cumulative,hidden=5,beta_init=0.7",
+    "edelta-bare": "edelta:gamma_init=0.5,penalty=0.3,projections=false",
+    "edelta-stream-n2": "edelta-stream:num_streams=2,hidden=5,gamma_init=0.3,penalty=0.0,recompute=none",
+    "edelta-stream-cumulative": "edelta-stream:num_streams=3,context=cumulative,beta_init=0.7",
+    "edelta-stream-residual": "edelta-stream:num_streams=3,recompute_every=2,start=residual",
+    "edelta-stream-lss": "edelta-stream:num_streams=3,expand=lss",
     # Attention over depth: blocks that end inside a stack and at its end.
-    "attnres-block-s2": AttentionResiduals(block_size=2),
-    "attnres-sum": AttentionResiduals(scale="sum"),
-    "attnres-block-s3": AttentionResiduals(block_size=3),
-    "altup-n3": AlternatingUpdates(num_streams=3, active=1, laurel_rank=2, weight_std=0.3),
-    "altup-copies": AlternatingUpdates(laurel_rank=0, ends="copies", recompute="none"),
-    "altup-n3-copies": AlternatingUpdates(num_streams=3, laurel_rank=0, ends="copies", recompute_every=2),
-    "attnres-inkling-s2-e2": InklingAttentionResiduals(block_size=2, separate_every=2),
-    "attnres-inkling-s3-e1": InklingAttentionResiduals(block_size=3, separate_every=1),
-    "attnres-inkling-e0": InklingAttentionResiduals(separate_every=0),
-    "mhar-h2-s2": AttentionResiduals(heads=2, block_size=2),
+    "attnres-block-s2": "attnres:block_size=2",
+    "attnres-sum": "attnres:scale=sum",
+    "attnres-block-s3": "attnres:block_size=3",
+    "altup-n3": "altup:num_streams=3,active=1,laurel_rank=2,weight_std=0.3",
+    "altup-copies": "altup:recompute=none,laurel_rank=0,ends=copies",
+    "altup-n3-copies": "altup:recompute_every=2,num_streams=3,laurel_rank=0,ends=copies",
+    "attnres-inkling-s2-e2": "attnres-inkling:block_size=2,separate_every=2",
+    "attnres-inkling-s3-e1": "attnres-inkling:block_size=3,separate_every=1",
+    "attnres-inkling-e0": "attnres-inkling:separate_every=0",
+    "mhar-h2-s2": "mhar:block_size=2,heads=2",
     # The same beside a plain stream, over what sublayers or blocks added to it.
-    "delta-attnres-scalar-s2": DeltaAttentionResiduals(gate="scalar", block_size=2),
-    "delta-attnres-null-s3": DeltaAttentionResiduals(gate="sigmoid", null_source=True, block_size=3),
-    "delta-attnres-h2": DeltaAttentionResiduals(heads=2),
+    "delta-attnres-scalar-s2": "delta-attnres:block_size=2,gate=scalar",
+    "delta-attnres-null-s3": "delta-attnres:block_size=3,gate=sigmoid,null_source=true",
+    "delta-attnres-h2": "delta-attnres:heads=2",
     # Averages over depth: every second output, after every second block.
-    "denseformer-k2": DenseFormer(dilation=2),
-    "denseformer-p2": DenseFormer(period=2),
-    "mudd-r": MultiwayDynamicDense(ways="r", hidden_multiple=1, expand_last=1),
+    "denseformer-k2": "denseformer:dilation=2",
+    "denseformer-p2": "denseformer:period=2",
+    "mudd-r": "mudd:ways=r,hidden_multiple=1,expand_last=1",
     "mudd-trimmed": MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gates=True),
-    "mudd-last-r": MultiwayDynamicDense(ways="r", layers=1, write_gates=True, hidden_multiple=1),
-    "mudd-prepost": MultiwayDynamicDense(prepost_norm=True),
+    "mudd-last-r": "mudd:ways=r,layers=1,write_gates=true,hidden_multiple=1",
+    "mudd-prepost": "mudd:prepost_norm=true",
     # The pooled shortcut without a delta write.
-    "pooled-householder-token": PooledHouseholder(context="token", beta_init=0.4),
+    "pooled-householder-token": "pooled-householder:context=token,beta_init=0.4",
 }
 
 # Schemes that see later tokens: no language model takes them.
-NON_CAUSAL: dict[str, Scheme] = {
-    "edelta-sequence": EDelta(context="sequence"),
-    "edelta-stream-sequence": EDeltaStream(context="sequence"),
-    "pooled-householder-sequence": PooledHouseholder(context="sequence"),
+_NON_CAUSAL = {
+    "edelta-sequence": "edelta:context=sequence",
+    "edelta-stream-sequence": "edelta-stream:context=sequence",
+    "pooled-householder-sequence": "pooled-householder:context=sequence",
 }
 
 # Run by kernels, for which triton must be there.
-KERNELS: dict[str, Scheme] = {
-    "channel": DeepDelta(value_channels=4, compress="channel", implementation="triton"),
-    "channel-context": DeepDelta(
-        value_channels=3,
-        compress="channel",
-        v_input="context",
-        v_activation="linear",
-        v_bias=False,
-        k_norm="add",
-        k_eps=0.1,
-        implementation="triton",
+_KERNELS = {
+    "channel": "ddl-cc:implementation=triton",
+    "channel-context": (
+        "ddl-cc:value_channels=3,k_norm=add,k_eps=0.1,v_activation=linear,v_bias=false,v_input=context,"
+        "implementation=triton"
     ),
-    "token": DeepDelta(value_channels=4, expand="conv", implementation="triton"),
-    "token-k2-projected": DeepDelta(value_channels=2, compress_kernel=2, k_proj=True, implementation="triton"),
-    "one-channel": DeepDelta(implementation="triton"),
-    "v-map": DeepDelta(value_channels=2, compress="channel", map="v", implementation="triton"),
-    "hc": HyperConnections(num_streams=3, implementation="triton"),
-    "hc-static": HyperConnections(num_streams=2, dynamic=False, implementation="triton"),
-    "frac": FracConnections(num_fractions=2, implementation="triton"),
-    "mhc": ManifoldHyperConnections(implementation="triton"),
-    "mhc-split": ManifoldHyperConnections(num_streams=2, layout="split", iterations=3, implementation="triton"),
-    "mhc-deepseek": DeepSeekHyperConnections(iterations=3, implementation="triton"),
-    "krom": KroneckerHyperConnections(implementation="triton"),
-    "ihc": IndependentHyperConnections(implementation="triton"),
-    "gated-residual": GatedResidual(rank=3, implementation="triton"),
-    "wide": WideResidual(retention=0.999, implementation="triton"),
-    "jpmhc": JacobianHyperConnections(num_streams=2, implementation="triton"),
+    "token": "ddl-ec:implementation=triton",
+    "token-k2-projected": "ddl:value_channels=2,compress_kernel=2,k_proj=true,implementation=triton",
+    "one-channel": "ddl:implementation=triton",
+    "v-map": "ddl-cc:value_channels=2,map=v,implementation=triton",
+    "hc": "hc:implementation=triton,num_streams=3",
+    "hc-static": "hc:implementation=triton,dynamic=false,num_streams=2",
+    "frac": "frac:implementation=triton,num_fractions=2",
+    "mhc": "mhc:implementation=triton",
+    "mhc-split": "mhc:implementation=triton,num_streams=2,layout=split,iterations=3",
+    "mhc-deepseek": "mhc-deepseek:implementation=triton,iterations=3",
+    "krom": "krom:implementation=triton",
+    "ihc": "ihc:implementation=triton",
+    "gated-residual": "gated-residual:implementation=triton,rank=3",
+    "wide": "wide:implementation=triton,retention=0.999",
+    "jpmhc": "jpmhc:implementation=triton,num_streams=2",
 }
 
+VARIANTS, NON_CAUSAL, KERNELS = (
+    {name: resolve(scheme) for name, scheme in schemes.items()} for schemes in (_VARIANTS, _NON_CAUSAL, _KERNELS)
+)
 ALL: dict[str, Scheme] = PRESETS | VARIANTS
 
 # Deep Delta Learning, whose parts tests look at: those that are not inside a convolution of their sublayer's output.
