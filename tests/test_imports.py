@@ -11,23 +11,8 @@ import residua.lab.data
 import residua.lab.training
 
 EXTRAS = {
-    "accelerate",
-    "datasets",
-    "filelock",
-    "huggingface_hub",
-    "lm_eval",
-    "matplotlib",
-    "numpy",
-    "playwright",
-    "plotly",
-    "pyarrow",
-    "rich",
-    "safetensors",
-    "tensorboard",
-    "tokenizers",
-    "transformers",
-    "triton",
-    "wandb",
+    *("accelerate", "datasets", "filelock", "huggingface_hub", "lm_eval", "matplotlib", "numpy", "playwright"),
+    *("plotly", "pyarrow", "rich", "safetensors", "tensorboard", "tokenizers", "transformers", "triton", "wandb"),
     "yaml",
 }
 LAZY = [residua, residua.connections, residua.conversion, residua.testing, residua.lab.training, residua.lab.data]

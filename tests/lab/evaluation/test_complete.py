@@ -25,18 +25,9 @@ def model():
     """Any causal language model of transformers will do: what is tested is what surrounds its `generate`."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=257,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=POSITIONS,
-            bos_token_id=None,
-            eos_token_id=256,
-            initializer_range=0.5,
-        )
-        return LlamaForCausalLM(config).train()
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        tokens = {"vocab_size": 257, "max_position_embeddings": POSITIONS, "bos_token_id": None, "eos_token_id": 256}
+        return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, initializer_range=0.5)).train()
 
 
 def test_greedy_text_is_the_most_probable_one(model, tokenizer):

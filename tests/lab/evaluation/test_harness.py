@@ -16,7 +16,8 @@ from residua.errors import InputError
 from residua.lab.data import byte_tokenizer
 from residua.lab.evaluation.harness import score
 from residua.lab.evaluation.published import TASKS, rows
-from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.models import ResiduaForCausalLM
+from support.tiny_models import tiny_config
 
 QUESTIONS = [
     ("The sky is", ["blue", "made of old cheese", "red"], 0),
@@ -69,19 +70,8 @@ def tasks(tmp_path_factory):
 
 def build():
     torch.manual_seed(0)
-    config = ResiduaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        connection="ddl-ec",
-        embedding_init_std=0.5,
-        eos_token_id=256,
-        pad_token_id=256,
-        bos_token_id=None,
-    )
-    return ResiduaForCausalLM(config).eval()
+    sizes = {"vocab_size": 320, "hidden_size": 32, "max_position_embeddings": 256, "embedding_init_std": 0.5}
+    return ResiduaForCausalLM(tiny_config("ddl-ec", **sizes, eos_token_id=256, pad_token_id=256)).eval()
 
 
 def likelihoods(model, tokenizer, question, choices):

@@ -19,18 +19,10 @@ from support.tiny_models import VOCAB, passages, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import ALL, DEEP_DELTA, PRESETS
 
-WITHOUT = (
-    "residual",
-    "siamese",
-    "attnres",
-    "attnres-block",
-    "attnres-inkling",
-    "altup",
-    "mhar",
-    "delta-attnres",
-    "denseformer",
-    "mudd",
-)  # no linear map of the state but the identity
+WITHOUT = (  # no linear map of the state but the identity
+    *("residual", "siamese", "altup", "denseformer", "mudd"),
+    *("attnres", "attnres-block", "attnres-inkling", "mhar", "delta-attnres"),
+)
 MIXING = (
     *("lambdas", "gated-orthogonal", "orthogonal", "frac"),
     *("hc", "mhc", "mhc-deepseek", "mhc-glm", "krom", "ihc", "gated-residual", "jpmhc", "edelta", "edelta-stream"),
