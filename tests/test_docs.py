@@ -1,6 +1,5 @@
 """The README and docs/ keep their promises: Python runs, commands work, links lead somewhere, tables are true."""
 
-import importlib
 import json
 import os
 import re
@@ -22,10 +21,8 @@ from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
 from residua.records.folder import flatten
-from support.pages import blocks, records
+from support.pages import DOCS, ROOT, blocks, records, script
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 PAGES = {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
 PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -34,18 +31,14 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 @pytest.fixture(scope="module")
 def scheme_pages():
     """The module that generates the pages of schemes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(DOCS)
-        return importlib.import_module("scheme_pages")
+    return script("scheme_pages", DOCS)
 
 
 @pytest.fixture(scope="module")
 def hooks(scheme_pages):
     """The module that adds pages to the site."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(DOCS)
-        return importlib.import_module("hooks")
+    return script("hooks", DOCS)
 
 
 def cells(notebook: Path) -> list[str]:
@@ -85,9 +78,7 @@ def test_the_python_of_a_page_runs(page, tmp_path):
 
 def test_the_notebook_is_the_tutorial():
     """`python docs/notebook.py` writes it; its cells run above."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(DOCS)
-        notebook = importlib.import_module("notebook").notebook
+    notebook = script("notebook", DOCS).notebook
     assert (DOCS / "tutorial.ipynb").read_text(encoding="utf-8") == notebook(PAGES["docs/tutorial.md"])
     assert cells(DOCS / "tutorial.ipynb") == blocks(PAGES["docs/tutorial.md"], "python")
 
@@ -101,7 +92,7 @@ def test_a_drawing_is_what_its_script_draws(name):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_equation_of_a_scheme_becomes_a_formula(name, scheme_pages):
     """Greek letters, roots and subscripts are LaTeX, and nothing of the equation is lost."""
-    latex = importlib.import_module("formulas").latex_of(SCHEMES[name].equation)
+    latex = script("formulas", DOCS).latex_of(SCHEMES[name].equation)
     assert latex.count("{") == latex.count("}")
     assert latex.count(r"\lVert") == latex.count(r"\rVert")
     assert not re.search(r"(?<!\\)\b(alpha|beta|gamma|lambda|mu|rho|sigma|tau|theta|sqrt|h_res)\b", latex)

@@ -11,19 +11,14 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from residua.commands import cost
 from residua.commands.signature import call, command_parser
+from support.pages import EXPERIMENTS, script
 
-ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="experiments/ is not in this archive")
+pytestmark = pytest.mark.skipif(not EXPERIMENTS.is_dir(), reason="experiments/ is not in this archive")
 
 
 @pytest.fixture(scope="module")
 def gpu():
-    spec = importlib.util.spec_from_file_location("gpu", ROOT / "experiments" / "gpu.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["gpu"]
+    return script("gpu")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 `python experiments/guards.py BASE` compares far more, to the last bit, with another commit.
 """
 
-import importlib.util
 import json
 import runpy
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+from support.pages import EXPERIMENTS, ROOT, script
+
 SCRIPTS = sorted(path for folder in ("experiments", "benchmarks") for path in (ROOT / folder).glob("*.py"))
 RELATIVE = 1e-6  # float64 all through: processors differ in the last digits, and a changed formula in the first
 pytestmark = pytest.mark.skipif(not SCRIPTS, reason="experiments/ is not in this archive")
@@ -21,14 +21,9 @@ pytestmark = pytest.mark.skipif(not SCRIPTS, reason="experiments/ is not in this
 
 @pytest.fixture(scope="module")
 def guards():
-    spec = importlib.util.spec_from_file_location("guards", ROOT / "experiments" / "guards.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["guards"] = module  # a process that is spawned gets functions by the name of their module
-    spec.loader.exec_module(module)
-    sys.path.append(str(ROOT / "experiments"))
-    yield module
-    sys.path.remove(str(ROOT / "experiments"))
-    del sys.modules["guards"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXPERIMENTS)  # for a process that is spawned, which imports it too
+        yield script("guards")
 
 
 @pytest.fixture(scope="module")

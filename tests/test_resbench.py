@@ -1,7 +1,6 @@
 """What README.md and the pages on ResBench say is what its records say: a test for each statement."""
 
 import csv
-import importlib
 import itertools
 import json
 import math
@@ -18,9 +17,8 @@ from residua.lab.study.definition import load_study
 from residua.lab.study.report import estimate_text, table
 from residua.lab.study.results import _error, read_results
 from residua.records.statistics import Noise, paired
-from support.pages import EXPERIMENTS, records
+from support.pages import DOCS, EXPERIMENTS, records, script
 
-DOCS = EXPERIMENTS.parent / "docs"
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
 SIZES = (*SHAPES, "0.3M")
 BASELINES = "residual", "lambdas"
@@ -55,9 +53,7 @@ def answers(study):
 @pytest.fixture(scope="module")
 def picture():
     """The module that draws the leads."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXPERIMENTS)
-        return importlib.import_module("resbench_picture")
+    return script("resbench_picture")
 
 
 def side(estimate):

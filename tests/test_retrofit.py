@@ -1,23 +1,14 @@
 """The experiment on a pretrained model: what a run is, what a kill loses, what its tables say; on a tiny Llama."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from support.converted_models import llama
+from support.pages import EXPERIMENTS, script
 
-ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="experiments/ is not in this archive")
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "experiments" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+pytestmark = pytest.mark.skipif(not EXPERIMENTS.is_dir(), reason="experiments/ is not in this archive")
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +186,7 @@ def test_a_scheme_is_better_only_where_the_interval_over_seeds_says_so(results):
 
 def test_the_committed_records_are_of_one_model_and_one_corpus(results):
     settings = json.loads((results.FOLDER / "settings.json").read_text())
-    corpus = json.loads((ROOT / "experiments/resbench-corpus.json").read_text())["sha256"]
+    corpus = json.loads((EXPERIMENTS / "resbench-corpus.json").read_text())["sha256"]
     assert settings["corpus_sha256"] == corpus
     assert settings["gguf_sha256"] == script("smollm2").SHA256
     for row in results.read():

@@ -1,11 +1,23 @@
 """What the documentation shows, and the records behind it."""
 
+import importlib
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS, EXPERIMENTS = ROOT / "docs", ROOT / "experiments"
+
+
+def script(name: str, folder: Path = EXPERIMENTS) -> ModuleType:
+    """A script as a module; it may import others beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        return importlib.import_module(name)
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -1,9 +1,7 @@
 """Every simulation in a real browser: its numbers against residua in float64, its picture, mouse, keys and address."""
 
-import importlib
 import math
 import re
-from pathlib import Path
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -15,6 +13,7 @@ from residua import ops
 from residua.lab.explorer.page import write_page
 from residua.lab.inspection.measure import stream_similarity
 from support.browser import go_to
+from support.pages import DOCS, script
 from support.waiting import until
 
 SIMULATIONS = (
@@ -25,7 +24,6 @@ PAGES = ("users", "results")
 TOPICS = (*SIMULATIONS, *PAGES)
 SETTINGS = 20
 TOLERANCE = 1e-9
-DOCS = Path(__file__).parents[3] / "docs"
 PHONE, WIDE = (360, 740), (1920, 1080)
 
 
@@ -514,10 +512,8 @@ def test_a_query_decides_what_is_read_and_a_click_takes_another(show):
     torch.testing.assert_close(weights(), torch.full((3,), 1 / 3).double())
 
 
-def test_who_runs_what_names_presets_models_and_sources(show, monkeypatch):
+def test_who_runs_what_names_presets_models_and_sources(show):
     """Models are those of the pages of the schemes, and those of transformers are there."""
-    monkeypatch.syspath_prepend(DOCS)
-    scheme_pages = importlib.import_module("scheme_pages")
     page = show("topic=users")
     rows = page.locator(".runs li").evaluate_all("""(rows) => rows.map((row) => ({
       preset: row.dataset.runs, state: row.dataset.state, who: row.querySelector(".who").textContent,
@@ -530,7 +526,7 @@ def test_who_runs_what_names_presets_models_and_sources(show, monkeypatch):
     assert {(link[1], preset) for link, preset in linked if link} == set(released) - forms
     for row in rows:
         scheme = residua.connections.PRESETS[row["preset"]]
-        assert scheme_pages.state(scheme) == row["state"], row
+        assert script("scheme_pages", DOCS).state(scheme) == row["state"], row
         users = scheme.users.lower()
         assert all(name.lower() in users for name in row["who"].split(", ")), row
     topics = set(page.locator("nav [data-topic]").evaluate_all("(all) => all.map((one) => one.dataset.topic)"))

@@ -1,7 +1,6 @@
 """The page as a file: one, self-contained, with what is put in it inert; and its modules, bundled or refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 
 from residua.lab.explorer import page as module
 from residua.lab.explorer.page import ASSETS, bundle, write_page
+from support.pages import script
 
 EMPTY = {"title": "residua", "traces": [], "comparison": None}
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- <script> & \u2028 ]]>"
@@ -126,12 +126,7 @@ def test_plotly_is_packed_only_where_there_is_something_to_plot(tmp_path):
 
 
 def test_the_committed_results_are_what_the_records_say():
-    experiments = Path(__file__).parents[3] / "experiments"
-    sys.path.insert(0, str(experiments))
-    try:
-        import explorer_results
-    finally:
-        sys.path.remove(str(experiments))
+    explorer_results = script("explorer_results")
     assert explorer_results.RESULTS.read_text(encoding="utf-8") == explorer_results.text()
     rows = [row for view in explorer_results.results()["views"] for group in view["groups"] for row in group["rows"]]
     assert {row["kind"] for row in rows} == {"published", "ours", "reference"}
