@@ -14,8 +14,9 @@ from formulas import displayed
 from torch import nn
 
 import residua
-from residua.commands.schemes import about, added, averages, meaning, state, values
 from residua.connections import PRESETS, SCHEMES, resolve
+from residua.connections.explained import about, added, meaning, state, values
+from residua.lab.evaluation.published import averages
 from residua.lab.study.report import difference_text, estimate_text
 from residua.lab.study.results import Results, read_results
 

@@ -8,8 +8,8 @@ import torch
 
 import residua
 from experiments.delta_write import delta_write
-from residua.commands.schemes import added, state
 from residua.connections import PRESETS, SCHEMES
+from residua.connections.explained import added, state
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.records.statistics import paired

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from residua import DeepDelta
-from residua.commands.schemes import PAPER_SIZES
 from residua.connections import describe
+from residua.connections.explained import PAPER_SIZES
 from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
 from support.tiny_models import prompt, tiny_config
 from support.variants import NON_CAUSAL, PRESETS

@@ -80,3 +80,17 @@ def comparable(config: Any, tasks: Collection[str], num_fewshot: int, *, size: s
         alike = (name for name in SIZES if all(getattr(config, key, None) == SIZES[name][key] for key in shape))
         size = next(alike, "")
     return rows(size, num_fewshot) if set(tasks) <= TASKS.keys() else []
+
+
+def averages(names: Collection[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and rows of the published averages of these presets and the plain residual; no rows if
+    none of these presets was published."""
+    columns = list(dict.fromkeys(f"{row.size}, {row.num_fewshot}-shot" for row in ROWS))
+    scores: dict[str, dict[str, str]] = {}
+    for row in ROWS:
+        if row.preset in {*names, "residual"}:
+            column = f"{row.size}, {row.num_fewshot}-shot"
+            scores.setdefault(row.preset, {})[column] = f"{row.average:.2f} (v{row.version})"
+    if not scores.keys() & set(names):
+        return [], []
+    return ["scheme", *columns], [[name, *(row.get(column, "") for column in columns)] for name, row in scores.items()]
