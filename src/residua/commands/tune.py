@@ -57,6 +57,7 @@ def tune(
     parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes), f"written: {Path(out) / 'records.jsonl'}"]
     if outcome.finite:
         parts.append(f"written: {Path(out) / 'sweep.png'}")
-    if outcome.best:
-        parts.append(f"train the best with: {outcome.command}")
-    return Output(outcome.to_json(), parts)
+    values = outcome.to_json()
+    if values["command"]:
+        parts.append(f"train the best with: {values['command']}")
+    return Output(values, parts)

@@ -198,14 +198,11 @@ def open_study(
 
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
     """The jobs of all runs that the study needs so far, the finished ones too."""
-    rungs, schemes = list(plan.study.rungs), list(plan.study.schemes)
-    planned = []
-    for run in plan.runs(finished):
-        further = run.kind == "report" and run.config.train.seed not in plan.study.seeds
-        order = rungs.index(run.size), 2 if further else int(run.kind == "longer"), schemes.index(run.scheme)
-        cost = float(plan.steps[run.size])  # of a step: it grows with the model as the number of steps does
-        planned.append(Job(run.key, train_run, (run,), run.config.train.steps, cost, order))
-    return planned
+    return [
+        # The cost of a step grows with the model as the number of steps does.
+        Job(run.key, train_run, (run,), run.config.train.steps, float(plan.steps[run.size]), (place,))
+        for place, run in enumerate(plan.runs(finished))
+    ]
 
 
 def train_run(run: Run, *, place: Path, report: Any) -> Record:

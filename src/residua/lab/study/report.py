@@ -80,13 +80,8 @@ def _grid(over: Mapping[str, Sequence[Any]]) -> str:
 
 def _setting(results: Results) -> list[str]:
     study, tuning = results.study, results.study.tuning
-    corpora = {
-        json.dumps(facts.get("data"), sort_keys=True): facts.get("data") or {} for facts in results.facts
-    }.values()
-    corpus = "; ".join(
-        f"{data.get('source')}, sha256 {str(data.get('sha256'))[:16]}, fingerprint {str(data.get('fingerprint'))[:16]}"
-        for data in corpora
-    )
+    data = next((facts.get("data", {}) for facts in results.facts), {})  # all runs have the same
+    source, *digests = (str(data.get(name)) for name in ("source", "sha256", "fingerprint"))
     commits, torches, devices = (
         sorted({str(facts.get(name)) for facts in results.facts}) for name in ("commit", "torch", "device")
     )
@@ -114,7 +109,7 @@ def _setting(results: Results) -> list[str]:
             if size.tokens_per_parameter is not None or size.seeds is not None
         ),
         f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
-        f"- Corpus: {_text(corpus)}.",
+        f"- Corpus: {_text(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
         f"- {len(results.corrected)} primary contrasts at equal tokens, named before their runs; p-values are "
         "corrected for their number by Holm's method. Everything else is descriptive.",
     ]

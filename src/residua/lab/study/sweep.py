@@ -151,11 +151,6 @@ class Outcome:
         return next((result for result in self.results if result.won), None)
 
     @property
-    def command(self) -> str | None:
-        """What a person types to train with the best point."""
-        return None if self.best is None else self.sweep.command(self.best.point)
-
-    @property
     def finite(self) -> list[Result]:
         """The points of which no run diverged."""
         return [result for result in self.results if result.loss]
@@ -182,15 +177,10 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values for `json.dumps`."""
         results = [
-            {
-                "point": result.point,
-                "losses": list(result.losses),
-                "mean": result.loss and result.loss.mean,
-                "half_width": result.loss and result.loss.half_width,
-            }
-            for result in self.results
+            {**result._asdict(), "mean": loss and loss.mean, "half_width": loss and loss.half_width}
+            for result, loss in ((result, result.loss) for result in self.results)
         ]
-        return {"results": results, "command": self.command, "notes": self.notes}
+        return {"results": results, "command": self.best and self.sweep.command(self.best.point), "notes": self.notes}
 
     def table(self) -> Table:
         """Return a row for each point."""
