@@ -298,12 +298,12 @@ class Study:
         unknown size.
         """
         check_names("--rungs", rungs, self.rungs)
-        chosen = dict(self.schemes)
+        chosen = self.schemes
         if schemes is not None:
-            matched = [chosen[name].parameters_of for name in schemes if name in chosen]
-            wanted = dict.fromkeys([*self.baselines, *schemes, *filter(None, matched)])
-            order = [*[name for name in self.schemes if name in wanted], *[n for n in wanted if n not in self.schemes]]
-            chosen = {name: self.schemes.get(name) or Entry(name, canonical(name)) for name in order}
+            matched = {chosen[name].parameters_of for name in schemes if name in chosen}
+            wanted = {*self.baselines, *schemes, *matched}
+            joining = {name: Entry(name, canonical(name)) for name in schemes if name not in chosen}
+            chosen = {name: entry for name, entry in chosen.items() if name in wanted} | joining
         needed = {size for name in rungs or self.rungs for size in (name, *self.searches(name))}
         return replace(self, schemes=chosen, rungs={name: size for name, size in self.rungs.items() if name in needed})
 

@@ -30,7 +30,7 @@ from residua.records.statistics import Estimate
 from residua.records.table import Table, grouped
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sweep:
     """What is tuned, and how.
 
@@ -49,6 +49,7 @@ class Sweep:
     finalists: int | None = None
 
     def __post_init__(self) -> None:
+        self._configs = cache(self._config)  # reading one takes a tenth of a second
         if not self.over:
             raise InputError("--over must have at least one key to sweep, such as train.lr=1e-3,2e-3; got none")
         if "train.seed" in self.over:
@@ -79,7 +80,11 @@ class Sweep:
 
     def config(self, point: Mapping[str, Any]) -> RunConfig:
         """The configuration of a point, with the first seed. Raises InputError."""
-        return _config(self.sources, self.overrides, json.dumps(point))
+        return self._configs(json.dumps(point))
+
+    def _config(self, point: str) -> RunConfig:
+        config = load_config(self.sources, {**parse_overrides(self.overrides), **json.loads(point)})
+        return replace(config, train=replace(config.train, keep_checkpoints=1, tensorboard=False))
 
     def job(self, point: Mapping[str, Any], seed: int | None, data: str | None = None) -> Job:
         """The run of a point with a seed, None and 0 for the first. data: prepared data that all runs share."""
@@ -97,13 +102,6 @@ class Sweep:
         given = [part for name in self.sources for part in ("--config", name)]
         over = [f"--{key}={_text(value)}" for key, value in point.items()]
         return shlex.join(["residua", "train", *given, *self.overrides, *over, "--run", "DIR"])
-
-
-@cache
-def _config(sources: tuple[str, ...], overrides: tuple[str, ...], point: str) -> RunConfig:
-    """Reading one takes a tenth of a second."""
-    config = load_config(sources, {**parse_overrides(overrides), **json.loads(point)})
-    return replace(config, train=replace(config.train, keep_checkpoints=1, tensorboard=False))
 
 
 class Result(NamedTuple):
