@@ -64,8 +64,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def row(name: str, kind: str, source: str, value: Any, causal: bool | None, seeds: int | None, parameters: int | None):
-    """One row of the page; a value is (mean, standard deviation or None)."""
-    mean, deviation = (None if number is None else float(f"{number:.6g}") for number in value)
+    """One row of the page; a value is (mean, standard deviation or None, ...)."""
+    mean, deviation = (None if number is None else float(f"{number:.6g}") for number in value[:2])
     return {"name": name, "kind": kind, "source": source, "mean": mean, "deviation": deviation, "causal": causal,
             "seeds": seeds, "parameters": parameters}  # fmt: skip
 

@@ -258,7 +258,7 @@ def test_evaluate_as_a_table_and_as_json(capsys, runs):
     assert record["step"] == 4
     table = output(capsys, ["evaluate", runs / "ddl"])
     assert f"{record['val_loss']:.4f}" in table
-    assert "there are 4" in error(capsys, ["evaluate", runs / "ddl", "--checkpoint", "3"])
+    assert "found those of steps 4" in error(capsys, ["evaluate", runs / "ddl", "--checkpoint", "3"])
 
 
 def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):

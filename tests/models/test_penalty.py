@@ -18,8 +18,8 @@ def language_loss(out, ids) -> torch.Tensor:
 def test_training_adds_the_penalty_of_every_connection(name):
     model, ids = tiny_model(name), prompt(2, 6)
     records = []
-    with torch.no_grad():
-        model(ids, watch=watching(records.append))
+    with torch.no_grad(), watching(model.model.stream, records.append):
+        model(ids)
     penalty = sum(record.connection.penalty(record.carry.coefficients).mean() for record in records)
     out = model.train()(ids, labels=ids)
     assert penalty > 0.01
