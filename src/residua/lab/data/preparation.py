@@ -9,6 +9,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -152,22 +153,13 @@ def _index(
             raise InputError(
                 f"{corpus.name}: too small: of {documents} document(s) nothing is left for {split}; give more text"
             )
-    splits = {
-        split: {
-            "documents": part.documents,
-            "bytes": part.bytes,
-            "tokens": part.tokens,
-            "shards": [shard._asdict() for shard in part.shards],
-        }
-        for split, part in result.splits.items()
-    }
     return {
         "format": FORMAT,
         "version": VERSION,
         "dtype": _dtype(tokenizer),
         "vocab_size": vocabulary(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
-        "splits": splits,
+        "splits": {split: asdict(part) for split, part in result.splits.items()},
         "facts": {
             "source": corpus.name,
             **corpus.facts,

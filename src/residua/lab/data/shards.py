@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from residua.errors import InputError, extra
 from residua.lab.data.split import Split
@@ -36,12 +36,28 @@ MAPPED_SHARDS = 256
 """The most shards that are mapped at a time; each has a file descriptor."""
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """A file in the folder, the number of its tokens, and the sha256 of its content."""
 
     file: str
     tokens: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """The documents of a split, the bytes of their text, their tokens, and the whole shards of these."""
+
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    shards: tuple[Shard, ...] = ()
+
+    @classmethod
+    def read(cls, entry: dict[str, Any]) -> "SplitFiles":
+        """Return a split from its entry in a JSON file."""
+        return cls(**entry | {"shards": tuple(Shard(**shard) for shard in entry["shards"])})
 
 
 class Tokens:
@@ -116,7 +132,7 @@ class PreparedData:
         folder = Path(folder)
         index = _read_index(folder)
         vocab_size, eos_token_id = index["vocab_size"], index["eos_token_id"]
-        shards = {split: [Shard(**entry) for entry in index["splits"][split]["shards"]] for split in get_args(Split)}
+        splits = {split: SplitFiles.read(index["splits"][split]) for split in get_args(Split)}
         try:
             tokenizer = tokenizer_hash(folder / "tokenizer")
         except OSError as error:
@@ -125,7 +141,7 @@ class PreparedData:
             raise InputError(f"{folder}: tokenizer/ is not the one that made the tokens; prepare the data again")
 
         content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
-        content += [[split, [shard[1:] for shard in shards[split]]] for split in shards]
+        content += [[name, [[x.tokens, x.sha256] for x in split.shards]] for name, split in splits.items()]
         fingerprints = {
             "fingerprint": _fingerprint(content),
             "tokenizer_fingerprint": _fingerprint([vocab_size, eos_token_id, tokenizer]),
@@ -136,9 +152,9 @@ class PreparedData:
             eos_token_id=eos_token_id,
             fingerprint=fingerprints["fingerprint"],
             facts=index["facts"] | fingerprints,
-            train=Tokens(folder, shards["train"], DTYPES[index["dtype"]]),
-            validation=Tokens(folder, shards["validation"], DTYPES[index["dtype"]]),
-            validation_bytes=index["splits"]["validation"]["bytes"],
+            train=Tokens(folder, splits["train"].shards, DTYPES[index["dtype"]]),
+            validation=Tokens(folder, splits["validation"].shards, DTYPES[index["dtype"]]),
+            validation_bytes=splits["validation"].bytes,
         )
         if data._check_sizes() <= VERIFY_ON_OPEN:
             data.verify()

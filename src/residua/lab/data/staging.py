@@ -13,22 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError, RunError
+from residua.lab.data.shards import SplitFiles
 from residua.records.durable import remove, sync, write_text
 from residua.records.folder import LEASE, LOCK, hold
 from residua.records.progress import say
 from residua.records.reading import read_json
 
 PROGRESS = "progress.json"
-
-
-@dataclass(frozen=True)
-class SplitState:
-    """The documents of a split that are on the disk, and the sha256 of its whole shards."""
-
-    documents: int
-    bytes: int
-    tokens: int
-    sha256: list[str]
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,7 @@ class State:
 
     documents: int
     size: int
-    splits: dict[str, SplitState]
+    splits: dict[str, SplitFiles]
 
 
 def damage_error(path: Path) -> InputError:
@@ -117,7 +108,7 @@ def _read_state(folder: Path, plan: dict[str, Any]) -> State | None:
         return None
     saved = read_json(path)
     old_plan = saved.pop("plan")
-    splits = {name: SplitState(**split) for name, split in saved.pop("splits").items()}
+    splits = {name: SplitFiles.read(split) for name, split in saved.pop("splits").items()}
     different_keys = [key for key in old_plan | plan if old_plan.get(key) != plan.get(key)]
     if different_keys:
         changes = ", ".join(f"{key} {old_plan.get(key)} there, {plan.get(key)} here" for key in different_keys)

@@ -11,9 +11,9 @@ from residua.errors import extra
 from residua.lab.data.corpus import Corpus, Document
 from residua.lab.data.encode import Encoder, Group
 from residua.lab.data.progress import text_progress
-from residua.lab.data.shards import Shard
+from residua.lab.data.shards import Shard, SplitFiles
 from residua.lab.data.split import HashSplit, Split
-from residua.lab.data.staging import SplitState, Staging, State, damage_error
+from residua.lab.data.staging import Staging, State, damage_error
 from residua.records.durable import file_sha256, sync
 
 with extra("lab"):
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 class WriteResult(NamedTuple):
     """The result of `write_shards`: the splits, and the sha256 of the text."""
 
-    splits: dict[Split, "ShardWriter"]
+    splits: dict[Split, SplitFiles]
     sha256: str
 
 
@@ -64,7 +64,7 @@ def write_shards(
     start_state = stage.saved or State(documents=0, size=0, splits={})
     split: HashSplit[Piece] = HashSplit(validation_fraction, settled=stage.saved is not None)
     writers = {
-        name: ShardWriter(stage.folder, name, dtype, shard_tokens, start_state.splits.get(name))
+        name: ShardWriter(stage.folder, name, dtype, shard_tokens, start_state.splits.get(name, SplitFiles()))
         for name in get_args(Split)
     }
     shards = sum(len(writer.shards) for writer in writers.values())
@@ -95,9 +95,7 @@ def write_shards(
                 stage.save(State(documents, size, splits))
     for name, piece in split.end():
         writers[name].add(piece)
-    for writer in writers.values():
-        writer.close()
-    return WriteResult(writers, text.hexdigest())
+    return WriteResult({name: writer.close() for name, writer in writers.items()}, text.hexdigest())
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[Group]:
@@ -117,14 +115,13 @@ def _groups(documents: Iterable[Document]) -> Iterator[Group]:
 class ShardWriter:
     """Write the shards of `split` into `folder`, each of `shard_tokens` tokens except the last.
 
-    state: the result of `state()`, to continue there. Raises InputError if a shard of that state is gone or cut.
+    state: where to continue, from `state()`. Raises InputError if a shard of that state is gone or cut.
     """
 
-    def __init__(self, folder: Path, split: Split, dtype: np.dtype, shard_tokens: int, state: SplitState | None = None):
-        state = state or SplitState(documents=0, bytes=0, tokens=0, sha256=[])
+    def __init__(self, folder: Path, split: Split, dtype: np.dtype, shard_tokens: int, state: SplitFiles):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.documents, self.bytes, self.tokens = state.documents, state.bytes, state.tokens
-        self.shards = [Shard(self._path(n).name, shard_tokens, sha256) for n, sha256 in enumerate(state.sha256)]
+        self.shards = list(state.shards)
         self._pieces: list[np.ndarray] = []
         for number, start in enumerate(range(0, self.tokens, shard_tokens)):
             path, size = self._path(number), min(shard_tokens, self.tokens - start) * dtype.itemsize
@@ -155,18 +152,19 @@ class ShardWriter:
             if position % self.shard_tokens == 0:
                 self._end_shard(self.shard_tokens)
 
-    def close(self) -> None:
-        """Write the rest and end the last shard."""
+    def close(self) -> SplitFiles:
+        """Write the rest and end the last shard; return the whole split."""
         self.write()
         if rest := self.tokens % self.shard_tokens:
             self._end_shard(rest)
+        return SplitFiles(self.documents, self.bytes, self.tokens, tuple(self.shards))
 
-    def state(self) -> SplitState:
-        """Bring the added documents to the disk, and return the state there."""
+    def state(self) -> SplitFiles:
+        """Bring the added documents to the disk, and return the state there, which may end within a shard."""
         self.write()
         if self.tokens % self.shard_tokens:
             sync(self._path(len(self.shards)))
-        return SplitState(self.documents, self.bytes, self.tokens, [shard.sha256 for shard in self.shards])
+        return SplitFiles(self.documents, self.bytes, self.tokens, tuple(self.shards))
 
     def _end_shard(self, tokens: int) -> None:
         path = self._path(len(self.shards))
