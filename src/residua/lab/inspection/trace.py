@@ -149,16 +149,16 @@ def trace(
     losses = subject.losses(ids, recorder.add)
     values = {"token_ids": ids, "token_loss": losses, **recorder.values()}
     counted = losses[:-1]
-    here = circumstances(ids.device)
-    found = {
+    process = circumstances(ids.device)
+    model_facts = {
         "version": archive.VERSION,
-        **{name: here[name] for name in ("residua", "commit", "date")},
+        **{name: process[name] for name in ("residua", "commit", "date")},
         "preset": next((name for name, preset in PRESETS.items() if preset == scheme), None),
         "scheme": describe(scheme),
         "shortcut": recorder.shortcut,
         "causal": scheme.causal,
         "constraint": scheme.constraint,
-        "gates": {name: _known(scheme.gates.get(name)) for name in recorder.gates if name in values},
+        "gates": {name: _facts_of(scheme.gates.get(name)) for name in recorder.gates if name in values},
         "left_out": recorder.left_out | recorder.depth.left_out(len(subject.sublayers)),
         "sources": recorder.depth.names(subject.sublayers),
         "reads": list(recorder.depth.reads),
@@ -170,8 +170,8 @@ def trace(
         "sampled": sampled.tolist(),
         "loss": counted.mean().item() if len(counted) and counted.isfinite().all() else None,
     }
-    kept = {name: x.cpu() if name == "token_ids" else x.to("cpu", torch.float32) for name, x in values.items()}
-    return Trace(found | dict(facts or {}), shown, kept)
+    narrow = {name: x.cpu() if name == "token_ids" else x.to("cpu", torch.float32) for name, x in values.items()}
+    return Trace(model_facts | dict(facts or {}), shown, narrow)
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
@@ -194,11 +194,9 @@ class _Recorder:
         self.depth = DepthReads(sampled)
 
     def add(self, record: ConnectionRecord) -> None:
-        if record.index == 0:
-            self._states.append(norm(record.before).to("cpu", torch.float32))
-        self._states.append(norm(record.after).to("cpu", torch.float32))
-        states = [record.after] if record.index else [record.before, record.after]
-        for streams in map(record.connection.streams, states):
+        for state in [record.after] if record.index else [record.before, record.after]:
+            self._states.append(norm(state).to("cpu", torch.float32))
+            streams = record.connection.streams(state)
             if streams is not None and streams.shape[-2] > 1:
                 self._similarity.append(stream_similarity(streams).to("cpu", torch.float32))
         weights = record.connection.depth_weights(record.carry)
@@ -210,11 +208,11 @@ class _Recorder:
             for name in shortcut.left_out:
                 self.left_out.setdefault(name, []).append(record.index)
         self.gates |= dict.fromkeys(gates(shortcut))
-        found = measured(record, shortcut)
+        values = measured(record, shortcut)
         # Values that are multiplied over the whole depth stay in float64, at the sampled tokens.
-        exact = {name: found[name].cpu()[self.sampled].double() for name in _MULTIPLIED if name in found}
-        found.pop("direction", None)
-        self._rows.append({name: rows.to("cpu", torch.float32) for name, rows in found.items()})
+        exact = {name: values[name].cpu()[self.sampled].double() for name in _MULTIPLIED if name in values}
+        values.pop("direction", None)
+        self._rows.append({name: rows.to("cpu", torch.float32) for name, rows in values.items()})
         self._exact.append(exact)
 
     def values(self) -> dict[str, Tensor]:
@@ -232,8 +230,8 @@ class _Recorder:
         return values
 
 
-def _known(gate: GateFacts | None) -> dict[str, Any]:
-    """Return what is known of a gate as JSON gives it back."""
+def _facts_of(gate: GateFacts | None) -> dict[str, Any]:
+    """Return the facts of a gate as JSON gives them back."""
     ends, start = gate or GateFacts()
     return {"range": None if ends is None else list(ends), "start": start}
 
@@ -243,8 +241,8 @@ _MULTIPLIED = ("direction", "beta", "h_res")
 
 def _stacked(sublayers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack the values that every sublayer has, with the axis of sublayers first."""
-    names = [name for name in sublayers[0] if all(name in found for found in sublayers)] if sublayers else []
-    return {name: torch.stack([found[name] for found in sublayers]) for name in names}
+    names = [name for name in sublayers[0] if all(name in values for values in sublayers)] if sublayers else []
+    return {name: torch.stack([values[name] for values in sublayers]) for name in names}
 
 
 def _token_ids(tokens: Sequence[int] | Tensor, subject: Subject) -> Tensor:
