@@ -257,32 +257,23 @@ def memory_at(
 def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor | None) -> None:
     """Raise ValueError if parts of a stream that read earlier tokens would read across padding or documents.
 
-    mask: as for `tokens_of`; documents: as `documents_of` returns them.
+    mask: (batch, all tokens), those in the cache too, or of the attention, (batch, 1, queries, keys), boolean or to be
+    added; also by kind of layer. documents: as `documents_of` returns them.
     """
     if documents is not None:
         for part in parts:
             expect_separable(part)
-    elif (tokens := tokens_of(mask)) is not None:
-        expect_no_gap(tokens)
-
-
-def tokens_of(mask: Any) -> Tensor | None:
-    """Return which of all tokens so far, in the cache and in this call, are not padding: (batch, all tokens).
-
-    mask: (batch, all tokens), or of the attention, (batch, 1, queries, keys), boolean or to be added; also by kind of
-    layer. None if it says nothing about padding.
-    """
+        return
     mask = _of_full_attention(mask)
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
-        return None
-    return mask if mask.dim() == 2 else _attended(mask[:, 0, -1])
+    if isinstance(mask, Tensor) and mask.dim() in (2, 4):
+        expect_no_gap(mask if mask.dim() == 2 else _attended(mask[:, 0, -1]))
 
 
 def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Tensor | None:
     """Return the padding among the current tokens, (batch, seq) with 0 at padding, or None without any.
 
-    x: (batch, seq, dim) or (batch, seq), the tokens; mask: as for `tokens_of`. A token that may not attend to itself
-    is padding.
+    x: (batch, seq, dim) or (batch, seq), the tokens; mask: as for `expect_told_apart`. A token that may not attend to
+    itself is padding.
 
     Raises:
         ValueError: the mask is of another kind, or it keeps a token from the one before it and no `documents` say why.
