@@ -37,14 +37,6 @@ def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 
 
-@pytest.mark.parametrize("num_streams", [2, 3, 4, 5, 16])
-def test_it_starts_as_the_plain_residual_in_streams_that_differ(num_streams):
-    scheme = WideResidual(num_streams=num_streams, spread=0.3)
-    assert_close(*output_beside_residual(scheme))
-    for index, (_, state) in enumerate(states(built(scheme))):
-        assert index == 0 or spread_over_streams(state) > 1e-2
-
-
 def test_the_start_with_retention_is_near_the_plain_residual():
     ours, plain = output_beside_residual(WideResidual(retention=0.999))
     assert 1e-4 < (ours - plain).norm() / plain.norm() < 0.02

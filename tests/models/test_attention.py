@@ -10,13 +10,10 @@ from torch import Tensor
 
 from residua.models.attention import Attention, AttentionContext, Rotary
 from residua.models.mlp import MLP
+from support.references import rms_norm
 from support.tiny_models import prompt, tiny_config, tiny_model
 from support.tolerances import assert_close
 from support.variants import normal, perturbed
-
-
-def rms(x: Tensor, gain: Tensor) -> Tensor:
-    return x / (x.square().mean() + 1e-5).sqrt() * gain
 
 
 def rotated(x: Tensor, position: int, share: float, theta: float) -> Tensor:
@@ -48,10 +45,10 @@ def plain_attention(attention: Attention, x: Tensor) -> Tensor:
 
     def prepared(row: Tensor, position: int, norm: str) -> Tensor:
         if config.qk_norm == "pre_rope":
-            row = rms(row, getattr(attention, norm).weight)
+            row = rms_norm(row, getattr(attention, norm).weight)
         row = rotated(row, position, config.rope_ratio, config.rope_theta)
         if config.qk_norm == "post_rope":
-            row = rms(row, getattr(attention, norm).weight)
+            row = rms_norm(row, getattr(attention, norm).weight)
         return row
 
     out = torch.zeros(len(x), heads, width, dtype=x.dtype)
@@ -62,7 +59,7 @@ def plain_attention(attention: Attention, x: Tensor) -> Tensor:
         out[t, head] = sum(weight * v[s, head] for s, weight in enumerate(weights))
         if config.attention_output_gate:
             gate = (x[t] @ attention.g_proj.weight.T).view(heads, width)[head]
-            out[t, head] = rms(out[t, head], attention.o_norm.weight) * gate * torch.sigmoid(gate)
+            out[t, head] = rms_norm(out[t, head], attention.o_norm.weight) * gate * torch.sigmoid(gate)
     return out.flatten(1) @ attention.o_proj.weight.T
 
 
