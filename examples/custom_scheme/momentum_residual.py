@@ -68,12 +68,10 @@ class Momentum(residua.Scheme):
 
     equation: ClassVar[str] = "x + v, v = mu v + F(norm(x))"
     paper: ClassVar[str] = "arXiv 2102.07870"
+    residual_start: ClassVar[dict] = {}
 
     def state_spec(self, boundary, dim):
         return TensorSpec((2, dim))
-
-    def preserving(self):
-        return self
 
     def assemble(self, dim, num_sublayers, norm, norm_eps):
         connections = [MomentumConnection(norm(i), first=i == 0) for i in range(num_sublayers)]
