@@ -50,7 +50,6 @@ def python(code: str, home: Path, *arguments: object) -> str:
         env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         cwd=home,
         stdin=subprocess.DEVNULL,
-        timeout=250,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
