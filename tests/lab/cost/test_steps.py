@@ -9,8 +9,10 @@ from residua.commands import cost
 from residua.commands.signature import run_function
 from residua.errors import InputError, RunError
 from residua.lab.cost import measured_memory
+from residua.lab.cost import schemes as cost_schemes
 from residua.lab.cost import steps as cost_steps
 from residua.lab.cost.measured_memory import peak_of
+from residua.lab.cost.schemes import measure_schemes
 from residua.lab.cost.steps import MeasuredStep
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
@@ -50,7 +52,7 @@ def test_compiled_steps_are_each_one_graph_however_many_there_are(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1):
-        rows = cost.measured(config_of(train__compile=True), ["ddl"], rounds=1, peak=False)
+        rows = measure_schemes(config_of(train__compile=True), ["ddl"], rounds=1, peak=False)
     assert [row["scheme"] for row in rows] == ["residual", "ddl"]
 
 
@@ -66,7 +68,7 @@ def test_measuring_leaves_threads_and_random_state_as_they_were():
     torch.set_num_threads(threads := torch.get_num_threads() + 1)
     state = torch.random.get_rng_state()
     try:
-        cost.measured(config_of(), [], rounds=1, peak=False)
+        measure_schemes(config_of(), [], rounds=1, peak=False)
         assert torch.get_num_threads() == threads
         assert torch.equal(torch.random.get_rng_state(), state)
     finally:
@@ -113,7 +115,7 @@ def test_the_table_has_a_line_for_each_scheme_and_the_run_has_its_own(capsys, mo
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is(arguments, message, monkeypatch):
-    monkeypatch.setattr(cost_steps, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(cost_schemes, "measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(InputError, match=message):
         command(*arguments)
 
@@ -187,10 +189,10 @@ def test_a_converted_llama_is_compared_with_itself_under_the_plain_residual(tmp_
         base = save_base(tmp_path / f"llama-{dim}", **sizes, head_dim=32)
         keys = {"model.base": str(base), "train.sequence_length": 64, "train.batch_size": 1, "train.device": "cpu"}
         config = load_config("retrofit", {**keys, "model.connection": "hc"})
-        rows = cost.measured(config, ["hc", "gated-residual"], rounds=1, peak=False)
+        rows = measure_schemes(config, ["hc", "gated-residual"], rounds=1, peak=False)
         assert [row["scheme"] for row in rows] == ["residual", "hc", "gated-residual"]
         found.append(rows[1]["vectors"] - rows[0]["vectors"])
     numbers = 128 * (found[0] - found[1])
     assert 2 < found[1] - numbers / 128 <= 4.5
     with pytest.raises(InputError, match="takes one input, and this scheme reads several"):
-        cost.measured(config, ["mudd"], rounds=1, peak=False)
+        measure_schemes(config, ["mudd"], rounds=1, peak=False)

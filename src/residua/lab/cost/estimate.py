@@ -4,8 +4,10 @@ Everything is counted, except time: run a few steps on your device and multiply.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from textwrap import fill
+from typing import Any
 
 from residua.connections.recomputing import RecomputingScheme
 from residua.errors import InputError, require
@@ -14,6 +16,7 @@ from residua.lab.cost.memory import step_memory
 from residua.lab.training import RunConfig, TrainConfig
 from residua.lab.training.distributed import BatchShard, Ranks
 from residua.models import ResiduaConfig
+from residua.records.table import Table
 
 __all__ = ["Estimate", "estimate"]
 
@@ -33,6 +36,24 @@ class Estimate:
     gpu_memory: float
     tokens: int
     assumptions: tuple[str, ...]
+
+    def parts(self) -> Iterator[Any]:
+        """Yield what `residua cost count` prints: texts and tables."""
+        yield Table(["parameters", ""], [[name, f"{number:,}"] for name, number in self.parameters.items()])
+        yield ""
+        yield Table(["MFLOP per token", ""], [[name, f"{x / 1e6:,.2f}"] for name, x in self.flops_per_token.items()])
+        yield ""
+        ways = list(self.memory)
+        unit, size = ("GiB", GIB) if self.memory[ways[0]]["total"] >= GIB else ("MiB", GIB / 1024)
+        header = [f"{unit} per GPU", *(f"states: {way}" for way in ways)]
+        rows = [[part, *(f"{self.memory[way][part] / size:.2f}" for way in ways)] for part in self.memory[ways[0]]]
+        rows.append(["largest batch_size", *(f"{self.largest_batch_size[way]}" for way in ways)])
+        yield Table(header, rows)
+        total = self.tokens * sum(self.flops_per_token.values())
+        yield f"\n{self.tokens / 1e9:.3g} billion tokens, {total:.3g} FLOPs\n"
+        yield from (fill(f"assumed: {line}", 79) for line in self.assumptions)
+        if all(self.memory[way]["total"] > self.gpu_memory for way in ways):
+            yield f"note: this does not fit into {self.gpu_memory / GIB:.0f} GiB; lower train.batch_size"
 
 
 def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus: int = 1) -> Estimate:
