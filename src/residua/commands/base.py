@@ -3,15 +3,14 @@
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from residua.errors import InputError, Natural, between
+from residua.errors import InputError, Natural
 from residua.records.terminal import one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses. After a signal, 128 is added to its number, as shells do."""
 Checkpoint = Natural | Literal["best"]
-Workers = Annotated[int, between(1, 1024)]
 
 
 def expect_path(path: str, expected: str = "a run folder") -> None:

@@ -1,24 +1,16 @@
 """Run the geometric benchmarks of arXiv 2605.06729, with controls."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from residua.commands.base import Workers
 from residua.commands.signature import Output
-from residua.errors import Count, between, extra
-from residua.records.reading import read_json
-
-if TYPE_CHECKING:
-    import torch
-
-    from residua.lab.geometry.tasks import Task
-    from residua.records.jobs import Job
+from residua.errors import Count, between
 
 NOT_QUICK = ("hc", "edelta-stream")
 """Models that `quick` trains only when asked: they are not in the publication."""
 Seed = Annotated[int, between(0, 2**32 - 1)]
+Workers = Annotated[int, between(1, 1024)]
 
 
 def reflection(
@@ -47,6 +39,7 @@ def reflection(
     """
     import torch
 
+    from residua.lab.geometry.experiment import run_experiment
     from residua.lab.geometry.operators import OPERATORS
     from residua.lab.geometry.study import OperatorSettings, operator_job
     from residua.lab.geometry.tasks import task
@@ -56,7 +49,7 @@ def reflection(
         operator_job(name, seed, recipe) for name in dict.fromkeys(models or OPERATORS) for seed in dict.fromkeys(seeds)
     ]
     settings = {"experiment": "reflection"} | {k: v for k, v in asdict(recipe).items() if k != "num_train"}
-    return _study(Path(out), settings, jobs, [task("reflection")], torch.device("cpu"), workers)
+    return Output(*run_experiment(Path(out), settings, jobs, [task("reflection")], torch.device("cpu"), workers))
 
 
 def quick(
@@ -89,6 +82,7 @@ def quick(
         out (DIR): a new folder, or one to resume (default: runs/geometry/quick, or full with --full)
         workers: runs at the same time (default: one for each core)
     """
+    from residua.lab.geometry.experiment import run_experiment
     from residua.lab.geometry.models import MODELS
     from residua.lab.geometry.study import FULL, QUICK, job
     from residua.lab.geometry.tasks import TASKS
@@ -106,34 +100,4 @@ def quick(
     ]
     folder = Path(out or f"runs/geometry/{'full' if full else 'quick'}")
     facts = {"experiment": "sequences", **asdict(settings)}
-    return _study(folder, facts, jobs, [settings.task(name) for name in TASKS], place, workers)
-
-
-def _study(
-    out: Path,
-    settings: dict[str, Any],
-    jobs: "Sequence[Job]",
-    tasks: "Sequence[Task]",
-    device: "torch.device",
-    workers: int | None,
-) -> Output:
-    """Make the runs, then the tables and pictures of all runs in the folder."""
-    from residua.lab.geometry.references import references
-    from residua.lab.geometry.report import table, write_tables
-    from residua.records.jobs import open_runs, run_jobs
-    from residua.records.provenance import available_cores, circumstances
-
-    workers = workers or min(available_cores(), 4 if device.type == "cuda" else 1024)
-    with extra("lab"):  # raises before hours of training
-        from residua.lab.geometry.pictures import draw
-    facts = {"circumstances": circumstances(device) | {"threads": 1}}
-    with open_runs(out, settings) as runs:
-        rows = run_jobs(jobs, runs, processes=workers, finish=lambda job, record: {"key": job.key, **record, **facts})
-        keys = {record["key"] for record in rows}
-        records = [*rows, *(record for key, record in runs.finished.items() if key not in keys)]
-        tasks = [task for task in tasks if any(record["task"] == task.name for record in records)]
-        for task in tasks:
-            records += references(task)
-        paths = [runs.path, *write_tables(records, out), *draw(records, out)]
-    tables = [part for task in tasks for part in (f"{task.name}:", table(records, task.name), "")]
-    return Output(read_json(out / "tables.json"), [*tables, *(f"written: {path}" for path in paths)])
+    return Output(*run_experiment(folder, facts, jobs, [settings.task(name) for name in TASKS], place, workers))

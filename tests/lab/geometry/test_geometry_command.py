@@ -81,7 +81,7 @@ def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("residua.records.jobs.run_jobs", interrupted)
+    monkeypatch.setattr("residua.lab.geometry.experiment.run_jobs", interrupted)
     assert main(["study", "geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
     assert "the same command resumes there" in capsys.readouterr().err
 

@@ -1,0 +1,43 @@
+"""An experiment: its runs, then the tables and pictures of all runs in its folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from residua.errors import extra
+from residua.lab.geometry.references import references
+from residua.lab.geometry.report import table, write_tables
+from residua.lab.geometry.tasks import Task
+from residua.records.jobs import Job, open_runs, run_jobs
+from residua.records.provenance import available_cores, circumstances
+from residua.records.reading import read_json
+
+
+def run_experiment(
+    out: Path,
+    settings: dict[str, Any],
+    jobs: Sequence[Job],
+    tasks: Sequence[Task],
+    device: torch.device,
+    workers: int | None,
+) -> tuple[Any, list[Any]]:
+    """Make the runs that the folder lacks. Return its tables as JSON, and as texts and tables to print.
+
+    workers: runs at the same time; None for one for each core, or four on a GPU.
+    """
+    workers = workers or min(available_cores(), 4 if device.type == "cuda" else 1024)
+    with extra("lab"):  # raises before hours of training
+        from residua.lab.geometry.pictures import draw
+    facts = {"circumstances": circumstances(device) | {"threads": 1}}
+    with open_runs(out, settings) as runs:
+        rows = run_jobs(jobs, runs, processes=workers, finish=lambda job, record: {"key": job.key, **record, **facts})
+        keys = {record["key"] for record in rows}
+        records = [*rows, *(record for key, record in runs.finished.items() if key not in keys)]
+        tasks = [task for task in tasks if any(record["task"] == task.name for record in records)]
+        for task in tasks:
+            records += references(task)
+        paths = [runs.path, *write_tables(records, out), *draw(records, out)]
+    tables = [part for task in tasks for part in (f"{task.name}:", table(records, task.name), "")]
+    return read_json(out / "tables.json"), [*tables, *(f"written: {path}" for path in paths)]
