@@ -10,17 +10,18 @@ The machines share the folder of the runs, which then also holds
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from residua.errors import RunError, first_line
+from residua.errors import InputError, RunError, did_you_mean, extra, first_line, fits, require, shown, words
 from residua.records.durable import unlinked, write_text
 from residua.records.folder import read_object
 from residua.records.jobs import Job, Work, file_name
 from residua.records.jsonlines import JsonLines, finite
+from residua.records.reading import parse_yaml
 from residua.records.threads import threads
 
 POLL_SECONDS = 10.0
@@ -34,6 +35,8 @@ ENDED = (
     *("DEADLINE", "FINISHED", "INTERRUPTED", "NO PROCESS"),
 )
 """How the states begin of jobs that have ended: those of Slurm, then those of submitit's processes."""
+INTERNAL = {"return", "command", "folder", "map_count", "nodes", "ntasks_per_node", "num_gpus", "srun_args"}
+"""Parameters of submitit that it fills in itself, and those that would make several processes of a run."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,31 @@ class Slurm:
     options: Mapping[str, Any]
     most: int | None = None
     cluster: str = "slurm"
+
+    @classmethod
+    def of(cls, texts: Sequence[str], most: int | None) -> "Slurm":
+        """Return the executor for options of sbatch as texts, NAME=VALUE.
+
+        Raises:
+            InputError: an option is unknown or of another type, or this machine is not of a cluster.
+            ModuleNotFoundError: submitit is not installed.
+        """
+        with extra("slurm"):
+            import submitit
+            from submitit.slurm.slurm import _make_sbatch_string
+        require(submitit.__version__.startswith("1.5."), "submitit", "1.5 (residua[slurm])", submitit.__version__)
+        if submitit.SlurmExecutor.affinity() < 0:
+            raise InputError("--executor slurm must run on a machine of the cluster, found no srun here")
+        kinds = {name: kind for name, kind in get_type_hints(_make_sbatch_string).items() if name not in INTERNAL}
+        options: dict[str, Any] = {}
+        for name, _, text in (text.partition("=") for text in texts):
+            if name not in kinds:
+                raise InputError(f"--slurm has no option {shown(name)}{did_you_mean(name, kinds)}")
+            values = [value for value in (parse_yaml(text, "--slurm"), text) if fits(value, kinds[name])]
+            require(bool(values), f"--slurm {name}", words(kinds[name]), text)
+            options[name] = values[0]
+        require("time" in options, "--slurm", "at least time=MINUTES, the limit of a job", texts)
+        return cls(options, most)
 
     def __call__(self, work: Work) -> None:
         folder = unlinked(work.records.path.absolute().parent / "slurm")
