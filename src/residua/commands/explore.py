@@ -1,17 +1,11 @@
 """The command `residua explore`."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.commands.signature import Output
 from residua.errors import InputError
-from residua.records.terminal import one_line
-
-if TYPE_CHECKING:
-    from residua.lab.explorer.collect import Source
 
 PAGE = "explorer.html"
 
@@ -62,10 +56,10 @@ def explore(
     page = None if page_file is None else page_of(sources, comparison)
     parts: list[Any] = []
     for source in sources:
-        parts += [*([""] if parts else []), *_parts(source)]
+        parts += [*([""] if parts else []), *source.parts()]
     if page_file is not None and page is not None:
         parts.append(f"open in a browser: {write_page(page_file, *page)}")
-    return Output([_record(source) for source in sources], parts)
+    return Output([source.to_json() for source in sources], parts)
 
 
 def _page_file(out: str | None, no_page: bool, json: bool) -> Path | None:
@@ -80,26 +74,3 @@ def _page_file(out: str | None, no_page: bool, json: bool) -> Path | None:
     if not file.parent.is_dir():
         raise InputError(f"--out must be a file in a folder that exists, got {out}; make {file.parent} first")
     return file
-
-
-def _record(source: "Source") -> dict[str, Any]:
-    from residua.lab.inspection import sublayer_statistics, warnings
-
-    return {
-        "trace": source.file and str(source.file),
-        **source.trace.facts,
-        "warnings": warnings(source.trace),
-        "sublayers": sublayer_statistics(source.trace),
-    }
-
-
-def _parts(source: "Source") -> Iterator[Any]:
-    from residua.lab.inspection import overview, summary, warnings
-
-    first, *lines = overview(source.trace)
-    yield fill(one_line(first), 79)
-    yield summary(source.trace)
-    yield from (fill(one_line(line), 79) for line in lines)
-    yield from (f"warning: {one_line(warning)}" for warning in warnings(source.trace))
-    if source.file is not None:
-        yield f"trace: {source.file}"

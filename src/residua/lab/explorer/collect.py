@@ -6,9 +6,10 @@ for all but beta, and arrays that still do not fit only at the sampled tokens. T
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal
 
 import torch
@@ -17,10 +18,11 @@ from residua.errors import InputError, extra
 from residua.lab.experiment import is_model_folder, open_model, trace_model
 from residua.lab.explorer.comparison import comparison_payload
 from residua.lab.inspection import archive
-from residua.lab.inspection.summary import warnings
+from residua.lab.inspection.summary import overview, sublayer_statistics, summary, warnings
 from residua.lab.inspection.trace import Trace
 from residua.lab.training import latest_checkpoint, read_metrics
 from residua.records.progress import say
+from residua.records.terminal import one_line
 
 with extra("lab"):
     import numpy as np
@@ -73,6 +75,21 @@ class Source:
     trace: Trace
     folder: Path | None = None
     file: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts of the trace, what a reader must know first, and every sublayer's numbers."""
+        statistics = {"warnings": warnings(self.trace), "sublayers": sublayer_statistics(self.trace)}
+        return {"trace": self.file and str(self.file), **self.trace.facts, **statistics}
+
+    def parts(self) -> Iterator[Any]:
+        """Yield what a terminal shows of the trace: texts and a table."""
+        first, *lines = overview(self.trace)
+        yield fill(one_line(first), 79)
+        yield summary(self.trace)
+        yield from (fill(one_line(line), 79) for line in lines)
+        yield from (f"warning: {one_line(warning)}" for warning in warnings(self.trace))
+        if self.file is not None:
+            yield f"trace: {self.file}"
 
 
 def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[list[Source], dict[str, Any] | None]:
