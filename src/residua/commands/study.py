@@ -1,14 +1,11 @@
 """Compare schemes with tuning budgets, or tune a recipe."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from residua.commands.pool import Pool
 from residua.commands.signature import Output
 from residua.errors import Natural, Positive, Range
-
-if TYPE_CHECKING:
-    from residua.lab.study.plan import Plan
 
 
 def run(
@@ -55,12 +52,20 @@ def run(
         rounds: of time measurements (default: 45)
     """
     from residua.lab.study.definition import load_study
-    from residua.lab.study.engine import ROUNDS, measure_costs, open_study, run_study
+    from residua.lab.study.engine import ROUNDS, forecast, forecast_table, measure_costs, open_study, run_study
     from residua.lab.study.plan import Plan
 
     chosen = load_study(study).only(schemes, rungs)
     if dry_run:
-        return _forecast(Plan(chosen, chosen.data(data), rungs), teraflops, pool.processes or 1)
+        forecasts = forecast(Plan(chosen, chosen.data(data), rungs), teraflops and 1e12 * teraflops)
+        processes = pool.processes or 1
+        hours = sum(each.hours for each in forecasts) / processes
+        notes = (
+            f"\nabout {hours:,.2f} hours, {processes} at a time; a scheme's elementwise work comes on top\n"
+            "sees: the difference that four of five such studies show before a correction, in standard deviations of "
+            "the difference between two runs with one seed"
+        )
+        return Output([each._asdict() for each in forecasts], [forecast_table(forecasts), notes])
     options = {"rounds": rounds or ROUNDS, "executor": pool.executor_of_jobs()}
     if measure:
         plan, _ = open_study(out, data, chosen, rungs)
@@ -69,30 +74,6 @@ def run(
         processes = pool.processes or 1
         run_study(chosen, out, data=data, rungs=rungs, processes=processes, costs=not no_costs, **options)
     return report(out)
-
-
-def _forecast(plan: "Plan", teraflops: float | None, processes: int) -> Output:
-    from residua.lab.study.engine import forecast
-    from residua.records.table import cell
-
-    forecasts = forecast(plan, teraflops and 1e12 * teraflops)
-    total = sum(each.hours for each in forecasts) / processes
-    rows = [
-        [
-            *map(cell, (each.size, each.schemes, each.runs, each.tokens)),
-            f"{each.flops / 1e15:,.2f}",
-            f"{each.hours:,.2f}",
-            "nothing" if each.sees is None else f"{each.sees:.1f} deviations",
-        ]
-        for each in forecasts
-    ]
-    notes = (
-        f"\nabout {total:,.2f} hours, {processes} at a time; a scheme's elementwise work comes on top\n"
-        "sees: the difference that four of five such studies show before a correction, in standard deviations of the "
-        "difference between two runs with one seed"
-    )
-    header = ["size", "schemes", "runs at most", "tokens of a run", "PFLOP", "hours", "sees"]
-    return Output([each._asdict() for each in forecasts], [(header, rows), notes])
 
 
 def report(folder: str, *, out: str | None = None) -> Output:
@@ -142,10 +123,6 @@ def verify(
     count = wrong = 0
     for rerun in verify(folder, data=data, share=share, schemes=schemes, rungs=rungs, seeds=seeds):
         count, wrong = count + 1, wrong + (not rerun.equal)
-        outcome = "equal to the last bit"
-        if not rerun.equal:
-            where = f" (recorded with {rerun.elsewhere}; last bits differ there)" if rerun.elsewhere else ""
-            outcome = f"recorded {rerun.recorded['val_loss']}, now {rerun.repeated['val_loss']}{where}"
-        print(f"{rerun.key}: {outcome}", flush=True)
+        print(f"{rerun.key}: {rerun.outcome}", flush=True)
     print(f"{count - wrong} of {count} runs are equal to the last bit")
     return 1 if wrong else 0

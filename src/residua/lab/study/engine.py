@@ -33,6 +33,7 @@ from residua.records.jobs import Executor, Job, Record, Records, open_runs, run_
 from residua.records.jsonlines import finite, read_metrics
 from residua.records.progress import say
 from residua.records.statistics import Estimate
+from residua.records.table import Table, cell
 
 
 def run_study(
@@ -127,6 +128,19 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> list[Forecast
             )
         )
     return forecasts
+
+
+def forecast_table(forecasts: Sequence[Forecast]) -> Table:
+    rows = [
+        [
+            *map(cell, (each.size, each.schemes, each.runs, each.tokens)),
+            f"{each.flops / 1e15:,.2f}",
+            f"{each.hours:,.2f}",
+            "nothing" if each.sees is None else f"{each.sees:.1f} deviations",
+        ]
+        for each in forecasts
+    ]
+    return Table(["size", "schemes", "runs at most", "tokens of a run", "PFLOP", "hours", "sees"], rows)
 
 
 def joined(study: Study, out: Path) -> Study:

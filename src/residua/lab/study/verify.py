@@ -42,6 +42,14 @@ class Verified(NamedTuple):
         other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
         return "; ".join(other) if now else ""
 
+    @property
+    def outcome(self) -> str:
+        """Whether the bits are equal, or both losses, in words."""
+        if self.equal:
+            return "equal to the last bit"
+        where = f" (recorded with {self.elsewhere}; last bits differ there)" if self.elsewhere else ""
+        return f"recorded {self.recorded['val_loss']}, now {self.repeated['val_loss']}{where}"
+
 
 def verify(
     out: str | Path,
