@@ -111,7 +111,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         (["evaluate", "x", "y"], "unexpected argument 'y'"),
         (["evaluate", "no-such-folder"], "no-such-folder must be a run folder"),
         (["evaluate", "x", "--limit", "3"], "--limit needs --tasks beside it"),
-        (["evaluate", "x", "--num-fewshot", "0"], "--num-fewshot needs --tasks beside it"),
+        (["evaluate", "x", "--num-fewshot", "1"], "--num-fewshot needs --tasks beside it"),
         (["evaluate", "x", "--batch-size", "1"], "--batch-size needs --tasks beside it"),
         (["evaluate", "x", "--published", "small"], "--published needs --tasks beside it"),
         (["evaluate", "x", "--include-path", "x"], "--include-path needs --tasks beside it"),

@@ -1,5 +1,6 @@
 """The command `residua evaluate`."""
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,18 +19,28 @@ NAMES = {
 }
 
 
-def evaluate(
-    run: str,
-    *,
-    checkpoint: Checkpoint | None = None,
-    data: str | None = None,
-    tasks: str | None = None,
-    num_fewshot: Annotated[int, between(0, 1000)] | None = None,
-    batch_size: Annotated[int, between(1, 2**20)] | None = None,
-    include_path: str | None = None,
-    limit: Count | None = None,
-    published: Literal["small", "medium"] | None = None,
-) -> Output:
+@dataclass(frozen=True)
+class Scoring:
+    """What is scored in place of the validation loss.
+
+    Tasks, by lm-evaluation-harness:
+        tasks (paper|NAME,NAME): the paper's eight or any others, in place of the validation loss
+        num_fewshot: solved examples in the prompt
+        batch_size: changes speed and no result
+        include_path (DIR): a folder of local task files; needs no network
+        limit: only the first documents of each task
+        published: show the paper's rows of this size (default: if it matches)
+    """
+
+    tasks: str | None = None
+    num_fewshot: Annotated[int, between(0, 1000)] = 0
+    batch_size: Annotated[int, between(1, 2**20)] = 8
+    include_path: str | None = None
+    limit: Count | None = None
+    published: Literal["small", "medium"] | None = None
+
+
+def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None = None, scoring: Scoring) -> Output:
     """Print the validation loss of a run, or its scores on tasks.
 
     Examples:
@@ -42,28 +53,13 @@ def evaluate(
         run (RUN|HF_DIR): folder of a run, or with --tasks of a Hugging Face model
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
         data (DIR): the run's prepared data, if they have moved
-
-    Tasks, by lm-evaluation-harness:
-        tasks (paper|NAME,NAME): the paper's eight or any others, in place of the validation loss
-        num_fewshot: solved examples in the prompt (default: 0)
-        batch_size: changes speed and no result (default: 8)
-        include_path (DIR): a folder of local task files; needs no network
-        limit: only the first documents of each task
-        published: show the paper's rows of this size (default: if it matches)
     """
-    if tasks is None:
-        of_tasks = {
-            "num-fewshot": num_fewshot,
-            "batch-size": batch_size,
-            "include-path": include_path,
-            "limit": limit,
-            "published": published,
-        }
-        for name, value in of_tasks.items():
-            if value is not None:
-                raise InputError(f"--{name} needs --tasks beside it, got none; give --tasks paper")
+    for option in fields(scoring):
+        if scoring.tasks is None and getattr(scoring, option.name) != option.default:
+            flag = option.name.replace("_", "-")
+            raise InputError(f"--{flag} needs --tasks beside it, got none; give --tasks paper")
     expect_path(run)
-    if tasks is None:
+    if scoring.tasks is None:
         return _validated(run, checkpoint, data)
     from residua.lab.evaluation.harness import score
     from residua.lab.evaluation.published import comparable
@@ -74,22 +70,23 @@ def evaluate(
         opened.model,
         opened.tokenizer,
         name=Path(run).name,
-        tasks=tasks.split(","),
-        num_fewshot=num_fewshot or 0,
-        batch_size=batch_size or 8,
-        include_path=include_path,
-        limit=limit,
+        tasks=scoring.tasks.split(","),
+        num_fewshot=scoring.num_fewshot,
+        batch_size=scoring.batch_size,
+        include_path=scoring.include_path,
+        limit=scoring.limit,
         bfloat16=opened.bfloat16,
     )
-    rows = comparable(opened.model.config, [result.task for result in report.scores], num_fewshot or 0, size=published)
+    names = [result.task for result in report.scores]
+    rows = comparable(opened.model.config, names, scoring.num_fewshot, size=scoring.published)
     versions = ", ".join(f"{result.task} {result.version}" for result in report.scores)
     metrics = ", ".join(f"{result.task} {result.metric}" for result in report.scores)
     notes = [
-        f"\n{num_fewshot or 0}-shot, percent; ours: {metrics}; the paper does not name its metrics",
+        f"\n{scoring.num_fewshot}-shot, percent; ours: {metrics}; the paper does not name its metrics",
         f"lm_eval {report.harness}; task versions: {versions}",
     ]
-    if limit is not None:
-        notes.append(f"note: only the first {limit} documents of each task: do not compare this with anything")
+    if scoring.limit is not None:
+        notes.append(f"note: only the first {scoring.limit} documents of each task: do not compare this with anything")
     return Output(report.to_json(rows), [report.table(rows), *notes])
 
 
