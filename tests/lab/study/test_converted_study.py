@@ -67,7 +67,6 @@ def test_a_converted_model_is_studied_like_one_from_scratch(data, tmp_path, caps
     assert all(str(tmp_path) not in json.dumps(row) for row in rows)
     assert main(["study", "verify", str(out), "--data", str(data)]) == 0
     assert "1 of 1 runs are equal to the last bit" in capsys.readouterr().out
-    assert main(["study", "verify", str(out), "--data", str(data), "--connections", "--schemes", "hc"]) == 0
     # Another model in the same place is another study.
     save_base(base, num_hidden_layers=1)
     assert main(argv) == 2
