@@ -57,7 +57,7 @@ def run(
 
     chosen = load_study(study).only(schemes, rungs)
     if dry_run:
-        forecasts = forecast(Plan(chosen, chosen.data(data), rungs), teraflops and 1e12 * teraflops)
+        forecasts = [*forecast(Plan(chosen, chosen.data(data), rungs), teraflops and 1e12 * teraflops)]
         processes = pool.processes or 1
         hours = sum(each.hours for each in forecasts) / processes
         notes = (

@@ -42,7 +42,7 @@ def test_the_larger_study_takes_a_day(planned):
         planned("resbench-gpu-day.yaml", 50257, 10**9 * 9, schemes, [rung])
         for schemes, rung in ((None, "20M"), (["residual+tc", "ddl-tc-write-only"], "125M"))
     )
-    sizes = *forecast(small, 150e12), forecast(rest, 150e12)[-1]
+    sizes = *forecast(small, 150e12), [*forecast(rest, 150e12)][-1]
     assert [size.size for size in sizes] == ["20M", "125M"]
     assert 20 < sum(size.hours for size in sizes) < 24
     assert [size.runs for size in sizes] == [12 + 8, 9]

@@ -12,7 +12,7 @@ A folder of a study holds
 import itertools
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,15 +99,13 @@ class Forecast(NamedTuple):
     sees: float | None
 
 
-def forecast(plan: Plan, flops_per_second: float | None = None) -> list[Forecast]:
-    """What a study would take, for each size that has runs. It trains nothing.
+def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Forecast]:
+    """Yield what a study would take, for each size that has runs. It trains nothing.
 
     flops_per_second: None for that of the first baseline's step, measured here at each size.
     """
-    forecasts = []
-    for size in plan.study.rungs:
-        if not (parts := [part for part in plan.at_most() if part.size == size]):
-            continue
+    for size, group in itertools.groupby(plan.at_most(), lambda part: part.size):
+        parts = list(group)
         configs = {name: plan.config(size, name) for name in plan.schemes_at(size)}
         per_token = {
             name: products_per_token(plan.model(config), sequence_length=config.train.sequence_length)
@@ -116,18 +114,15 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> list[Forecast
         flops = sum(part.runs * part.steps * plan.step_tokens[size] * per_token[part.scheme] for part in parts)
         base = configs[plan.study.baselines[0]]
         speed = flops_per_second or rate(base, plan.model(base))
-        forecasts.append(
-            Forecast(
-                size,
-                len(configs),
-                sum(part.runs for part in parts),
-                plan.steps[size] * plan.step_tokens[size],
-                flops,
-                flops / speed / 3600,
-                Estimate(0.0, 1.0, len(plan.study.seeds_at(size))).detectable if size in plan.rungs else None,
-            )
+        yield Forecast(
+            size,
+            len(configs),
+            sum(part.runs for part in parts),
+            plan.steps[size] * plan.step_tokens[size],
+            flops,
+            flops / speed / 3600,
+            Estimate(0.0, 1.0, len(plan.study.seeds_at(size))).detectable if size in plan.rungs else None,
         )
-    return forecasts
 
 
 def forecast_table(forecasts: Sequence[Forecast]) -> Table:

@@ -193,9 +193,9 @@ class Row:
 class Answer(NamedTuple):
     """What the runs say to one comparison of a question at one size.
 
-    difference   the loss of `scheme` minus that of `to`; `holm` counts all answers of the study
+    difference   the loss of `scheme` minus that of `to`
     waiting      those of the two that are not finished
-    missing      why there is no difference though both are; None where there is one
+    missing      why there is no difference though both are finished; None if there is one
     """
 
     question: Question
