@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -34,17 +35,6 @@ FINITE = Range("a finite number of at most 64 bits", lambda x: not isinstance(x,
 
 class Parser(argparse.ArgumentParser):
     """A parser that raises InputError instead of ending the process, and suggests a name for a misspelt option."""
-
-    def __init__(self, prog: str, description: str, usage: str = ""):
-        wide = shutil.get_terminal_size().columns - 2
-        super().__init__(
-            prog=prog,
-            usage=usage.replace("%", "%%"),
-            description=description,
-            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=wide),
-            allow_abbrev=False,
-            add_help=False,
-        )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         """Parse all arguments; an unknown one is an error."""
@@ -114,7 +104,15 @@ def command_parser(prog: str, function: Callable[..., Any], *, everything: bool 
     if _prints_json(function):
         options.append(Option("--json", "Args", {"action": "store_true", "help": "print JSON instead of text"}))
     usage = " ".join([prog, *(option.usage for option in options if option.usage), "[options]"])
-    parser = Parser(prog, _description(function), usage)
+    wide = shutil.get_terminal_size().columns - 2
+    parser = Parser(
+        prog=prog,
+        usage=usage.replace("%", "%%"),
+        description=_description(function, wide),
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=wide),
+        allow_abbrev=False,
+        add_help=False,
+    )
     groups: dict[str, Any] = {}
     for option in options:
         if option.group not in groups:
@@ -151,8 +149,7 @@ def examples(function: Callable[..., Any]) -> str:
     return _sections(function)["Examples"]
 
 
-def _description(function: Callable[..., Any]) -> str:
-    wide = shutil.get_terminal_size().columns - 2
+def _description(function: Callable[..., Any], wide: int) -> str:
     paragraphs = [textwrap.fill(" ".join(text.split()), wide) for text in _sections(function)[""].split("\n\n")]
     return "\n\n".join([*paragraphs, f"examples:\n{textwrap.indent(examples(function), '  ')}"])
 
