@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from residua.lab.study.definition import read_folder
 from residua.lab.study.engine import train_run
-from residua.lab.study.folder import read_folder
 from residua.lab.study.plan import Plan, Run
 from residua.lab.study.verify import Verified
 from residua.records import jsonlines

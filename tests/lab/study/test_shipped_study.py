@@ -12,7 +12,7 @@ from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.data import PreparedData
 from residua.lab.study import verify
-from residua.lab.study.folder import read_folder
+from residua.lab.study.definition import read_folder
 from residua.lab.study.plan import Plan
 from support.pages import records
 

@@ -22,6 +22,7 @@ from residua.errors import (
     shown,
 )
 from residua.lab.training import load_config
+from residua.records.folder import read_object
 from residua.records.reading import parse_yaml, read_text
 
 Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
@@ -330,6 +331,16 @@ def load_study(source: str) -> Study:
     for size, pairs in study.primary.items():
         check_names(f"primary.{size}", itertools.chain(*pairs), entries)
     return replace(study, schemes=entries)
+
+
+def read_folder(out: Path) -> Study:
+    """The study that a folder holds. Raises InputError if it holds none."""
+    path = out / "study.json"
+    if not path.is_file():
+        raise InputError(
+            f"{out} must be the folder of a study, found no study.json; residua study run FILE --out DIR makes one"
+        )
+    return read_study(read_object(path), str(path))
 
 
 def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any]) -> None:

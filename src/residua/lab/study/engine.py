@@ -22,9 +22,9 @@ from residua.lab.cost.counts import products_per_token
 from residua.lab.cost.steps import ROUNDS, WARMUP, measure, rate
 from residua.lab.evaluation.loss import transition
 from residua.lab.experiment import run as train
-from residua.lab.study.definition import Study
-from residua.lab.study.folder import read_folder, read_runs
+from residua.lab.study.definition import Study, read_folder
 from residua.lab.study.plan import Plan, Run
+from residua.lab.study.results import read_runs
 from residua.lab.training import RunConfig
 from residua.records import jsonlines
 from residua.records.durable import remove, write_text

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.lab.study.definition import MEASURES, Question, Study
-from residua.lab.study.folder import read_folder, read_runs
+from residua.errors import require, shown
+from residua.lab.study.definition import MEASURES, Question, Study, read_folder
 from residua.lab.study.search import at_edge, loss_of, winners
 from residua.records import jsonlines
 from residua.records.folder import read_object
@@ -249,6 +249,16 @@ class Results:
     def noise(self, size: str) -> Noise | None:
         """The noise of a single run that the schemes of a size share; None where each has its own."""
         return next((row.noise for row in self.rows if row.size == size and row.noise), None)
+
+
+def read_runs(path: Path, data: str | None) -> list[Record]:
+    """The records of a study's runs. Raises InputError for one on data of another fingerprint."""
+    rows = jsonlines.read(path)
+    for row in rows:
+        fingerprint = row.get("facts", {}).get("data", {}).get("fingerprint", data)
+        name = f"{path}: the run {shown(row['key'])}"
+        require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
+    return rows
 
 
 def read_results(folder: str | Path) -> Results:
