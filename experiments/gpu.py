@@ -387,7 +387,7 @@ def _check_all(names: Sequence[str], check: Callable[[str], Any]) -> int:
 
 def check_ddp(place: Place) -> int:
     """Train a few steps in one process and under torchrun with one rank; the losses must agree."""
-    from residua.lab.training import read_metrics
+    from residua.records import jsonlines
 
     model = "--model.hidden_size 64 --model.num_hidden_layers 2 --model.num_attention_heads 2 --model.head_dim 32"
     train = "--train.steps 8 --train.batch_size 4 --train.sequence_length 64 --train.warmup_steps 2 --train.lr 1e-3"
@@ -410,7 +410,7 @@ def check_ddp(place: Place) -> int:
                 argv += ["--data.path", str(data), "--model.connection", connection]
                 argv += ["--train.precision", precision, "--train.parallel", parallel]
                 subprocess.run([*start, *argv], check=True)
-                losses.append([row["loss"] for row in read_metrics(folder / "metrics.jsonl")])
+                losses.append([row["loss"] for row in jsonlines.read(folder / "metrics.jsonl")])
             gap = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
             print(f"{connection} in {precision}: losses within {gap:.1e} of one process (at most {bound:g})")
             if not gap <= bound:  # also where it is not a number

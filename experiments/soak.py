@@ -89,9 +89,9 @@ def failing_disk(fault: str) -> Iterator[None]:
 
 
 def last_step(folder: Path) -> int:
-    from residua.lab.training import read_metrics
+    from residua.records import jsonlines
 
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = jsonlines.read(folder / "metrics.jsonl")
     return rows[-1]["step"] if rows else 0
 
 
@@ -167,7 +167,8 @@ def main() -> int:
 
     from residua.lab.data import prepare
     from residua.lab.experiment import open_run, run
-    from residua.lab.training import load_config, read_metrics
+    from residua.lab.training import load_config
+    from residua.records import jsonlines
     from residua.records.provenance import circumstances
 
     torch.set_num_threads(1)
@@ -196,7 +197,7 @@ def main() -> int:
         weights = [open_run(home / name, device="cpu").model.state_dict() for name in ("undisturbed", "soaked")]
         same_weights = all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
         losses = [
-            [(row["step"], row["loss"]) for row in read_metrics(home / name / "metrics.jsonl")]
+            [(row["step"], row["loss"]) for row in jsonlines.read(home / name / "metrics.jsonl")]
             for name in ("undisturbed", "soaked")
         ]
         row = {

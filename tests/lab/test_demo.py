@@ -12,7 +12,7 @@ from residua.commands.cli import main
 from residua.lab.demo import PROMPT, RECIPES
 from residua.lab.training import load_config
 from residua.lab.training.checkpoint import saved_steps
-from residua.records.jsonlines import read_metrics
+from residua.records import jsonlines
 from support.tiny_runs import write_texts
 
 # What may be tuned for a scheme; in all else the comparison holds the runs equal.
@@ -109,7 +109,7 @@ def test_interrupted_it_saves_what_is_done_says_how_to_go_on_and_does(small, tmp
     assert not (out / "explorer.html").exists()
     step = saved_steps(out / "ddl-tc")[-1]
     assert 3 <= step < 1000
-    assert [row["step"] for row in read_metrics(rows)] == list(range(1, step + 1))
+    assert [row["step"] for row in jsonlines.read(rows)] == list(range(1, step + 1))
 
 
 @pytest.mark.slow

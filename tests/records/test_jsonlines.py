@@ -5,7 +5,7 @@ import pytest
 
 from residua.errors import InputError
 from residua.records import jsonlines
-from residua.records.jsonlines import JsonLines, finite, read_metrics
+from residua.records.jsonlines import JsonLines, finite
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from residua.records.jsonlines import JsonLines, finite, read_metrics
 def test_a_torn_last_line_is_left_out(torn, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n' + torn)
-    assert jsonlines.read(path) == read_metrics(path) == [{"step": 1}, {"step": 2}]
+    assert jsonlines.read(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_a_whole_last_line_without_its_newline_counts_and_is_not_run_into(tmp_path):
@@ -47,14 +47,6 @@ def test_damage_is_one_line_and_changes_nothing(content, number, tmp_path):
             use(path)
         assert "\n" not in str(error.value)
     assert path.read_bytes() == content
-
-
-@pytest.mark.parametrize("row", ['{"loss": 1.0}', '{"step": "1"}', '{"step": null}', '{"step": 1.5}', '{"step": true}'])
-def test_a_row_of_metrics_has_a_step(row, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n' + row + "\n")
-    with pytest.raises(InputError, match="a step in line 2"):
-        read_metrics(path)
 
 
 def test_no_file_has_no_rows_and_a_folder_is_refused(tmp_path):

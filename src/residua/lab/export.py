@@ -16,9 +16,9 @@ from residua.conversion.opening import context_of, quiet
 from residua.errors import InputError, RunError, extra, first_line
 from residua.lab.data.tokenizer import save_tokenizer
 from residua.lab.experiment import OpenRun, open_run
+from residua.records import jsonlines
 from residua.records.durable import unfinished
 from residua.records.folder import new_folder, read_object
-from residua.records.jsonlines import read_metrics
 from residua.records.reading import read_json, write_yaml
 from residua.records.table import cell
 from residua.records.terminal import printable
@@ -223,7 +223,7 @@ def _connection(opened: OpenRun) -> str:
 
 def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
     """Yield tokens, seconds and the last validation up to `step`, from metrics.jsonl."""
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] <= step]
+    rows = [row for row in jsonlines.read(run / "metrics.jsonl") if row["step"] <= step]
     latest = {key: value for row in rows for key, value in row.items()}
     names = {
         "tokens": ("tokens seen", "{:,}"),

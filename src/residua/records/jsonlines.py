@@ -44,17 +44,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             raise InputError(f"{path} must have a JSON object in line {number}, got {text!r}")
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read rows that each have an integer `step`, such as those of metrics.jsonl. Raises as `read` does."""
-    rows = read(path)
-    for number, row in enumerate(rows, start=1):
-        if type(row.get("step")) is not int:
-            raise InputError(
-                f"{path} must have a JSON object with a step in line {number}, got {json.dumps(row)[:60]!r}"
-            )
-    return rows
-
-
 def finite(value: Any) -> Any:
     """Replace numbers that are not finite, which JSON lacks, by None."""
     if isinstance(value, Mapping):

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from residua.lab.evaluation.loss import held_out_loss, repeated
 from residua.lab.experiment import evaluate, open_run, run, trace_model
-from residua.lab.training import read_metrics
+from residua.records import jsonlines
 from support.converted_models import converted
 from support.tiny_models import tiny_model
 from support.tiny_runs import options, run_config
@@ -57,7 +57,7 @@ def test_a_run_trains_and_is_evaluated_with_them(connection, data, tmp_path):
     for masks in (False, True):
         changes = options(data, model=model, document_masks=masks, **settings)
         run(run_config(changes), tmp_path / str(masks), progress=False)
-        losses[masks] = read_metrics(tmp_path / str(masks) / "metrics.jsonl")[0]
+        losses[masks] = jsonlines.read(tmp_path / str(masks) / "metrics.jsonl")[0]
     assert losses[True]["loss"] != losses[False]["loss"]
     assert losses[True]["val_loss"] != losses[False]["val_loss"]
 

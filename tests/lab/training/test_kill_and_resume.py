@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from residua.lab.training import checkpoint as checkpoint_module
-from residua.lab.training import read_metrics, train
+from residua.lab.training import train
 from residua.lab.training.loop import STOPPING
-from residua.records import durable
+from residua.records import durable, jsonlines
 from support.ranks import at_call, die
 from support.toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 
@@ -24,7 +24,7 @@ def _child(folder, resume, pause):
 
 
 def _last_step(folder):
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = jsonlines.read(folder / "metrics.jsonl")
     return rows[-1]["step"] if rows else 0
 
 

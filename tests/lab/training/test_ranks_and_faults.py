@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from residua.lab.experiment import run
-from residua.lab.training import latest_checkpoint, read_metrics, train
+from residua.lab.training import latest_checkpoint, train
+from residua.records import jsonlines
 from support.ranks import (
     assert_same_run,
     break_loss,
@@ -184,7 +185,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, ro
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         )
         last = chance.randint(5, 20)
-        while job.poll() is None and not any(row["step"] >= last for row in read_metrics(folder / "metrics.jsonl")):
+        while job.poll() is None and not any(row["step"] >= last for row in jsonlines.read(folder / "metrics.jsonl")):
             time.sleep(0.002)
         assert job.poll() is None, (tmp_path / "out").read_text()
         (victim,) = children(job.pid)

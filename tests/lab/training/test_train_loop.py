@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from residua.errors import InputError, RunError
 from residua.lab.training import checkpoint as checkpoint_module
-from residua.lab.training import loop, read_metrics, train
-from residua.records import durable
+from residua.lab.training import loop, train
+from residua.records import durable, jsonlines
 from support.full_disk import room
 from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, toy_config
 
@@ -146,7 +146,7 @@ def test_resume_restores_the_optimizer_the_clock_and_the_random_state(optimizer,
     fit(folder, resume=True, batches=batches, facts={"tokens": 1}, optimizer=optimizer)
     assert batches.asked == list(range(6, 12))
     assert rows(folder) == rows(tmp_path / "whole")
-    seconds = [row["seconds"] for row in read_metrics(folder / "metrics.jsonl")]
+    seconds = [row["seconds"] for row in jsonlines.read(folder / "metrics.jsonl")]
     assert seconds == sorted(seconds), "the clock goes on where it stood"
     facts = json.loads((folder / "facts.json").read_text())
     assert [entry["step"] for entry in facts["resumed"]] == [6]

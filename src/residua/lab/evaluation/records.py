@@ -8,8 +8,8 @@ from statistics import median_high
 from typing import Any, NamedTuple
 
 from residua.errors import InputError, require
+from residua.records import jsonlines
 from residua.records.folder import LOGGING_KEYS, RunFolder, read_object, read_settings
-from residua.records.jsonlines import read_metrics
 
 
 class Point(NamedTuple):
@@ -99,7 +99,7 @@ def _read_metrics(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...], lis
     validation: list[Point] = []
     speeds: list[float] = []
     tokens, seconds = 0, 0.0
-    for row in read_metrics(path):
+    for row in jsonlines.read(path):
         step = row["step"]
         tokens, seconds = row.get("tokens", tokens), row.get("seconds", seconds)
         for points, name in ((training, "loss"), (validation, "val_loss")):

@@ -20,7 +20,8 @@ from residua.lab.explorer.comparison import comparison_payload
 from residua.lab.inspection import archive
 from residua.lab.inspection.summary import overview, sublayer_statistics, summary, warnings
 from residua.lab.inspection.trace import Trace
-from residua.lab.training import latest_checkpoint, read_metrics
+from residua.lab.training import latest_checkpoint
+from residua.records import jsonlines
 from residua.records.progress import say
 from residua.records.terminal import one_line
 
@@ -268,8 +269,7 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
     """
     if source.folder is None:
         return {}
-    logged = {row["step"]: row for row in read_metrics(source.folder / "connections.jsonl")}
-    rows = [logged[step] for step in sorted(logged)]
+    rows = jsonlines.read(source.folder / "connections.jsonl")
     if len(rows) < 2:
         return {}
     rows = [rows[round(i)] for i in np.linspace(0, len(rows) - 1, min(ROWS, len(rows)))]

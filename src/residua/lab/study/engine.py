@@ -30,7 +30,7 @@ from residua.records import jsonlines
 from residua.records.durable import remove, write_text
 from residua.records.folder import RunFolder, read_object, writable
 from residua.records.jobs import Executor, Job, Record, Records, open_runs, run_jobs
-from residua.records.jsonlines import finite, read_metrics
+from residua.records.jsonlines import finite
 from residua.records.progress import say
 from residua.records.statistics import Estimate
 from residua.records.table import Table, cell
@@ -238,7 +238,7 @@ def train_point(
         if signal.getsignal(result["signal"]) not in (signal.SIG_DFL, None):
             signal.raise_signal(result["signal"])  # training took it; whoever waits for all runs wants it too
         raise KeyboardInterrupt
-    rows = read_metrics(folder.metrics)
+    rows = jsonlines.read(folder.metrics)
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
     facts = read_object(folder.facts)
     facts.get("data", {}).pop("place", None)  # of this folder, which is removed

@@ -18,4 +18,3 @@ from residua.lab.training.optimizer import make_optimizer as make_optimizer
 from residua.lab.training.optimizer import parameter_groups as parameter_groups
 from residua.lab.training.optimizer import set_learning_rate as set_learning_rate
 from residua.records.folder import RunFolder as RunFolder
-from residua.records.jsonlines import read_metrics as read_metrics

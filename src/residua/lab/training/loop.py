@@ -23,9 +23,9 @@ from residua.lab.training.optimizer import learning_rate_factor, set_learning_ra
 from residua.lab.training.saving import Saver
 from residua.lab.training.step import Step, next_token_loss
 from residua.models.evaluating import evaluating
+from residua.records import jsonlines
 from residua.records.durable import write_text
 from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_object, refuse_changes
-from residua.records.jsonlines import read_metrics
 from residua.records.progress import say
 from residua.records.provenance import circumstances
 
@@ -225,7 +225,7 @@ def _write_facts(
 
 def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
     """Return the last row of a run that has no steps left."""
-    rows = read_metrics(run.metrics)
+    rows = jsonlines.read(run.metrics)
     last = rows[-1]["step"] if rows else 0
     if last != checkpoint.step:
         raise InputError(
