@@ -16,39 +16,6 @@ def output(capsys, argv):
     return captured.out
 
 
-@pytest.mark.parametrize("command", ["reflection", "quick"])
-def test_every_command_explains_itself(capsys, command):
-    assert f"usage: residua study geometry {command}" in output(capsys, [command, "--help"])
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ([], "one of reflection, quick must follow study geometry"),
-        (["refection"], "refection"),
-        (["quick", "--tasks", "gyroscop"], "a task must be one of gyroscope, "),
-        (["quick", "--models", "dll"], "did you mean ddl?"),
-        (["quick", "--models", "edelta-token:num_streams=3"], "num_streams"),
-        (["quick", "--models", "jpmhc:num_streams=0"], "num_streams"),
-        (["quick", "--device", "tpu"], "--device must be one of auto, cpu, cuda, got 'tpu'"),
-        (["quick", "--steps", "0"], "steps"),
-        (["quick", "--seeds", "-1"], "--seeds"),
-        (["quick", "--workers", "0"], "--workers"),
-        (["reflection", "--models", "housholder"], "an operator must be one of householder, "),
-        (["reflection", "--steps", "0"], "steps"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, expected):
-    monkeypatch.chdir(tmp_path)
-    assert main(["study", "geometry", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("residua: ")
-    assert captured.err.count("\n") == 1
-    assert expected in captured.err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_reflection_writes_records_tables_and_a_picture(capsys, tmp_path):
     argv = ["reflection", "--models", "linear", "householder", "--seeds", 1, 2, "--steps", 20, "--workers", 1]

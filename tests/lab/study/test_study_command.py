@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -266,31 +265,6 @@ def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_p
     assert main(argv) == 2
     assert "must be the folder of a study, found no study.json" in capsys.readouterr().err
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["run", "resbench"], "the following arguments are required: --out"),
-        (["run", "nothing.yaml", "--out", "x"], "must be resbench or a YAML file"),
-        (["report"], "the following arguments are required: DIR"),
-        (["report", "nowhere"], "found no study.json"),
-        (["verify", "nowhere"], "found no study.json"),
-        (["run", "resbench", "extra", "--out", "x"], "unexpected argument"),
-        (["run", "resbench", "--out", "x", "--seeds", "7"], "unknown option --seeds"),
-        (["run", "resbench", "--out", "x", "--rounds", "3"], "--rounds must be at least 9, got 3"),
-        (["report", "x", "--schemes", "ddl"], "unknown option --schemes"),
-        (["report", "x", "--no-costs"], "unknown option --no-costs; see residua study report --help"),
-        (["run", "resbench", "--out", "x", "--rungs", "9M"], "--rungs must be some of"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(argv, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["study", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert said in captured.err
-    assert not list(Path().iterdir())
 
 
 @pytest.mark.slow

@@ -161,36 +161,6 @@ def test_values_are_read_as_yaml():
     assert sweep.config(point).model.connection == connection
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ([], "give --out DIR"),
-        (["--out", "x"], "--over must have at least one key"),
-        (["--out", "x", "--over", "train.lr"], "must be KEY=VALUE,VALUE"),
-        (["--out", "x", "--over", "train.lr="], "must be KEY=VALUE,VALUE"),
-        (["--out", "x", "--over", "train.lr=[1"], "must be KEY=VALUE,VALUE"),
-        (["--out", "x", "--over", "train.lr=1e-3", "--over", "train.lr=2e-3"], "must have train.lr once"),
-        (["--out", "x", "--over", "train.seed=1,2"], "--seeds N"),
-        (["--out", "x", "--over", "train.lrr=1"], "did you mean train.lr"),
-        (["--out", "x", "--over", "train.lr=1e-3,-1"], "train.lr must be a positive number"),
-        (["--out", "x", "--over", "model.connection=residual,dll"], "ddl"),
-        (["--out", "x", "--over", "train.lr=1", "--seeds", "0"], "--seeds must be at least 1"),
-        (["--out", "x", "--over", "train.lr=1", "--finalists", "0"], "--finalists must be at least 1"),
-        (["--out", "x", "--over", "train.lr=1", "--processes", "0"], "--processes must be at least 1"),
-        (["--out", "x", "--over", "model.connection=ddl", "--neighbours"], "--neighbours needs --over with a key"),
-        (["--out", "x", "--over", "train.lr=1", "--trian.steps", "3"], "train.steps"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(argv, expected, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["study", "tune", "--config", "tiny", *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert expected in captured.err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_the_command_makes_a_table_a_picture_and_records_and_goes_on(data, capsys, tmp_path):
     out = tmp_path / "out"
