@@ -302,13 +302,26 @@ def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list
 def _corrected(
     study: Study, rows: Mapping[tuple[str, str], Row], answers: Sequence[Answer]
 ) -> dict[tuple[str, str, str], Difference]:
-    """Return the primary contrasts whose rows are whole, over all seeds that a question has for them, and correct them.
+    """Return the primary contrasts and correct them.
 
     The same contrast elsewhere, in one order or the other and of as many seeds, has the same corrected p-value.
     """
-    equal_tokens = [each.difference for each in answers if each.difference and each.measure == "tokens"]
-    asked = {(each.size, each.scheme, each.baseline): each for each in equal_tokens}
-    equal_tokens += [each for row in rows.values() for each in row.differences if each.measure == "tokens"]
+    asked = [each.difference for each in answers if each.difference and each.measure == "tokens"]
+    primary = _primary(study, rows, {(each.size, each.scheme, each.baseline): each for each in asked})
+    for difference, value in zip(primary.values(), holm([each.p for each in primary.values()])):
+        difference.holm = value
+    for each in [*asked, *(each for row in rows.values() for each in row.differences if each.measure == "tokens")]:
+        pair = each.scheme, each.baseline
+        named = primary.get((each.size, *pair)) or primary.get((each.size, *reversed(pair)))
+        if named and each.estimate and each.estimate.count == named.estimate.count:
+            each.holm = named.holm
+    return primary
+
+
+def _primary(
+    study: Study, rows: Mapping[tuple[str, str], Row], asked: Mapping[tuple[str, str, str], Difference]
+) -> dict[tuple[str, str, str], Difference]:
+    """Return the primary contrasts whose rows are whole, over all seeds that a question has for them."""
     primary = {}
     for place in ((size, *pair) for size, pairs in study.primary.items() for pair in pairs):
         sides = [rows.get((place[0], name)) for name in place[1:]]
@@ -316,13 +329,6 @@ def _corrected(
             difference = asked.get(place) or _differences(*sides)[0]
             if difference.p is not None:
                 primary[place] = difference
-    for difference, value in zip(primary.values(), holm([each.p for each in primary.values()])):
-        difference.holm = value
-    for each in equal_tokens:
-        pair = each.scheme, each.baseline
-        named = primary.get((each.size, *pair)) or primary.get((each.size, *reversed(pair)))
-        if named and each.estimate and each.estimate.count == named.estimate.count:
-            each.holm = named.holm
     return primary
 
 
