@@ -80,13 +80,6 @@ def write_yaml(value: Any) -> str:
     return yaml.safe_dump(value, sort_keys=False)
 
 
-def file_name(folder: str | os.PathLike[str], name: object) -> str:
-    """Return `name` if it can name a file directly in the folder. Raises InputError."""
-    if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\:\0]", name):
-        raise InputError(f"{folder}: file must be the name of a file in this folder, got {name!r}")
-    return name
-
-
 def _reason(error: Exception) -> str:
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem:  # an error of PyYAML prints several lines
