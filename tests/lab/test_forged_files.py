@@ -144,8 +144,8 @@ READERS = {
     "model/tokenizer.json": (MODEL,),
     "model/tokenizer_config.json": (MODEL,),
 }
-# Lines that end a file of rows may be torn: what is not read of them is no mistake.
-TORN = {"run/metrics.jsonl", "run/connections.jsonl"}
+# Lines that end a file of rows may be torn, and transformers leaves out a broken file of how to generate.
+LEFT_OUT = {"run/metrics.jsonl", "run/connections.jsonl", "model/generation_config.json"}
 
 
 def arguments(command, place):
@@ -161,7 +161,7 @@ def test_every_file_forged(file, place, capsys):
     if file.startswith(STEP) and not file.endswith("manifest.json"):
         sign(place)
     for command in READERS[file]:
-        if file in TORN:
+        if file in LEFT_OUT:
             status, _, err = execute(capsys, arguments(command, place))
             assert status in (0, 2), err
             assert "Traceback" not in err
