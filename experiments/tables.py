@@ -385,6 +385,23 @@ def fresh_table() -> str:
     return markdown([*header, "all others", "second text"], lines)
 
 
+def copying_table() -> str:
+    """The baselines with three times the tokens, at two rates: how many runs learned to copy, and both losses."""
+    runs: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for record in records("resbench-headline.jsonl"):
+        if record["rung"] == "0.3M-long":
+            runs.setdefault((record["scheme"], record["point"]["train.lr"]), []).append(record)
+    lines = []
+    for (name, rate), group in sorted(runs.items(), reverse=True):
+        steps = [f"{record['transition']:,.0f}" for record in group if record["transition"] is not None]
+        learned = f"{len(steps)} of {len(group)}" + (f", at {', '.join(steps)}" if steps else "")
+        ends = [(record["val_loss"], *record["split"][-1][1:]) for record in group]
+        means = [f"{statistics.fmean(values):.3f}" for values in zip(*ends)]
+        lines.append([f"`{name}`", f"{rate:g}", learned, *means])
+    header = ["name", "learning rate", "runs that learn to copy, at step", "loss", "repeated labels", "all others"]
+    return markdown(header, lines)
+
+
 NO_RUNS = "No run is finished yet."
 
 
@@ -515,7 +532,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/hugging-face.md": {"serving": serving_table},
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
     "docs/reproduce.md": {"paper": paper_table, "results": results_table},
-    "docs/resbench.md": {"resbench": resbench_table, "fresh": fresh_table},
+    "docs/resbench.md": {"resbench": resbench_table, "fresh": fresh_table, "copying": copying_table},
     "docs/retrofit.md": {
         "largest": largest_logit,
         "preserved": preserved_table,

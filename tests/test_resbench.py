@@ -316,6 +316,38 @@ def test_how_the_learning_rate_may_decide_when_a_run_learns(rows):
     assert round(chosen["lambdas"], 2) == 0.06
 
 
+def test_the_baselines_with_three_times_the_tokens_at_two_rates(rows):
+    runs = [run for run in records("resbench-headline.jsonl") if run["rung"] == "0.3M-long"]
+    point = {name: rows["0.3M"][name].point["train.lr"] for name in BASELINES}
+    assert point == {"residual": 0.016, "lambdas": 0.032}
+    tried = {(run["scheme"], run["point"]["train.lr"], run["seed"]) for run in runs}
+    assert tried == {*itertools.product(BASELINES, (0.008, 0.016), (1, 2, 3))}
+    learned = [run for run in runs if run["transition"] is not None]
+    rest = [run for run in runs if run["transition"] is None and run["scheme"] == "lambdas"]
+    assert ([run["scheme"] for run in learned], len(rest)) == (["lambdas"] * 4, 2)
+    transitions = sorted(run["transition"] for run in learned)
+    assert (round(transitions[0]), round(transitions[-1]), runs[0]["steps"]) == (4721, 6883, 9609)
+    assert sorted(round(run["val_loss"], 3) for run in learned)[::3] == [3.711, 3.777]
+    assert sorted(round(run["val_loss"], 3) for run in rest) == [3.840, 3.863]
+    assert sorted(round(run["split"][-1][2] - run["split"][-1][1], 1) for run in rest) == [1.1, 1.4]
+
+    long = {name: row.losses for name, row in rows["0.3M-long"].items()}
+    for name, ends in (("lambdas+tc", (0.08, 0.15)), ("ddl-tc-write-only", (0.17, 0.23))):
+        leads = [run["val_loss"] - long[name][run["seed"]] for run in learned]
+        assert (round(min(leads), 2), round(max(leads), 2)) == ends
+    chosen = {seed: long["lambdas"][seed] - loss for seed, loss in long["lambdas+tc"].items()}
+    assert (round(min(chosen.values()), 2), round(max(chosen.values()), 2)) == (0.30, 0.33)
+    assert all(run["val_loss"] - long["lambdas+tc"][run["seed"]] < 0.5 * chosen[run["seed"]] for run in learned)
+
+    others = {}  # by scheme and rate
+    for run in runs:
+        others.setdefault((run["scheme"], run["point"]["train.lr"]), []).append(run["split"][-1][2])
+    means = {place: statistics.fmean(losses) for place, losses in others.items()}
+    assert max(abs(means["residual", rate] - means["lambdas", rate]) for rate in (0.008, 0.016)) < 0.03
+    copying, not_copying = (statistics.fmean(run["split"][-1][2] for run in group) for group in (learned, rest))
+    assert copying > not_copying
+
+
 def test_three_times_the_tokens(rows):
     long, larger = rows["0.3M-long"], rows["0.3M"]
     assert long["residual"].steps == 3 * larger["residual"].steps
