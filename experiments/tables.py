@@ -394,11 +394,11 @@ def copying_table() -> str:
     lines = []
     for (name, rate), group in sorted(runs.items(), reverse=True):
         steps = [f"{record['transition']:,.0f}" for record in group if record["transition"] is not None]
-        learned = f"{len(steps)} of {len(group)}" + (f", at {', '.join(steps)}" if steps else "")
+        learned = f"{len(steps)} of {len(group)}" + (f", at {' and '.join(steps)}" if steps else "")
         ends = [(record["val_loss"], *record["split"][-1][1:]) for record in group]
         means = [f"{statistics.fmean(values):.3f}" for values in zip(*ends)]
         lines.append([f"`{name}`", f"{rate:g}", learned, *means])
-    header = ["name", "learning rate", "runs that learn to copy, at step", "loss", "repeated labels", "all others"]
+    header = ["name", "learning rate", "runs that learn to copy, and when (of 9,609 steps)", "loss", "repeated labels", "all others"]
     return markdown(header, lines)
 
 
