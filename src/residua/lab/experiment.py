@@ -29,7 +29,6 @@ from residua.conversion.configuration import ConvertedConfig
 from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
-from residua.lab.data.batches import documents_apart
 from residua.lab.data.tokenizer import SavedTokenizer, copy_tokenizer, load_tokenizer
 from residua.lab.evaluation.loss import held_out_loss, shard_batches
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
@@ -50,6 +49,7 @@ from residua.lab.training import (
 from residua.lab.training.checkpoint import Checkpoint, best_checkpoint, open_checkpoint, saved_steps
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, join
 from residua.models import ResiduaConfig, ResiduaForCausalLM
+from residua.models.documents import documents_apart
 from residua.records.durable import remove, unfinished
 from residua.records.folder import read_object, writable
 from residua.records.progress import say

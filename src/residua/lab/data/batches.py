@@ -3,9 +3,8 @@
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
-from residua.connections.memory import positions_in
 from residua.errors import InputError, extra
 
 with extra("lab"):
@@ -106,17 +105,6 @@ class HeldOutBatches:
                 block[row, : len(window)] = window
             inputs, labels = _aligned(block)
             yield inputs.masked_fill_(labels == -100, 0), labels
-
-
-def documents_apart(inputs: Tensor, end_of_text: int | None) -> dict[str, Any]:
-    """Return the arguments with which a model reads each document of a row by itself; none if end_of_text is None.
-
-    inputs: int64 (batch, seq). They are the positions (batch, seq), which start again at every `end_of_text`: that
-    token begins the document after it, so the first label of a document is predicted from it alone.
-    """
-    if end_of_text is None:
-        return {}
-    return {"position_ids": positions_in((inputs == end_of_text).cumsum(1)), "use_cache": False}
 
 
 def shuffled(positions: np.ndarray, size: int, keys: list[int]) -> np.ndarray:

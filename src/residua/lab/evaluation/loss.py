@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from residua.errors import InputError
-from residua.lab.data.batches import documents_apart
+from residua.models.documents import documents_apart
 from residua.models.evaluating import evaluating
 
 IGNORED_LABEL = -100

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.lab.data.batches import documents_apart
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, parallelize
 from residua.lab.training.finite import FiniteCheck
 from residua.lab.training.optimizer import make_optimizer
+from residua.models.documents import documents_apart
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig
