@@ -78,9 +78,8 @@ class OpenModel:
     step: int | None = None
     bfloat16: bool = False
 
-    @property
-    def data(self) -> PreparedData:
-        """The data that the model was trained on. Raises InputError for a model that has none."""
+    def excerpt(self, tokens: int | None) -> list[int]:
+        """Return the ids of the first held-out tokens. Raises InputError for a model that has none."""
         raise InputError(f"{self.folder}: this model has no validation text of its own")
 
     def precision(self) -> torch.autocast:
@@ -113,6 +112,13 @@ class OpenRun(OpenModel):
                 f"found other data ({data.fingerprint[:12]}); prepare the same text again there, with the same settings"
             )
         return data
+
+    def excerpt(self, tokens: int | None) -> list[int]:
+        """As for a model: `train.sequence_length` tokens if None; with document masks those of the first document."""
+        held_out, end_of_text = self.data.validation, _end_of_text(self.config, self.data)
+        length = self.config.train.sequence_length if tokens is None else tokens
+        ids: list[int] = held_out.window(0, min(length, len(held_out))).tolist()
+        return ids[: ids.index(end_of_text) + 1] if end_of_text in ids else ids
 
 
 def run(
@@ -522,11 +528,7 @@ def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | N
     require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
     model, tokenizer = opened.model, opened.tokenizer
     if prompt is None:
-        held_out = opened.data.validation
-        length = opened.config.train.sequence_length if tokens is None else tokens  # type: ignore[attr-defined]
-        ids = held_out.window(0, min(length, len(held_out))).tolist()
-        if (end_of_text := _end_of_text(opened.config, opened.data)) in ids:  # type: ignore[attr-defined]
-            ids = ids[: ids.index(end_of_text) + 1]  # the model never reads beyond it
+        ids = opened.excerpt(tokens)
         excerpt = f"the first {len(ids)} tokens of the validation data"
     else:
         ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
