@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from residua.lab.evaluation.loss import held_out_loss, repeated
 from residua.lab.experiment import evaluate, open_run, run, trace_model
+from residua.lab.training.step import next_token_loss
 from residua.records import jsonlines
 from support.converted_models import converted
 from support.tiny_models import tiny_model
@@ -26,11 +27,14 @@ def packed():
     return tokens, [(*starts, 24) for starts in borders]
 
 
-@pytest.mark.parametrize("model", ["residual", "ddl-tc", "ddl-ec", "attnres", "mhc", "converted"])
+@pytest.mark.parametrize(
+    "model", ["residual", "ddl-tc", "ddl-ec", "attnres", "mhc", "converted residual", "converted lambdas+conv"]
+)
 def test_the_loss_is_that_of_the_documents_alone(model):
-    model = converted("lambdas+conv") if model == "converted" else tiny_model(model, dtype=torch.float64)
+    kind, _, scheme = model.rpartition(" ")
+    model = converted(scheme) if kind else tiny_model(scheme, dtype=torch.float64)
     tokens, borders = packed()
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     total = 0.0
     for row, places in zip(tokens, borders, strict=True):
         for start, end in pairwise(places):
@@ -39,6 +43,8 @@ def test_the_loss_is_that_of_the_documents_alone(model):
     masked = held_out_loss(model, [(inputs, labels)], end_of_text=END)
     assert masked["val_loss"] == pytest.approx(total / labels.numel(), rel=1e-9)
     assert abs(held_out_loss(model, [(inputs, labels)])["val_loss"] - masked["val_loss"]) > 1e-4
+    loss, _ = next_token_loss(model.train(), inputs, labels, end_of_text=END)
+    assert loss.item() == pytest.approx(total / labels.numel(), rel=1e-6)
 
 
 def test_a_pair_in_an_earlier_document_is_not_repeated():
