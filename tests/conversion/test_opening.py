@@ -1,9 +1,11 @@
 """What is asked of a model of transformers that somebody brings."""
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MptConfig
 
 from residua.conversion.opening import context_of
+from residua.conversion.probe import change, outputs
 from support.converted_models import llama, whisper
 
 
@@ -22,3 +24,13 @@ def test_the_context_of_a_model_whatever_its_configuration_calls_it(config, expe
 def test_the_context_of_a_llama_and_of_a_decoder_half():
     assert context_of(llama(max_position_embeddings=35)) == 35
     assert context_of(whisper()) == 16
+
+
+def test_an_empty_output_is_no_number_to_compare():
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return x, x[:0]
+
+    x = torch.ones(2, 3)
+    (kept,) = outputs(Model(), {"x": x})
+    assert change([kept], [x]) == 0

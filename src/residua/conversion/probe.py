@@ -117,8 +117,8 @@ def _in_pieces(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str
 
 
 def _floats(output: Any) -> list[Tensor]:
-    """Return the tensors of floating-point numbers in an output."""
-    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    """Return the tensors of floating-point numbers in an output, without empty ones."""
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
 def _token_ids(model: PreTrainedModel) -> dict[str, Any]:
