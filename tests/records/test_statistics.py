@@ -1,10 +1,11 @@
 import math
 import statistics
 
+import numpy
 import pytest
-from scipy.stats import ttest_ind, ttest_rel
+from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
-from residua.records.statistics import Contrast, Estimate, Noise, holm, paired, t95, welch
+from residua.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, t95, welch
 
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
 
@@ -52,6 +53,26 @@ def test_p_values_agree_with_the_printed_quantiles():
 def test_a_detectable_mean_is_seen_in_four_of_five():
     """With many values: (1.96 + 0.84) standard errors."""
     assert Estimate(0.0, 10.0, 10_001).detectable == pytest.approx(0.1 * (1.960 + 0.8416), rel=1e-3)
+
+
+def test_over_documents_of_one_length_the_error_is_that_of_their_mean():
+    ours, theirs = [[10.0, 11.0, 12.5], [12.0, 13.0, 12.5]], [[11.0, 11.0, 14.0]]
+    found = over_documents(ours, theirs, [5, 5, 5])
+    test = ttest_1samp([0.0, 0.2, -0.3], 0)
+    assert (found.mean, found.p_value, found.count) == pytest.approx((-0.1 / 3, test.pvalue, 3))
+    assert over_documents([[1.0]], [[2.0]], [5]) is None
+
+
+def test_over_documents_of_many_lengths_the_interval_covers_the_truth_as_often_as_it_says():
+    """Of texts whose documents are drawn with a difference of 0.1 per label, 95 % of the intervals hold 0.1."""
+    random = numpy.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        labels = random.integers(10, 200, size=60)
+        differences = labels * (0.1 + random.normal(0, 0.05, size=60))
+        found = over_documents([differences], [numpy.zeros(60)], labels.tolist())
+        covered += abs(found.mean - 0.1) < found.half_width
+    assert 0.91 < covered / 400 < 0.98
 
 
 def test_holm_steps_down_and_never_orders_differently():

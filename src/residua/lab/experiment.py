@@ -30,7 +30,7 @@ from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.lab.data.tokenizer import SavedTokenizer, copy_tokenizer, load_tokenizer
-from residua.lab.evaluation.loss import held_out_loss, shard_batches
+from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_batches
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
 from residua.lab.training import (
@@ -513,6 +513,17 @@ def evaluate(opened: OpenRun) -> dict[str, float]:
     """Return validation loss, perplexity and bits per byte of an opened run, measured as during its training."""
     with opened.precision():
         return _evaluator(opened.config, {"": opened.data})(opened.model)
+
+
+def losses_by_document(opened: OpenRun) -> dict[str, dict[str, list[Any]]]:
+    """Return the `document_losses` of an opened run on its held-out text, "", and on "further_", if it has that."""
+    config, results = opened.config, {}
+    for prefix, data in ({"": opened.data} | _further_validation(config.data, opened.data)).items():
+        batches = HeldOutBatches(data.validation, config.train.batch_size, config.train.sequence_length)
+        masked = config.train.document_masks
+        with opened.precision():
+            results[prefix] = document_losses(opened.model, batches, data.eos_token_id, masked=masked)
+    return results
 
 
 def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | None = None) -> Trace:

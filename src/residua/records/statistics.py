@@ -120,6 +120,27 @@ def welch(ours: Sequence[float], theirs: Sequence[float]) -> Contrast | None:
     return Contrast(sides[0].mean - sides[1].mean, error, freedom, min(len(ours), len(theirs)))
 
 
+def over_documents(
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], labels: Sequence[int]
+) -> Contrast | None:
+    """Compare two schemes on a text whose documents are a sample; None for fewer than two documents.
+
+    ours, theirs: of each run the sum of the losses of every document; labels: how many losses each sum has. The mean is
+    per label. Its error is that of a ratio of two sums over documents, to first order (Cochran 1977, section 6.4).
+    """
+    with extra("lab"):
+        import numpy
+
+    count = len(labels)
+    if count < 2:
+        return None
+    differences = numpy.mean(ours, 0) - numpy.mean(theirs, 0)
+    mean = float(differences.sum()) / sum(labels)
+    rest = differences - mean * numpy.array(labels)
+    error = math.sqrt(float(rest @ rest) * count / (count - 1)) / sum(labels)
+    return Contrast(mean, error, count - 1, count)
+
+
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from torch import nn
 
 from residua.errors import InputError
-from residua.lab.evaluation.loss import COPYING, held_out_loss, repeated, transition
+from residua.lab.evaluation.loss import COPYING, document_losses, held_out_loss, repeated, transition
 from support.pages import records
 
 VOCABULARY = 7
@@ -107,6 +108,21 @@ def test_a_label_is_repeated_if_its_pair_stands_earlier_in_the_same_row():
     expected = [[b != -100 and (a, b) in row[:t] for t, (a, b) in enumerate(row)] for row in pairs]
     assert repeated(inputs, labels).tolist() == expected
     assert any(map(any, expected))
+
+
+@pytest.mark.parametrize("cuts", [(0, 60), (0, 7, 8, 33, 60)])
+def test_the_losses_of_documents_are_those_of_each_alone(cuts):
+    """A separator is the last label of the document that it ends, and the input of the next one's first label."""
+    model, tokens, end = Bigram(), text(61), 3
+    batches = [(tokens[None, a:b], tokens[None, a + 1 : b + 1]) for a, b in pairwise(cuts)]
+    bounds = sorted({0, *(place for place in range(1, 61) if tokens[place] == end), 60})
+    assert len(bounds) > 5
+    result = document_losses(model, batches, end)
+    for (first, last), labels, nats in zip(pairwise(bounds), result["labels"], result["nats"], strict=True):
+        alone = held_out_loss(model, [(tokens[None, first:last], tokens[None, first + 1 : last + 1])])
+        assert labels == alone["tokens"]
+        assert nats == pytest.approx(alone["val_loss"] * labels, abs=1e-4)
+    assert sum(result["nats"]) / 60 == pytest.approx(held_out_loss(model, batches)["val_loss"], abs=1e-5)
 
 
 def test_the_losses_on_repeated_and_other_labels_are_parts_of_the_whole():

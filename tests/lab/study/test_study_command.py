@@ -89,6 +89,10 @@ def test_the_same_command_makes_nothing_twice_and_reports(finished, data, capsys
     for row in map(json.loads, before.splitlines()):
         assert [step for step, *_ in row["split"]] == [step for step, _ in row["curve"]]
         assert row["transition"] is None
+        if row["kind"] == "report":
+            by_document = row["documents"]
+            loss = sum(by_document["nats"]) / sum(by_document["labels"])
+            assert loss == pytest.approx(row["val_loss"], abs=1e-5)
     argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]
     assert main(argv) == 0
     assert (out / "records.jsonl").read_bytes() == before

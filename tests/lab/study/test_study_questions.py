@@ -44,6 +44,23 @@ def test_a_difference_clear_of_zero_is_bold(ahead):
     assert f"| tokens | **{answer.difference.estimate.mean:+.4f} ± " in markdown(found)
 
 
+def test_a_primary_contrast_has_its_interval_over_documents_if_all_reported_runs_have_losses_by_document():
+    named = study(questions=ASKED, primary={"small": [["ddl", "residual"]]})
+    text = {"ddl": [10.0, 30.0, 21.0], "residual": [11.0, 30.0, 24.0]}
+    told = [
+        {**r, "further_documents": {"labels": [10, 20, 20], "nats": text[r["scheme"]]}} if r["kind"] == "report" else r
+        for r in records()
+    ]
+    found = results(named, told, costs())
+    (difference,) = found.corrected.values()
+    assert difference.documents["further_"].mean == pytest.approx(-4 / 50)
+    assert "| second text, over documents" in markdown(found)
+    assert f"{-4 / 50:+.4f} ± " in markdown(found)
+    last = next(r for r in reversed(told) if r["kind"] == "report")
+    fewer = [{**r, "further_documents": None} if r is last else r for r in told]
+    assert "second text" not in markdown(results(named, fewer, costs()))
+
+
 def test_an_interval_clear_of_zero_only_before_the_correction_is_not_bold():
     schemes = {name: {} for name in ("residual", "ddl", "hc", "mhc")}
     named = {"small": [["ddl", "residual"], ["hc", "residual"], ["hc", "ddl"]]}

@@ -1,4 +1,4 @@
-"""The loss on held-out text: nats per token, also of repeated pairs alone, perplexity, and bits per byte."""
+"""The loss on held-out text: nats per token, also of repeated pairs alone and by document, and bits per byte."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,23 +99,14 @@ def held_out_loss(
     Raises:
         InputError: `batches` holds no label.
     """
-    device = next(model.parameters()).device
     measured, repeats = [], []
     tokens = repeated_tokens = 0
     with evaluating(model):
-        for inputs, labels in batches:
-            inputs = inputs.to(device)
-            logits = model(**{"input_ids": inputs, "use_cache": False} | documents_apart(inputs, end_of_text)).logits
-            losses = cross_entropy(
-                logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
-                labels.to(device).flatten(),
-                ignore_index=IGNORED_LABEL,
-                reduction="none",
-            )
+        for inputs, labels, losses in _label_losses(model, batches, end_of_text):
             measured.append(losses.sum(dtype=torch.float64).item())
             tokens += int((labels != IGNORED_LABEL).sum())
-            again = repeated(inputs, labels.to(device), end_of_text)
-            repeats.append(losses[again.flatten()].sum(dtype=torch.float64).item())
+            again = repeated(inputs, labels, end_of_text)
+            repeats.append(losses[again].sum(dtype=torch.float64).item())
             repeated_tokens += int(again.sum())
     shares = gather((measured, tokens, repeats, repeated_tokens))
     tokens, repeated_tokens = sum(share[1] for share in shares), sum(share[3] for share in shares)
@@ -133,6 +124,47 @@ def held_out_loss(
         result["other_loss"] = (nats - repeated_nats) / (tokens - repeated_tokens)
         result["repeated_share"] = repeated_tokens / tokens
     return result | {"tokens": tokens}
+
+
+def document_losses(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], separator: int, *, masked: bool = False
+) -> dict[str, list[Any]]:
+    """Return `labels`, how many each document of a text has, and `nats`, the sum of their losses to four decimals.
+
+    Args:
+        model: as for `held_out_loss`.
+        batches: the text in its order, as `HeldOutBatches` yields it.
+        separator: the token after each document, which is its last label.
+        masked: whether the model was trained with document masks.
+    """
+    documents, nats, before = [], [], 0
+    with evaluating(model):
+        for inputs, labels, losses in _label_losses(model, batches, separator if masked else None):
+            number = before + (inputs == separator).flatten().cumsum(0)
+            before = int(number[-1])
+            valid = (labels != IGNORED_LABEL).flatten()
+            documents.append(number[valid].cpu())
+            nats.append(losses.flatten()[valid].double().cpu())
+    number = torch.cat(documents)
+    sums = torch.bincount(number, torch.cat(nats)).tolist()
+    return {"labels": torch.bincount(number).tolist(), "nats": [round(total, 4) for total in sums]}
+
+
+def _label_losses(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], end_of_text: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield inputs, labels and the loss of each label, 0 for an ignored one: (batch, seq), on the model's device."""
+    device = next(model.parameters()).device
+    for pair in batches:
+        inputs, labels = (side.to(device) for side in pair)
+        logits = model(**{"input_ids": inputs, "use_cache": False} | documents_apart(inputs, end_of_text)).logits
+        losses = cross_entropy(
+            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+            labels.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="none",
+        )
+        yield inputs, labels, losses.view_as(labels)
 
 
 def _total(numbers: list[float]) -> float:

@@ -21,6 +21,7 @@ from residua.errors import Diverged, InputError, require, shown
 from residua.lab.cost.counts import products_per_token
 from residua.lab.cost.steps import ROUNDS, WARMUP, measure, rate
 from residua.lab.evaluation.loss import transition
+from residua.lab.experiment import losses_by_document, open_run
 from residua.lab.experiment import run as train
 from residua.lab.study.definition import Study, read_folder
 from residua.lab.study.plan import Plan, Run
@@ -218,7 +219,11 @@ def train_run(run: Run, *, place: Path, report: Any) -> Record:
     """One run, in the folder `place`; returns its record."""
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
     of = {"key": run.key, "kind": run.kind, "rung": run.size, "scheme": run.scheme}
-    return {**of, "connection": run.config.model.connection, **record}
+    record = {**of, "connection": run.config.model.connection, **record}
+    if run.kind != "report" or record["val_loss"] is None:
+        return record
+    losses = losses_by_document(open_run(place, device=run.config.train.device))
+    return record | {f"{prefix}documents": by_document for prefix, by_document in losses.items()}
 
 
 def train_point(

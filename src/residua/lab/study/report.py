@@ -147,15 +147,22 @@ ANSWERS = (
 )
 
 
+OVER_DOCUMENTS = {"": "over documents", "further_": "second text, over documents"}
+
+
 def primary_table(results: Results) -> Table:
     """The contrasts that were named before their runs, the smallest corrected p first."""
     order = sorted(results.corrected, key=lambda named: results.corrected[named].holm)
+    measured = {prefix for difference in results.corrected.values() for prefix in difference.documents}
+    texts = {prefix: words for prefix, words in OVER_DOCUMENTS.items() if prefix in measured}
     rows = []
     for size, scheme, to in order:
         difference = results.corrected[size, scheme, to]
         cells = [estimate_text(difference.estimate, "+.4f"), f"{difference.p:.2g}", f"{difference.holm:.2g}"]
+        over = [difference.documents.get(prefix) for prefix in texts]
+        cells += [estimate_text(contrast, "+.4f") if contrast else "" for contrast in over]
         rows.append([size, f"{_names([scheme])} − {_names([to])}", *cells])
-    return Table(["size", "contrast, at equal tokens", "difference", "p", "corrected"], rows)
+    return Table(["size", "contrast, at equal tokens", "difference", "p", "corrected", *texts.values()], rows)
 
 
 class Asked(NamedTuple):
@@ -232,7 +239,8 @@ def _reading(results: Results) -> list[str]:
         "the 95 % interval (Student's t). Below zero is better. The noise is that which all schemes of a size share, "
         "or each scheme's own, where the study says so and where a scheme varies far more than the others. "
         f"**Bold**: a primary contrast whose corrected p is below {SIGNIFICANT}. An interval covers other seeds, not "
-        "another text or size; tuning looked at the same held-out text.",
+        "another text or size, and one over documents other held-out documents like these, not other seeds; tuning "
+        "looked at the same held-out text.",
         "- What four of five such studies would see is the true difference that their intervals would show.",
         "- Worth: as many times the tokens bring the baseline to the scheme's loss, and the effective speed-up: that "
         "divided by the step time's ratio. Beyond the baseline's longest runs only the bound is known.",

@@ -17,7 +17,7 @@ from residua.lab.study.search import at_edge, loss_of, winners
 from residua.records import jsonlines
 from residua.records.folder import read_object
 from residua.records.jobs import Record
-from residua.records.statistics import Contrast, Estimate, Noise, holm, paired, welch
+from residua.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, welch
 
 BELOW = 0.9
 """A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share; beyond the
@@ -49,6 +49,8 @@ class Difference:
     worth      as many times the tokens bring the baseline to the scheme's loss; infinite beyond its longest runs, 0
                below the share BELOW
     holm       p corrected for the number of primary contrasts; None for all others
+    documents  at equal tokens, with the error of having these held-out documents and not others: of the study's text,
+               "", and of a further one, "further_"; only where the records say it
     """
 
     size: str
@@ -59,6 +61,7 @@ class Difference:
     estimate: Contrast | None = None
     worth: float | None = None
     holm: float | None = None
+    documents: Mapping[str, Contrast] = field(default_factory=dict)
 
     @property
     def p(self) -> float | None:
@@ -467,8 +470,23 @@ def _differences(row: Row, base: Row, further: Sequence[int] = ()) -> list[Diffe
             slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
             estimate = estimate.shared(slope * error)
         worth = _worth(row, losses) if measure == "tokens" and estimate is not None else None
-        differences.append(Difference(row.size, row.scheme, base.scheme, measure, cost, estimate, worth))
+        documents = _over_documents(row, base) if measure == "tokens" else {}
+        differences.append(
+            Difference(row.size, row.scheme, base.scheme, measure, cost, estimate, worth, documents=documents)
+        )
     return differences
+
+
+def _over_documents(row: Row, base: Row) -> dict[str, Contrast]:
+    """See `Difference`; empty unless every reported run has its losses by document."""
+    contrasts = {}
+    for prefix in ("", "further_"):
+        ours, theirs = ([run.get(f"{prefix}documents") for run in side.reported] for side in (row, base))
+        if None not in (*ours, *theirs):
+            nats = ([by_document["nats"] for by_document in side] for side in (ours, theirs))
+            if contrast := over_documents(*nats, ours[0]["labels"]):
+                contrasts[prefix] = contrast
+    return contrasts
 
 
 def _relative_costs(row: Row, base: Row) -> dict[str, tuple[float, float]]:
