@@ -260,13 +260,14 @@ def test_a_wrong_option_is_one_clear_line(row):
 
 
 NOT_BUILT = """
-delta-attnres:heads=3 | heads must be a divisor of dim = 8, got 3
+attnres:heads=3 | heads must be a divisor of the width dim = 8, got 3
+delta-attnres:heads=3 | heads must be a divisor of the width dim = 8, got 3
 edelta:num_streams=3 | num_streams must be a divisor of the width dim = 8.*, got 3
 frac:num_fractions=3 | FracConnections: num_fractions must be a divisor of the width dim = 8, got 3
 gated-delta:heads=3 | heads must be a divisor of the width dim = 8, got 3
 gated-delta:heads=4,rank=3 | rank must be at most the 2 features of a head, got 3
 gated-orthogonal:heads=3 | heads must be a divisor of the width dim = 8, got 3
-mhc:num_streams=3,layout=split | a divisor of the width dim = 8 with layout='split', got 3
+mhc:num_streams=3,layout=split | num_streams must be a divisor of the width dim = 8, got 3
 """
 
 
@@ -282,11 +283,11 @@ altup | no start preserves the plain residual: LAuReL divides
 attnres-inkling | sources are normalised .* use attnres
 ddl | gated-delta.* starts as x \\+ h
 deepnorm | norm='post' normalises the state itself
-gated-delta:write=value | no start of write='value' preserves
+gated-delta:write=value | no start preserves the plain residual: beta v does not depend
 gated-orthogonal:gate=one | gate='one' removes the update along the state
 ihc:magnitude=1.5 | no bias in float32 .* use magnitude=2\\.0 and
 ihc:gate_eps=0.01 | no bias in float32 .* use magnitude=2\\.0 and
-mhc-deepseek:head=mean | the mean of the streams cannot undo
+mhc-deepseek:head=mean | the mean of the streams, cannot undo
 mhc-deepseek:gate_eps=0.01 | float32
 """
 

@@ -60,6 +60,7 @@ class AttentionResiduals(SourcesScheme):
     users: ClassVar[str] = "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: `attnres_inkling`."
     paper: ClassVar[str] = "arXiv 2603.15031"
     residual_start: ClassVar[dict[str, str]] = {"scale": "sum"}  # the plain residual, and not only up to a norm
+    divisors: ClassVar[tuple[str, ...]] = ("heads",)
 
     scale: Literal["mean", "sum"] = "mean"
     heads: Count = 1
@@ -78,14 +79,11 @@ class DepthRead(nn.Module):
     """Attention over the sources by a learned query, with RMSNorm of the keys and a gain. Starts as their mean.
 
     A tuple of n tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (batch, seq, n), or with several heads
-    (batch, seq, heads, n). With scale="sum", n times that: it starts as their sum. Raises ValueError if heads does not
-    divide dim.
+    (batch, seq, heads, n). With scale="sum", n times that: it starts as their sum. heads is a divisor of dim.
     """
 
     def __init__(self, dim: int, *, eps: float, scale: Literal["mean", "sum"] = "mean", heads: int = 1):
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"heads must be a divisor of dim = {dim}, got {heads}")
         self.eps, self.heads = eps, heads
         self.scale = scale
         self.query = nn.Parameter(torch.empty(dim))

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from residua.connections.facts import DepthWeights, GateFacts, Mixing, RankOne
 from residua.connections.memory import Memory, StreamMemory, memory_of, window_of
 from residua.connections.norm import RMSNorm
-from residua.connections.options import check_options
+from residua.connections.options import check_options, require_option
 from residua.connections.phases import as_call, open_to_phases
 from residua.connections.projection import WideProjection
 from residua.connections.spec import TensorSpec
@@ -292,8 +292,8 @@ class Scheme(ABC):
     title, equation, paper, users: shown by `residua schemes`, the paper as `source`, which may depend on the options;
         users: who runs it, as the sources say.
     constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
-    residual_start: the options of the start that `preserving` gives; None if there is none, `cannot_preserve`: why.
     derived: for an option that may be None, the options from which it is then derived.
+    divisors: options that must be divisors of the width.
     activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
         and mappings, in float32 at least.
     """
@@ -303,9 +303,8 @@ class Scheme(ABC):
     paper: ClassVar[str]
     users: ClassVar[str] = ""
     constraint: ClassVar[str | None] = None
-    residual_start: ClassVar[Mapping[str, Any] | None] = None
-    cannot_preserve: ClassVar[str] = ""
     derived: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    divisors: ClassVar[tuple[str, ...]] = ()
     activations: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any):
@@ -342,6 +341,16 @@ class Scheme(ABC):
             for name, ends in (("beta", (0.0, 2.0)), ("gamma", (0.0, 1.0)))
         }
 
+    @property
+    def residual_start(self) -> Mapping[str, Any] | None:
+        """The options of the start that `preserving` gives; None if there is none."""
+        return None
+
+    @property
+    def cannot_preserve(self) -> str:
+        """The reason why these options have no such start; "" if they have one, or without a reason."""
+        return ""
+
     def state_spec(self, boundary: int, dim: int) -> Any:
         """Describe the state after `boundary` sublayers of width `dim`: a pytree of `TensorSpec`, like the state.
 
@@ -362,17 +371,23 @@ class Scheme(ABC):
         Raises:
             ValueError: the scheme has no such start; the message says why.
         """
-        if self.residual_start is None:
-            reason = f": {self.cannot_preserve}" if self.cannot_preserve else ""
-            raise ValueError(f"{type(self).__name__}: no start preserves the plain residual{reason}")
-        return replace(self, **self.residual_start)
+        start, reason = self.residual_start, self.cannot_preserve
+        if start is None or reason:
+            because = f": {reason}" if reason else ""
+            raise ValueError(f"{type(self).__name__}: no start preserves the plain residual{because}")
+        return replace(self, **start)
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         """Build the modules for a stack of `num_sublayers` sublayers of width `dim`, initialised.
 
         norm: returns the norm before sublayer i, given i; None for an RMSNorm with `norm_eps`, which is also the eps of
         the norms inside the connections.
+
+        Raises:
+            ValueError: the options do not fit this width.
         """
+        for name in self.divisors:
+            require_option(self, name, dim % getattr(self, name) == 0, f"a divisor of the width dim = {dim}")
         if norm is None:
             norm = partial(self.default_norm, dim, norm_eps)
         stream = self.assemble(dim, num_sublayers, norm, norm_eps)

@@ -52,6 +52,7 @@ class DeltaAttentionResiduals(SourcesScheme):
     )
     paper: ClassVar[str] = "arXiv 2605.18855"
     residual_start: ClassVar[dict[str, str]] = {"gate": "scalar"}
+    divisors: ClassVar[tuple[str, ...]] = ("heads",)
 
     gate: Literal["none", "scalar", "sigmoid"] = "none"
     null_source: bool = False

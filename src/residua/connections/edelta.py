@@ -105,10 +105,11 @@ class EDelta(_Hybrid):
         "the shortcut reflects with a share 1 - gamma > 0, which changes every state; edelta-stream has such a start"
     )
 
+    divisors: ClassVar[tuple[str, ...]] = ("num_streams",)
+
     projections: bool = True
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        require_option(self, "num_streams", dim % self.num_streams == 0, f"a divisor of the width dim = {dim}")
         connections = [EDeltaConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
 
@@ -133,7 +134,7 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     title: ClassVar[str] = "EDelta-MHC-Geo with streams"
     equation: ClassVar[str] = "g + H_post (1 F(norm(mean(H_pre g)))^T), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) X"
     users: ClassVar[str] = "The authors' experiments. No released model is known."
-
+    # Q and H then keep the mean of the rows, which every write moves by y.
     residual_start: ClassVar[dict[str, str]] = {"start": "residual"}
 
     hidden: Count = 48
@@ -144,14 +145,11 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
         if self.start == "residual":
             require_option(self, "num_streams", self.num_streams >= 3, "at least 3 with start='residual'")
 
-    def preserving(self) -> "EDeltaStream":
-        """Return this scheme with start="residual": Q and H keep the mean of the rows, which every write moves by y."""
-        if self.num_streams < 3:
-            raise ValueError(
-                "EDeltaStream: num_streams=2 has no start that preserves: the only plane of a rotation contains the "
-                "mean of the streams; use at least 3"
-            )
-        return super().preserving()
+    @property
+    def cannot_preserve(self) -> str:
+        if self.num_streams >= 3:
+            return ""
+        return "the only plane that num_streams=2 can rotate in contains the mean of the streams; use at least 3"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         last = num_sublayers - 1

@@ -38,12 +38,7 @@ class ExpandingScheme(RecomputingScheme):
     def preserving(self) -> Any:
         """As the base class says, with gains that start at 1, if there are any."""
         scheme: Any = super().preserving()
-        return replace(scheme, expand=self.learned_expand)
-
-    @property
-    def learned_expand(self) -> Literal["copies", "gains"]:
-        """The `expand` of a start that preserves: its gains, if it has them, start at 1."""
-        return "gains" if self.streams_differ else "copies"
+        return replace(scheme, expand="gains" if self.streams_differ else "copies")
 
     def expander(self, dim: int) -> nn.Module:
         """Build the first part of the stream, (batch, seq, dim) -> (batch, seq, num_streams, dim)."""

@@ -16,7 +16,7 @@ from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.ends import Same
 from residua.connections.facts import Mixing
 from residua.connections.hyper import CutConnection, MixingCoefficients, WeightedConnection, WeightedScheme
-from residua.connections.options import Rows, require_option
+from residua.connections.options import Rows
 from residua.ops import hyper_mix
 
 
@@ -26,7 +26,7 @@ class FracConnections(WeightedScheme):
 
     With `dynamic` the weights are DFC in the paper, without it SFC. One fraction is a hyper-connection of one stream.
 
-    num_fractions   m, the frac-rate, a divisor of the width
+    num_fractions   m, the frac-rate
     """
 
     title: ClassVar[str] = "Frac-Connections"
@@ -34,11 +34,11 @@ class FracConnections(WeightedScheme):
     users: ClassVar[str] = "The authors' experiments, up to 7B parameters. No released model is known."
     paper: ClassVar[str] = "arXiv 2503.14125"
     residual_start: ClassVar[dict[str, str]] = {}
+    divisors: ClassVar[tuple[str, ...]] = ("num_fractions",)
 
     num_fractions: Rows = 4
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        require_option(self, "num_fractions", dim % self.num_fractions == 0, f"a divisor of the width dim = {dim}")
         connections = [FracConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same())
 

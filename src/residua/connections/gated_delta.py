@@ -69,6 +69,8 @@ class GatedDelta(ChannelScheme):
         "Nobody yet: it is a form of our own, Deep Delta Learning with a gate for each of its two halves."
     )
     paper: ClassVar[str] = "arXiv 2601.00417"
+    residual_start: ClassVar[dict[str, str]] = {}
+    divisors: ClassVar[tuple[str, ...]] = ("heads",)
 
     erase: Literal["signed", "positive", "none", "coupled"] = "signed"
     scale: Annotated[float, Range("a number above 0, at most 2", lambda x: 0 < x <= 2)] = 2.0
@@ -123,16 +125,13 @@ class GatedDelta(ChannelScheme):
         low = 0.0 if self.erase == "positive" else -self.scale
         return {"beta": GateFacts((low, self.scale))}
 
-    def preserving(self) -> "GatedDelta":
-        if self.write == "value":
-            raise ValueError(
-                "GatedDelta: no start of write='value' preserves the plain residual: beta v does not depend on the "
-                "size of the update, which a plain residual writes; use write='output'"
-            )
-        return self
+    @property
+    def cannot_preserve(self) -> str:
+        if self.write == "output":
+            return ""
+        return "beta v does not depend on the size of the update, which a plain residual writes; use write='output'"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        require_option(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
         head_dim = dim // self.heads
         require_option(self, "rank", self.rank <= head_dim, f"at most the {head_dim} features of a head")
         return self.stream(

@@ -19,7 +19,7 @@ from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import FixedGate, StaticGate, TokenGate
 from residua.connections.memory import Memory
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import expect_used
 from residua.connections.single_stream import SingleStreamScheme
 from residua.errors import Count, Positive
 from residua.ops import orthogonal_update, residual_scale
@@ -52,6 +52,8 @@ class GatedOrthogonal(SingleStreamScheme):
         'Nobody yet: it is a form of our own. With `gate="one"`, the authors\' experiments, mostly on images.'
     )
     paper: ClassVar[str] = "arXiv 2505.11881"
+    residual_start: ClassVar[dict[str, str]] = {}
+    divisors: ClassVar[tuple[str, ...]] = ("heads",)
 
     gate: Literal["token", "static", "one"] = "token"
     scale: Positive = 1.0
@@ -73,16 +75,13 @@ class GatedOrthogonal(SingleStreamScheme):
             return {}
         return dict.fromkeys(_names(self.heads), GateFacts((-self.scale, self.scale), 0.0))
 
-    def preserving(self) -> "GatedOrthogonal":
-        if self.gate == "one":
-            raise ValueError(
-                "GatedOrthogonal: gate='one' removes the update along the state from the start; "
-                "use gate='token' or 'static', which start at 0"
-            )
-        return self
+    @property
+    def cannot_preserve(self) -> str:
+        if self.gate != "one":
+            return ""
+        return "gate='one' removes the update along the state; use gate='token' or 'static', which start at 0"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        require_option(self, "heads", dim % self.heads == 0, f"a divisor of the width dim = {dim}")
         gated = {"all": (0, 1), "attention": (0,), "mlp": (1,)}[self.sublayers]
         return self.stream(
             dim,

@@ -5,8 +5,8 @@
 As `qwen4_exp` in transformers. The norm is part of the read, one for each stream: no other comes before the sublayer.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,8 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     equation: ClassVar[str] = "X + p F(mean_i G_i norm(X_i))"
     users: ClassVar[str] = "Qwen4-Exp (`qwen4_exp` in transformers). `residua.models.dialects` loads its parameters."
     paper: ClassVar[str] = "transformers, models/qwen4_exp"
+    # The gated readout is normalised.
+    residual_start: ClassVar[dict[str, Any]] = {"start": "residual", "head": "mean", "weight_std": 0.02}
 
     rank: Count = 320
     weight_std: NotNegative = 0.02
@@ -54,12 +56,6 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     def __post_init__(self):
         super().__post_init__()
         expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
-
-    def preserving(self) -> "GatedResidual":
-        """Return this scheme with start="residual", and the mean as its head: the gated one is normalised."""
-        return replace(
-            self, start="residual", head="mean", weight_std=type(self).weight_std, expand=self.learned_expand
-        )
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [GatedConnection(self, dim, i, norm(i)) for i in range(num_sublayers)]

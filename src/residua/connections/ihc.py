@@ -6,7 +6,8 @@ This is mHC (arXiv 2512.24880) without its mixing matrix, as Tencent's Hy4 runs 
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -50,15 +51,19 @@ class IndependentHyperConnections(ProductionHyperConnections):
     weight_std: NotNegative = 0.006
     start: Literal["published", "residual", "mirrored"] = "published"  # type: ignore[assignment]
 
-    def preserving(self) -> ProductionHyperConnections:
+    @property
+    def residual_start(self) -> Mapping[str, Any]:
+        return {**super().residual_start, "start": "mirrored" if self.start == "mirrored" else "residual"}
+
+    @property
+    def cannot_preserve(self) -> str:
         bias = torch.tensor(logit((1 - self.gate_eps) / self.magnitude), dtype=torch.float32).double()
-        if abs(self.magnitude * torch.sigmoid(bias) + self.gate_eps - 1) > 1e-12:
-            raise ValueError(
-                f"IndependentHyperConnections: magnitude={self.magnitude}, gate_eps={self.gate_eps}: no bias in "
-                "float32 gives a write weight of exactly 1; use magnitude=2.0 and a gate_eps of at most 1e-5"
-            )
-        scheme: Any = super().preserving()
-        return replace(scheme, start="mirrored") if self.start == "mirrored" else scheme
+        if abs(self.magnitude * torch.sigmoid(bias) + self.gate_eps - 1) <= 1e-12:
+            return ""
+        return (
+            f"with magnitude={self.magnitude} and gate_eps={self.gate_eps} no bias in float32 gives a write weight of "
+            "exactly 1; use magnitude=2.0 and a gate_eps of at most 1e-5"
+        )
 
     def connection(self, dim: int, index: int, norm: nn.Module, norm_eps: float) -> "IndependentConnection":
         return IndependentConnection(self, dim, index, norm, norm_eps=norm_eps)

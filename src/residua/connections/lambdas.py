@@ -9,7 +9,7 @@ passes the gated orthogonal update (gated_orthogonal.py).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -123,12 +123,17 @@ class Lambdas(SingleStreamScheme):
     def gates(self) -> Mapping[str, GateFacts]:
         return {"gate": GateFacts((-1.0, 1.0), 0.0)}
 
-    def preserving(self) -> "Lambdas":
-        if self.norm == "post":
-            raise ValueError("Lambdas: norm='post' normalises the state itself, which the pre-norm residual never does")
+    @property
+    def residual_start(self) -> Mapping[str, float | None]:
         neutral = {"r": 1.0, "z": 0.0, "p": 1.0, "backout": 0.0}
-        start: dict[str, Any] = {name: value for name, value in neutral.items() if getattr(self, name) is not None}
-        return replace(self, **start, r_last=None, z_last=None)
+        present = {name: value for name, value in neutral.items() if getattr(self, name) is not None}
+        return {**present, "r_last": None, "z_last": None}
+
+    @property
+    def cannot_preserve(self) -> str:
+        if self.norm == "pre":
+            return ""
+        return "norm='post' normalises the state itself, which the pre-norm residual never does"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         middle = min(2 * (num_sublayers // 4) + 2, num_sublayers - 1)

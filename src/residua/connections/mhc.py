@@ -56,6 +56,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     users: ClassVar[str] = "DeepSeek-V4 and GLM-5.3-Flash, in a form of their own: `mhc_deepseek`."
     paper: ClassVar[str] = "arXiv 2512.24880"
     constraint: ClassVar[str] = "doubly stochastic"
+    # Reads sum to 1, writes are 1, and mixing keeps equal streams.
     residual_start: ClassVar[dict[str, str]] = {"start": "residual"}
 
     layout: Literal["copies", "split"] = "copies"
@@ -76,19 +77,15 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim) if self.layout == "copies" else (dim,))
 
-    def preserving(self) -> "ManifoldHyperConnections":
-        """Return this scheme with start="residual": reads sum to 1, writes are 1, and mixing keeps equal streams."""
-        if self.layout == "split":
-            raise ValueError(
-                "ManifoldHyperConnections: layout='split' has no start that preserves: its sublayers see a mixture of "
-                "the pieces of the state and never the whole of it; use layout='copies'"
-            )
-        return super().preserving()
+    @property
+    def cannot_preserve(self) -> str:
+        if self.layout == "copies":
+            return ""
+        return "with layout='split' a sublayer sees a mixture of the pieces, never the whole state; use layout='copies'"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        n = self.num_streams
         if self.layout == "split":
-            require_option(self, "num_streams", dim % n == 0, f"a divisor of the width dim = {dim} with layout='split'")
+            require_option(self, "num_streams", dim % self.num_streams == 0, f"a divisor of the width dim = {dim}")
             pieces = [SplitConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
             return Stream(Same(), pieces, Same())
         last, differ = num_sublayers - 1, [i > 0 or self.streams_differ for i in range(num_sublayers)]

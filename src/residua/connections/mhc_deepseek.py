@@ -72,18 +72,16 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
             return "transformers, models/deepseek_v41"
         return self.paper if self.head == "sigmoid" else "transformers, models/glm5_next"
 
-    def preserving(self) -> ProductionHyperConnections:
+    @property
+    def cannot_preserve(self) -> str:
         if self.head == "mean" and self.gate_eps:
-            raise ValueError(
-                f"DeepSeekHyperConnections: head='mean', gate_eps={self.gate_eps}: every mixing shrinks the state by "
-                "about gate_eps, which the mean of the streams cannot undo; use head='sigmoid' or gate_eps=0.0"
+            return (
+                f"every mixing shrinks the state by about gate_eps={self.gate_eps}, which head='mean', the mean of the "
+                "streams, cannot undo; use head='sigmoid' or gate_eps=0.0"
             )
         if self.gate_eps > 1e-5:
-            raise ValueError(
-                f"DeepSeekHyperConnections: gate_eps={self.gate_eps}: no biases in float32 make up for it exactly; "
-                "use a gate_eps of at most 1e-5"
-            )
-        return super().preserving()
+            return f"no biases in float32 make up for gate_eps={self.gate_eps} exactly; use at most 1e-5"
+        return ""
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         if self.pre == "own":

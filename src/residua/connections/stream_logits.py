@@ -2,10 +2,10 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -110,8 +110,9 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
         )
         expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
 
-    def preserving(self) -> "ProductionHyperConnections":
-        return replace(self, start="residual", weight_std=type(self).weight_std, expand=self.learned_expand)
+    @property
+    def residual_start(self) -> Mapping[str, Any]:
+        return {"start": "residual", "weight_std": type(self).weight_std}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [self.connection(dim, i, norm(i), norm_eps) for i in range(num_sublayers)]
