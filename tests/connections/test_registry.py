@@ -407,22 +407,22 @@ def scheme_with(declared: Any, default: Any, init: bool = True, **methods: Any) 
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [
-        (scheme_with(Mode, Mode.A), "Odd: option must be None, a bool, int, .* a tuple of these.* got <Mode.A: 1>"),
-        (scheme_with(Letter, Letter.A), "Odd: option must be None, a bool, int, .* got <Letter.A: 'a'>"),
-        (scheme_with(torch.dtype, torch.float32), "Odd: option must be None, a bool, .* got torch.float32"),
-        (scheme_with(Callable[[int], int], abs), "Odd: option must be None, a bool, .* got <built-in function abs>"),
-        (scheme_with(Residual, Residual()), "Odd: option must be None, a bool, .* got Residual"),
-        (scheme_with(tuple[Mode], (Mode.A,)), "Odd: option must be None, a bool, "),
-        (scheme_with(int, None), "Odd cannot be built again from its own options: ValueError: Odd: option"),
-        (scheme_with(int, 1, init=False), "Odd cannot be built again from its own options: TypeError"),
+        (scheme_with(Mode, Mode.A), "TypeError: Object of type Mode is not JSON serializable"),
+        (scheme_with(Letter, Letter.A), "ValueError: Odd: option must be Letter, got 'a'"),
+        (scheme_with(torch.dtype, torch.float32), "TypeError: Object of type dtype is not JSON"),
+        (scheme_with(Callable[[int], int], abs), "TypeError: Object of type builtin_function_or_method is not JSON"),
+        (scheme_with(Residual, Residual()), "ValueError: Odd: option must be Residual, got {"),
+        (scheme_with(tuple[Mode], (Mode.A,)), "TypeError: Object of type Mode is not JSON"),
+        (scheme_with(int, None), "ValueError: Odd: option must be a whole number, got None"),
+        (scheme_with(int, 1, init=False), "TypeError: .*unexpected keyword argument 'option'"),
         (
             scheme_with(int, 1, __post_init__=lambda self: vars(self).update(option=2 * self.option)),
-            r"Odd must give the same scheme from its own options, Odd\(.*, got Odd\(",
+            r"Odd\(.*\) becomes Odd\(",
         ),
     ],
 )
 def test_an_option_that_no_file_keeps_is_refused_at_once(scheme, words):
-    with pytest.raises(ValueError, match=words) as raised:
+    with pytest.raises(ValueError, match=f"^Odd must be the same when it is built again .*: {words}") as raised:
         residua.register("odd", scheme)
     assert "\n" not in str(raised.value)
     assert "odd" not in registry.PRESETS | registry.SCHEMES

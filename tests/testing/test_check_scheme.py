@@ -368,7 +368,7 @@ def test_options_must_come_back_from_a_file():
         dtype: torch.dtype | None = torch.float32
         share: tuple[float, ...] = (0.5,)
 
-    with pytest.raises(CheckFailed, match=r"dtype must be None, a bool, int, .*, got torch\.float32"):
+    with pytest.raises(CheckFailed, match=r"built again from .*: TypeError: Object of type dtype is not JSON"):
         CONTRACT["declares_itself"](Narrow())
     CONTRACT["declares_itself"](Narrow(dtype=None))
 

@@ -176,29 +176,18 @@ def describe(scheme: Scheme) -> dict[str, Any]:
 def written(scheme: Scheme) -> dict[str, Any]:
     """Return the options as JSON keeps them. Raises ValueError if they would not build an equal scheme."""
     kind = type(scheme)
-    for field in fields(kind):
-        if not _fits_json(value := getattr(scheme, field.name)):
-            raise ValueError(
-                f"{kind.__name__}: {field.name} must be None, a bool, int, float, str or a tuple of these, which "
-                f"files keep, got {value!r}; take the name of a choice as the option, and look it up in assemble()"
-            )
-    options = json.loads(json.dumps(asdict(scheme)))
     try:
+        options = json.loads(json.dumps(asdict(scheme)))
         again = _built(kind, {name: _tuples(value) for name, value in options.items()})
+        problem = None if again == scheme else f"{scheme} becomes {again}"
     except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
         raise ValueError(
-            f"{kind.__name__} cannot be built again from its own options: {type(error).__name__}: {error}"
-        ) from error
-    if again != scheme:
-        raise ValueError(f"{kind.__name__} must give the same scheme from its own options, {scheme}, got {again}")
+            f"{kind.__name__} must be the same when it is built again from its options as a file keeps them, which are "
+            f"None, bool, int, float, str or tuples of these: {problem}"
+        )
     return options
-
-
-def _fits_json(value: Any) -> bool:
-    """Return whether JSON keeps a value, except that tuples become lists."""
-    if type(value) is tuple:
-        return all(map(_fits_json, value))
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def _tuples(value: Any) -> Any:
