@@ -42,9 +42,10 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     """
     state = {name: tensor for name, tensor in state_dict.items() if name != "lm_head.weight"}
     layers = {int(match[1]) for name in state if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
-    if "transformer.wte.weight" not in state or not layers:
-        raise ValueError("state_dict must have the authors' names (transformer.wte.weight, transformer.h.0...), got "
-                         + (", ".join(sorted(state)[:3]) or "nothing"))  # fmt: skip
+    for name in ("transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "transformer.h.0.mlp.c_fc1.weight"):
+        if name not in state:
+            names = ", ".join(sorted(state)[:3]) or "nothing"
+            raise ValueError(f"state_dict must have the authors' names (missing: {name}), got {names}")
     head = state_dict.get("lm_head.weight")
     if head is not None and not torch.equal(head, state["transformer.wte.weight"]):
         raise ValueError("lm_head.weight must be tied to transformer.wte.weight, got different values")
@@ -84,7 +85,7 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
     heads = settings.pop("num_attention_heads", None)
     if heads is None:
         raise ValueError("config must have the key num_attention_heads, which the parameters do not tell")
-    width, intermediate_size = (_first(state, name).shape[0] for name in (".attn.c_q.weight", ".mlp.c_fc1.weight"))
+    width, intermediate_size = (len(state[f"transformer.h.0.{name}.weight"]) for name in ("attn.c_q", "mlp.c_fc1"))
     head_dim = settings.pop("head_dim", width // heads)
     if heads * head_dim != width:
         raise ValueError(
@@ -145,11 +146,10 @@ def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
     if read is not None:
         token = _find(state, "compress.shortconv.weight", "readout.shortconv.weight")
         weights = _find(state, "compress.weight", "readout.weight") if token is None else token
-        if weights is None:
-            raise ValueError("state_dict must have the weights of the compressors beside their read vectors, got none")
         options["compress"] = "channel" if token is None else "token"
         options["value_channels"] = declared["value_channels"] or read.numel()
-        options["compress_kernel"] = declared["state_shortconv_kernel_size"] or weights.shape[-1]
+        kernel = None if weights is None else weights.shape[-1]  # None: reported among the missing parameters
+        options["compress_kernel"] = declared["state_shortconv_kernel_size"] or kernel
     elif declared["value_channels"] not in (None, 1):
         raise ValueError(f"ddl_value_channels must be 1 as in the state_dict, got {declared['value_channels']}")
     beta_init = min(max(float(declared["beta_init"]), 0.0), 2.0)
@@ -159,13 +159,6 @@ def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
 def _find(state: Mapping[str, Tensor], *endings: str) -> Tensor | None:
     """Return the first parameter whose name ends with the first of these endings that any name has, or None."""
     return next((state[name] for ending in endings for name in sorted(state) if name.endswith(ending)), None)
-
-
-def _first(state: Mapping[str, Tensor], ending: str) -> Tensor:
-    parameter = _find(state, ending)
-    if parameter is None:
-        raise ValueError(f"state_dict: missing: transformer.h.0{ending}")
-    return parameter
 
 
 def _authors_names(state: Mapping[str, Tensor], num_layers: int) -> dict[str, str]:
