@@ -197,7 +197,7 @@ def test_outputs_without_a_number_are_refused():
     with torch.no_grad():
         model.embeddings.cls_token.fill_(torch.nan)
         model.embeddings.position_embeddings.fill_(torch.nan)
-    with pytest.raises(InputError, match="finite numbers for a small input"):
+    with pytest.raises(InputError, match="the same finite numbers whenever it runs"):
         residua.convert(model, "residual", inputs=PIXELS)
 
 
@@ -214,7 +214,7 @@ def test_inputs_other_than_token_ids_are_given():
     model = vit()
     with pytest.raises(InputError, match=r"inputs must be given .* such as inputs=\{'pixel_values': \.\.\.\}"):
         residua.convert(model, "hc")
-    with pytest.raises(InputError, match=r"inputs.* arguments of the model by their names, got "):
+    with pytest.raises(InputError, match=r"could not run it on a small input: .* object is not a mapping"):
         residua.convert(model, "hc", inputs=IMAGE)
     with pytest.raises(InputError, match="could not run it on a small input"):
         residua.convert(model, "hc", inputs={"images": IMAGE})

@@ -19,7 +19,6 @@ def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
 
     x: (batch, seq, dim). A memory keeps one sum and one count, so that tokens of earlier calls are included.
     """
-    expect_tokens(x, 1, axes="(batch, seq, dim)")
     x = at_least_float32(x)
     counted = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
     counted = counted if memory is None else masked(counted, memory.padding)
@@ -60,12 +59,12 @@ class PooledConnection(Connection):
         x: (batch, seq, dim). "token": each token, divided by its root mean square; "cumulative": the running
         mean; "sequence": the mean over the whole sequence, later tokens included, as (batch, 1, dim).
         """
-        if self.context == "cumulative":
-            if memory is not None and memory.keeps:
-                return running_mean(x, memory)
-            return derive(lambda tokens: running_mean(tokens, memory), x)
         if self.context == "token":
             wide = x if x.dtype.itemsize >= 4 else derive(at_least_float32, x)
             return rms_norm(wide, eps=self.norm_eps, recompute=True)
         expect_tokens(x, 1, axes="(batch, seq, dim)")
-        return at_least_float32(x).mean(1, keepdim=True)
+        if self.context == "sequence":
+            return at_least_float32(x).mean(1, keepdim=True)
+        if memory is not None and memory.keeps:
+            return running_mean(x, memory)
+        return derive(lambda tokens: running_mean(tokens, memory), x)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from residua.connections.branches import Gate, Pool, Value
 from residua.errors import require
-from residua.ops import K_NORMS, KNorm, delta_write
+from residua.ops import KNorm, delta_write
 
 
 class DeltaResidual(nn.Module):
@@ -33,7 +33,6 @@ class DeltaResidual(nn.Module):
         super().__init__()
         require(pool in ("mean", "flatten", "conv"), "pool", "'mean', 'flatten' or 'conv'", pool)
         require(0 <= beta_init <= 2, "beta_init", "a number in [0, 2]", beta_init)
-        require(k_norm in K_NORMS, "k_norm", f"one of {', '.join(K_NORMS)}", k_norm)
         self.phi_k = phi_k
         self.phi_v = (
             phi_v

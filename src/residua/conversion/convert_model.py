@@ -126,10 +126,9 @@ def _outputs_of(model: PreTrainedModel, ways: Mapping[str, Situation]) -> dict[s
     for way, run in ways.items():
         with suppress(Exception):  # a model without a cache, or without padding
             results[way] = run()
-    if first not in results or change(results[first], ways[first]()):
-        raise InputError(f"{name} must give equal outputs for equal inputs, got different ones")
-    if not any(x.isfinite().any() for x in results[first]):
-        raise InputError(f"{name} must give finite numbers for a small input, got none")
+    repeats = first in results and change(results[first], ways[first]()) == 0
+    if not repeats or not any(x.isfinite().any() for x in results[first]):
+        raise InputError(f"{name} must give the same finite numbers whenever it runs on a small input, got others")
     return results
 
 
@@ -164,7 +163,6 @@ def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[st
     """Return small inputs that a model runs on, those given if they are. Raises InputError for one whose kind cannot be
     converted.
     """
-    require(isinstance(inputs, Mapping | None), "inputs", "arguments of the model by their names", inputs)
     expect_convertible(model)
     return probe(model, inputs)
 

@@ -32,13 +32,14 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> di
     Raises:
         InputError: it does not run on them, or it reads something else than token ids and none are given.
     """
-    inputs = _token_ids(model) if inputs is None else dict(inputs)
+    inputs = _token_ids(model) if inputs is None else inputs
     try:
+        arguments = {**inputs}
         with evaluating(model):
-            outputs(model, inputs)
+            outputs(model, arguments)
     except Exception as error:  # a model that needs other inputs raises anything
         raise InputError(f"{type(model).__name__}: could not run it on a small input: {first_line(error)}") from error
-    return inputs
+    return arguments
 
 
 def situations(

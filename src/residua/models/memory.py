@@ -60,8 +60,8 @@ def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
 def cache_for(given: dict[str, Any], names: Container[str], config: Any, *, whole: bool) -> Any:
     """Return the cache of a call, None for none; the call gets a new one where its model would make one.
 
-    given: the arguments of the call; names: those that its model takes. whole: the sequences come whole, as in
-    training, and nothing is kept; a recomputed layer would fill a cache twice.
+    given: the arguments of the call; names: those that its model takes, none if the call goes no further. whole: the
+    sequences come whole, as in training, and nothing is kept; a recomputed layer would fill a cache twice.
     """
     cache: Any = cache_of(given)[0]
     if whole:

@@ -339,7 +339,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             position_ids = positions_in(documents)
         given = {"cache": cache, "use_cache": False if self.training and use_cache is None else use_cache}
         whole = documents is not None or (self.training and self.gradient_checkpointing)
-        cache = cache_for(given, given, self.config, whole=whole)
+        cache = cache_for(given, (), self.config, whole=whole)
         mask, padding, positions = self._masks(embeddings, attention_mask, position_ids, cache)
 
         options = {**options, "position_ids": positions}
