@@ -90,7 +90,8 @@ class Ours(dict[str, Tensor]):
 class Pair:
     """Our module and the module under test, with the same parameters and the same way to call them.
 
-    ours: values of our parameters. `reference(ours, state, sublayer)` and `candidate(ours, state, sublayer)`.
+    ours: values of our parameters. `reference(ours, state, sublayer)` and `candidate(ours, state, sublayer)` call ours
+    and theirs; `result(state)` is theirs without gradients.
     """
 
     def __init__(self, adapter: Adapter, *, dtype: torch.dtype | None = None, scale: float = 0.3):
@@ -122,6 +123,11 @@ class Pair:
 
     def reference(self, ours: Mapping[str, Tensor], state: Any, sublayer: Any, part: nn.Module | None = None) -> Any:
         return functional_call(self.part if part is None else part, dict(ours), (state, sublayer))
+
+    @torch.no_grad()
+    def result(self, state: Any) -> Any:
+        """Return the result of the module under test, which gets a copy of the state."""
+        return self.candidate(self.ours, tree_map(torch.clone, state), self.sublayers())
 
     def candidate(self, ours: Mapping[str, Tensor], state: Any, sublayer: Any) -> Any:
         theirs = {f"module.{name}": value for name, value in self.adapter.parameters(ours).items()}
