@@ -314,10 +314,8 @@ class Scheme(ABC):
 
     def __repr__(self) -> str:
         """Return the class with the options that differ from its defaults, from which Python makes an equal scheme."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = [
-            f"{field.name}={values[field.name]!r}" for field in fields(self) if values[field.name] != field.default
-        ]
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        changed = (f"{name}={value!r}" for name, value, default in values if value != default)
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __post_init__(self) -> None:

@@ -6,22 +6,21 @@ from typing import Literal, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
+from residua.connections.phases import is_unobserved
 from residua.connections.sharded import on_whole_tensors
 from residua.ops.norm import mean_square
 from residua.ops.precision import at_least_float32, linear, linear_at_least_float32, under_autocast
 
 Kind = TypeVar("Kind", bound=nn.Module)
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
-    """Return whether a call of `module` runs the forward of one of these classes, without hooks.
+    """Return whether a call of `module` runs the forward of one of these classes, and nothing else.
 
     False for an adapter or a quantised map in its place, a parametrisation (both have other types), and a hook, such as
     those that prune or gather parameters; some libraries put theirs in place of `forward`.
     """
-    attributes = vars(module)
-    return type(module) in kinds and "forward" not in attributes and not any(attributes[name] for name in HOOKS)
+    return type(module) in kinds and is_unobserved(module)
 
 
 class Projection(nn.Linear):
