@@ -229,11 +229,8 @@ mudd:prepost_norm=true,layers=2 | layers must be None unless prepost_norm is fal
 mudd:hidden_multiple=0 | hidden_multiple must be at least 1
 mudd:expand_last=0 | expand_last must be at least 1
 pooled-householder:beta_init=2.5 | beta_init must be a number in [0, 2]
-residual:branch=conv,compress=token | branch must be null if reads are convolved over the tokens too
 residual:branch_kernel=3 | branch_kernel must be 4 unless branch is 'conv'
 residual:branch=conv,branch_kernel=0 | branch_kernel must be at least 1
-ddl-tc:branch=conv | branch must be null if reads are convolved over the tokens too
-ddl:beta_input=conv,branch=conv | branch must be null if reads are convolved over the tokens too
 residual:expand=conv,expand_kernel=0 | expand_kernel must be at least 1
 residual:expand_kernel=3 | expand_kernel must be 4 unless expand is 'conv'
 residual:compress=token,compress_kernel=0 | compress_kernel must be at least 1
@@ -260,6 +257,9 @@ def test_a_wrong_option_is_one_clear_line(row):
 
 
 NOT_BUILT = """
+residual:branch=conv,compress=token | branch must be null if reads are convolved over the tokens too, got 'conv'
+ddl-tc:branch=conv | branch must be null if reads are convolved over the tokens too, got 'conv'
+ddl:beta_input=conv,branch=conv | branch must be null if reads are convolved over the tokens too, got 'conv'
 attnres:heads=3 | heads must be a divisor of the width dim = 8, got 3
 delta-attnres:heads=3 | heads must be a divisor of the width dim = 8, got 3
 edelta:num_streams=3 | num_streams must be a divisor of the width dim = 8.*, got 3
@@ -272,7 +272,7 @@ mhc:num_streams=3,layout=split | num_streams must be a divisor of the width dim 
 
 
 @pytest.mark.parametrize("row", NOT_BUILT.strip().splitlines())
-def test_a_width_that_does_not_fit_is_one_clear_line(row):
+def test_what_cannot_be_built_is_one_clear_line(row):
     text, words = row.split(" | ")
     with pytest.raises(ValueError, match=words):
         resolve(text).build(8, 2)

@@ -36,12 +36,6 @@ class BranchScheme(Scheme):
         super().__post_init__()
         expect_used(self, {"branch_kernel": (self.branch is not None, "branch is 'conv'")})
 
-    def expect_one_memory(self, looks_back: bool) -> None:
-        """Raise ValueError if outputs are convolved and the reads need earlier tokens as well."""
-        require_option(
-            self, "branch", self.branch is None or not looks_back, "null if reads are convolved over the tokens too"
-        )
-
     def connected(
         self,
         dim: int,
@@ -64,7 +58,10 @@ class BranchScheme(Scheme):
             else:
                 compress, count = compressor(count), count + 1
             made = connection(i, compress)
-            connections.append(made if self.branch is None else BranchConnection(made, dim, self.branch_kernel))
+            if self.branch is not None:  # a connection has one memory
+                require_option(self, "branch", not made.window, "null if reads are convolved over the tokens too")
+                made = BranchConnection(made, dim, self.branch_kernel)
+            connections.append(made)
         return connections, compressor(count)
 
 

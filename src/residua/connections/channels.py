@@ -56,7 +56,6 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
         super().__post_init__()
         if self.compress is None and self.value_channels > 1:
             object.__setattr__(self, "compress", "token")
-        self.expect_one_memory(self.compress == "token")
         if self.compress is not None and self.compress_kernel is None:
             object.__setattr__(self, "compress_kernel", 4 if self.compress == "token" else self.value_channels)
         if self.compress == "channel":

@@ -105,7 +105,6 @@ class DeepDelta(ChannelScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        self.expect_one_memory(self.beta_input == "conv")
         if self.map == "v":
             require_option(
                 self, "v_activation", self.v_activation != "constant", "'scaled_sigmoid' or 'linear' with the v-Map"

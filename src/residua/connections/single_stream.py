@@ -38,7 +38,6 @@ class SingleStreamScheme(BranchScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        self.expect_one_memory(self.compress == "token")
         reads, expands = (self.compress == "token", "compress is 'token'"), (self.expand == "conv", "expand is 'conv'")
         expect_used(self, {"compress_kernel": reads, "compress_sharing": reads, "expand_kernel": expands})
 
