@@ -43,10 +43,8 @@ K_EPS = 1e-8
 class EDeltaCoefficients(NamedTuple):
     """gamma, beta: (batch, seq), k, u, v: (batch, seq, num_streams); seq is 1 if the context is the sequence.
 
-    Of the variant with streams the weights h_pre, h_post: (batch, seq, num_streams) that read and write the rows. The
-    read is averaged over the rows and all rows get the same output, so the matrices in the equation reduce to these
-    vectors: h_pre is the mean of the rows of softmax(P, -1), h_post has the row sums of softmax(R, -2).
-    h_post is None in the last sublayer, see `EDeltaStreamConnection`.
+    Of the variant with streams the weights h_pre, h_post: (batch, seq, num_streams) that read and write the rows,
+    vectors as in `JacobianConnection`. h_post is None in the last sublayer, see `EDeltaStreamConnection`.
     """
 
     gamma: Tensor

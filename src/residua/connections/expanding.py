@@ -17,7 +17,7 @@ from residua.connections.spec import TensorSpec
 class ExpandingScheme(RecomputingScheme):
     """A scheme whose state is n streams, (batch, seq, n, dim), which start from copies of the embedding.
 
-    num_streams  n
+    num_streams  n, at least 2
     expand       "copies" of the embedding; "lss": each times its own learned gains for each feature, from 0.6 and
                  Xavier's noise, so that streams differ from the start (learned symmetry breaking, arXiv 2606.03483);
                  "gains": the same from 1, which keeps the start of the scheme

@@ -32,7 +32,6 @@ from residua.ops.precision import linear, promote
 class GatedResidual(ExpandingScheme, MixingScheme):
     """The gated residual. Starts near the pre-norm residual: gates near 1/2 halve the normalised input.
 
-    num_streams     n, at least 2
     rank            of the gates: D is (rank, n dim) and U is (n dim, rank); 320 in Qwen4-Exp, at width 2560
     weight_std      standard deviation of the initial D, U and B, with start="published"
     head            the readout: "gated", its own gated read, normalised (Qwen4-Exp), or "mean" of the streams

@@ -99,10 +99,7 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
 
 
 class MixingConnection(Connection):
-    """Read, mix and write the streams; a scheme gives the `coefficients`.
-
-    x = norm(sum_i h_pre[i] X[i]),   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] y
-    """
+    """Read, mix and write the streams by the equations above; a scheme gives the `coefficients`."""
 
     scheme: MixingScheme
     norm: nn.Module

@@ -29,11 +29,8 @@ from residua.errors import NotNegative, Range
 class IndependentHyperConnections(ProductionHyperConnections):
     """iHC: streams without mixing. Starts within 1e-5 and the draw of W (times `scale_init`) of the pre-norm residual.
 
-    num_streams     n, at least 2
     magnitude       the write weights lie between 0 and this number
     gate_eps        the constant added to every read and write weight
-    scale_init      initial factor on the token-dependent part of all logits
-    weight_std      standard deviation of the initial W, with start="published"
     head            the readout: "sigmoid", its own weights from all streams (Hy4), or "mean"
     start           "published": W is drawn, every stream is read with 1/n and written with 1 (Hy4); "residual": W is 0
                     and the biases make up for `gate_eps`, so that the stream computes exactly the plain residual; each

@@ -40,7 +40,6 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     In the paper one linear map makes the n streams and another reads them. Here the embedding is repeated and the
     streams are averaged, as in the other schemes.
 
-    num_streams     n, at least 2
     alpha           factor on W: how far it rotates the streams
     steps           "iterative": number of fixed-point iterations, starting from I + alpha W
     cayley          "iterative" (the paper), orthogonal only for small alpha W, or "exact", by a linear solve
@@ -100,9 +99,7 @@ class JacobianConnection(MixingConnection):
 
         [P, R, S] = W m + b,   H_pre = softmax(P, -1),   H_post = softmax(R, -2),   H_res = Cayley(alpha (S - S^T))
 
-    W and b start at 0, except the part of b for R, which is drawn from N(0, 1). The mean of the streams is then the
-    residual, while the streams differ. With all of b at 0 the streams would be equal, no gradient would reach W and b,
-    and the streams would stay equal.
+    W and b start as in `Router`, so that the mean of the streams is the residual, while the streams differ.
 
     The sublayer sees the mean of the rows of H_pre X, and every column of H_post gets the same output, so only two
     vectors of these matrices matter: h_pre, the mean of the rows of H_pre, which sums to 1, and h_post, the row sums of

@@ -37,7 +37,6 @@ SPLIT_OFFSET = 2.0
 class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     """mHC: hyper-connections whose mixing is doubly stochastic. Starts as the pre-norm residual (`layout="copies"`).
 
-    num_streams     n, at least 2
     layout          "copies": n streams of full width, (batch, seq, n, dim), the paper. "split": the width is cut into
                     n pieces, as in the comparison code of arXiv 2605.06729; the state is (batch, seq, dim). The
                     sublayers then see one mixture of the pieces, repeated n times, a bottleneck of dim / n features.

@@ -32,11 +32,8 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
     """mHC of DeepSeek-V4 (`head="sigmoid"`) and GLM-5.3 (`head="mean"`). Starts by averaging the streams, not as the
     residual: C starts near 1/n everywhere, and the streams are read with 1/2 each.
 
-    num_streams     n, at least 2
     iterations      of `guarded_sinkhorn`: pairs of divisions by row and column sums; the first division is a softmax
     gate_eps        the constant added to the read weights, to the softmax, and to every sum that C is divided by
-    scale_init      initial factor on the token-dependent part of all logits
-    weight_std      standard deviation of the initial W, with start="published"
     head            the readout: "sigmoid", its own weights from all streams (DeepSeek-V4), or "mean" (GLM-5.3); with
                     pre="previous" the h_pre of the last sublayer reads out
     pre             whose h_pre reads for a sublayer: "own", or that of the "previous" one, and stream 0 for the first

@@ -2,11 +2,9 @@
 
     x~ = x - beta k (k^T x),   x <- x~ + F(norm(x~)),   beta = 2 sigmoid(z) in (0, 2)
 
-This is not Deep Delta Learning (arXiv 2601.00417), which is `deep_delta.py`. Nothing is written along k: there is no
-value v and no term beta k v^T; the sublayer's output is simply added. k comes from a separate net, not from the
-sublayer's output. As published, one k and one beta, computed from the mean of the whole sequence, serve all its tokens,
-while Deep Delta Learning computes them for each token. It is included so that the published rows can be reproduced and
-are not mistaken for Deep Delta Learning.
+This is not Deep Delta Learning (arXiv 2601.00417), which is `deep_delta.py`: nothing is written along k, and k comes
+from a separate net, not from the sublayer's output. As published, one k and one beta, from the mean of the whole
+sequence, serve all its tokens. It is included so that the published rows can be reproduced.
 """
 
 from dataclasses import dataclass

@@ -94,7 +94,10 @@ class SigmoidCollapse(nn.Module):
 @dataclass(frozen=True)
 class ProductionHyperConnections(ExpandingScheme, MixingScheme):
     """Streams as released models have them: `StreamLogits` with drawn W, eps on the gates, a readout by sigmoids or the
-    mean, and two starts. A subclass documents its options and gives the connection and its initial biases.
+    mean, and two starts. A subclass gives the connection and its initial biases.
+
+    scale_init  initial factor on the token-dependent part of all logits
+    weight_std  standard deviation of the initial W, with start="published"
     """
 
     gate_eps: float = 1e-6

@@ -31,7 +31,6 @@ Fraction = Annotated[float, Range("a number above 0 and below 1", lambda x: 0 < 
 class WideResidual(ExpandingScheme, MixingScheme):
     """The wide residual. Starts as the plain residual in streams that differ, without `retention`.
 
-    num_streams     n, at least 2
     spread          c: the write logits b start evenly between -c and c; with 0 the streams never differ
     retention       start of rho = 1 - max_forget s(-r), the share of a stream that a write keeps; None: all of it
     max_forget      the largest share that a write can forget
