@@ -78,7 +78,7 @@ def is_check(node: ast.AST) -> bool:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         called = node.value.func
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-        return name.lstrip("_").startswith(("require", "expect"))
+        return name.lstrip("_").startswith(("require", "expect")) and name != "requires_grad_"
     return isinstance(node, ast.Raise)
 
 
