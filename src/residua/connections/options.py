@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from residua.errors import Count, Range, at_most, did_you_mean, refusal
+from residua.errors import Count, Range, at_most, refusal
 
 Rows = Annotated[Count, at_most(256)]
 SeveralRows = Annotated[int, Range("at least 2", lambda x: x >= 2), at_most(256)]
@@ -62,9 +62,3 @@ def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
         require_option(
             scheme, field.name, used or getattr(scheme, field.name) == field.default, f"{field.default!r} unless {when}"
         )
-
-
-def nearest(name: str, choices: list[str]) -> str:
-    """Return the end of an error message that suggests the likeliest of `choices` and lists them all."""
-    quoted = {choice: repr(choice) for choice in choices}
-    return f"{did_you_mean(name, choices, show=quoted, cutoff=0.5)} (known: {', '.join(choices)})"

@@ -34,11 +34,12 @@ from residua.connections.mhc import ManifoldHyperConnections
 from residua.connections.mhc_deepseek import DeepSeekHyperConnections
 from residua.connections.mudd import MultiwayDynamicDense
 from residua.connections.names import entry_points, package_of
-from residua.connections.options import check_options, named, nearest
+from residua.connections.options import check_options, named
 from residua.connections.pooled_householder import PooledHouseholder
 from residua.connections.residual import Residual
 from residua.connections.siamese import SiameseNorm
 from residua.connections.wide import WideResidual
+from residua.errors import did_you_mean
 
 RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
 
@@ -146,7 +147,8 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     declared = [field.name for field in fields(scheme)]
     for option in options:
         if option not in declared:
-            raise ValueError(f"connection {name!r}: no option is called {option!r}{nearest(option, declared)}")
+            hint = f"{did_you_mean(option, declared)} (known: {', '.join(declared)})"
+            raise ValueError(f"connection {name!r}: no option is called {option!r}{hint}")
     if isinstance(scheme, type):
         return _built(scheme, options)
     for derived, causes in scheme.derived.items():
