@@ -268,12 +268,11 @@ class LayerStream(nn.Module):
         self.expand = expand
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse
-        self.register_state_dict_pre_hook(expect_saved_whole)
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:
-        """Asked by `save_pretrained` of every module, also where it is given the weights."""
-        expect_saved_whole(self)
+        """Asked by `save_pretrained` of every module."""
+        expect_saved_whole()
         return {}
 
     @property
@@ -321,7 +320,7 @@ def lead_of(x: Tensor) -> tuple[int, ...] | None:
     return None if x.dim() == 3 else tuple(x.shape[:-1])
 
 
-def expect_saved_whole(stream: LayerStream, *hook_arguments: Any) -> None:
+def expect_saved_whole() -> None:
     """Raise InputError if `save_pretrained` writes a model that is converted only in part.
 
     Its configuration says nothing of the connections: opened again it would be a plain model.
