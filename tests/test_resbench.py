@@ -16,7 +16,7 @@ from residua.connections import resolve
 from residua.lab.study.definition import load_study
 from residua.lab.study.report import estimate_text, table
 from residua.lab.study.results import _error, read_results
-from residua.records.statistics import Noise, paired
+from residua.records.statistics import Noise, paired, welch
 from support.pages import DOCS, EXPERIMENTS, records, script
 
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
@@ -346,6 +346,20 @@ def test_the_baselines_with_three_times_the_tokens_at_two_rates(rows):
     assert max(abs(means["residual", rate] - means["lambdas", rate]) for rate in (0.008, 0.016)) < 0.03
     copying, not_copying = (statistics.fmean(run["split"][-1][2] for run in group) for group in (learned, rest))
     assert copying > not_copying
+
+
+def test_erasing_at_the_settings_of_the_form_that_does_not_erase(rows, answers):
+    theirs = rows["0.3M"]["ddl-tc-write-only"]
+    runs = [run for run in records("resbench-headline.jsonl") if (run["rung"], run["scheme"]) == ("0.3M", "ddl-tc")]
+    ours = {run["seed"]: run["val_loss"] for run in runs if run["point"] == theirs.point}
+    assert ours.keys() == theirs.losses.keys() == {1, 2, 3, 4, 5}
+    behind = sorted(round(loss - theirs.losses[seed], 2) for seed, loss in ours.items())
+    assert (behind[0], behind[-1]) == (0.00, 0.05)
+    assert min(ours[seed] - loss for seed, loss in theirs.losses.items()) > 0
+    contrast = welch([*ours.values()], [*theirs.losses.values()])
+    assert (round(contrast.mean, 4), round(contrast.half_width, 4)) == (0.0295, 0.0337)
+    chosen = answers["0.3M", "ddl-tc", "ddl-tc-write-only"].estimate
+    assert (round(chosen.mean, 4), round(chosen.half_width, 4)) == (0.0452, 0.0406)
 
 
 def test_three_times_the_tokens(rows):
