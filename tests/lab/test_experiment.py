@@ -322,7 +322,7 @@ def test_a_run_without_its_tokenizer_is_refused(damage, replaced):
     else:
         text = (tokenizer / "tokenizer_config.json").read_text()
         (tokenizer / "tokenizer_config.json").write_text(text.replace("<|endoftext|>", "nowhere"))
-    with pytest.raises(InputError, match=r"not a readable tokenizer|must hold a tokenizer"):
+    with pytest.raises(InputError, match="not a readable tokenizer"):
         open_run(replaced, device="cpu")
 
 

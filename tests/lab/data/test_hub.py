@@ -81,7 +81,7 @@ def test_what_a_source_names(hub, source, sample, expected):
     assert settings["revision"] == corpus.facts["revision"] == COMMIT
 
 
-def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path):
+def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path, capsys):
     for name, value in {"SAVE_TEXT": 3000, "ENCODE_TEXT": 500}.items():
         monkeypatch.setattr(writer, name, value)
     settings = {"tokenizer": "byte", "shard_tokens": 4000}
@@ -89,8 +89,9 @@ def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path):
     assert whole.facts["dataset"] == "a/b"
     for fails_at in (150, 290):
         hub.fails_at = fails_at
-        with pytest.raises(RunError, match=r"hf:a/b: the hub cannot be read: the connection was reset; .* are kept"):
+        with pytest.raises(RunError, match=r"hf:a/b: the hub cannot be read: the connection was reset; try again"):
             prepare("hf:a/b", tmp_path / "out", **settings)
+        assert "tokens are kept" in capsys.readouterr().err
     hub.fails_at = None
     prepare("hf:a/b", tmp_path / "out", **settings)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -120,8 +121,8 @@ def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatc
     ("source", "settings", "expected"),
     [
         ("hf:a", {}, r"must be hf:OWNER/NAME\[@REVISION\]\[/CONFIG\]\[:SPLIT\], got hf:a"),
-        ("fineweb-edu", {"sample": "1BT"}, "sample must be one of 10BT, 100BT, 350BT, got 1BT"),
-        ("hf:a/b", {"sample": "10BT"}, "sample: only for fineweb-edu, got it with hf:a/b"),
+        ("fineweb-edu", {"sample": "1BT"}, "sample must be one of 10BT, 100BT, 350BT, got '1BT'"),
+        ("hf:a/b", {"sample": "10BT"}, "sample must be left out with hf:a/b, got '10BT'"),
         ("hf:a/b", {"text_column": "content"}, "must have a column content, got id, text, number"),
         ("hf:a/b", {"text_column": "number"}, "column number must hold strings, got int"),
     ],

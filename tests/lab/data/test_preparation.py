@@ -161,15 +161,14 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, small, tmp_path, settings):
+def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, small, tmp_path, capsys, settings):
     out = tmp_path / "out"
     for survive in (40, 44, 50):
         with pytest.MonkeyPatch.context() as patch:
             FullDisk(patch, survive)
-            with pytest.raises(RunError, match=r"No space left on device; [\d,]+ tokens are kept in .*preparing:") as e:
+            with pytest.raises(RunError, match="No space left on device"):
                 prepare(folder, out, **SETTINGS[settings])
-        assert "\n" not in str(e.value)
-        assert "the same command continues" in str(e.value)
+        assert re.search(r"[\d,]+ tokens are kept in .*preparing: the same command continues", capsys.readouterr().err)
     prepare(folder, out, **SETTINGS[settings])
     assert contents(out) == undisturbed[settings]
 
@@ -179,13 +178,16 @@ def test_nothing_is_saved_while_a_document_waits_for_its_place(folder, small, tm
     settings = {"tokenizer": "byte", "validation_fraction": 1e-12}
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, 100)
-        with pytest.raises(RunError, match="nothing was kept"):
+        with pytest.raises(RunError, match="No space left on device"):
             prepare(folder, tmp_path / "out", **settings)
+    assert not staging(tmp_path / "out").exists()
     data = prepare(folder, tmp_path / "out", **settings)
     assert json.loads((data.folder / "index.json").read_text())["splits"]["validation"]["documents"] == 1
 
 
-def test_a_full_disk_while_progress_is_saved_keeps_the_earlier_state(folder, undisturbed, small, tmp_path, monkeypatch):
+def test_a_full_disk_while_progress_is_saved_keeps_the_earlier_state(
+    folder, undisturbed, small, tmp_path, monkeypatch, capsys
+):
     replace, times = os.replace, itertools.count()
 
     def failing(*paths):
@@ -194,8 +196,9 @@ def test_a_full_disk_while_progress_is_saved_keeps_the_earlier_state(folder, und
         replace(*paths)
 
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(RunError, match=r"No space left on device; .* tokens are kept"):
+    with pytest.raises(RunError, match="No space left on device"):
         prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
+    assert "tokens are kept" in capsys.readouterr().err
     prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
     assert contents(tmp_path / "out") == undisturbed["fraction"]
 
@@ -264,12 +267,13 @@ def test_damage_to_what_is_unfinished_is_noticed(unfinished, damage, name):
     assert "\n" not in str(e.value)
 
 
-def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path):
+def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path, capsys):
     source = shutil.copytree(folder, tmp_path / "texts")
     with (source / "b.jsonl").open("a") as file:
         file.write('\n{"text": ')
-    with pytest.raises(InputError, match=r"b\.jsonl:302 must be one JSON object: .* tokens are kept"):
+    with pytest.raises(InputError, match=r"b\.jsonl:302 must be one JSON object"):
         prepare(source, tmp_path / "out", **SETTINGS["fraction"])
+    assert "tokens are kept" in capsys.readouterr().err
 
 
 @pytest.mark.slow

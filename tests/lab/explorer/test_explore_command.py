@@ -109,7 +109,7 @@ def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
     assert "must hold a checkpoint of step 3, found those of steps 2, 4" in refused(capsys, run, "--checkpoint", "3")
     assert "1 to 32 tokens, the model's context, got 33" in refused(capsys, run, "--tokens", "33")
     assert "tokens must be at least 1, got 0" in refused(capsys, run, "--tokens", "0")
-    assert "no prepared data" in refused(capsys, run, "--data", "nowhere")
+    assert "must hold prepared data" in refused(capsys, run, "--data", "nowhere")
     assert "not allowed with" in refused(capsys, run, "--out", "x.html", "--no-page")
     assert "RUN must be given" in refused(capsys, "--prompt", "a")
     assert "RUN must be given" in refused(capsys, "--json")

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from residua.errors import InputError, extra, first_line
+from residua.errors import InputError, extra, first_line, shown
 from residua.lab.data.corpus import Corpus, Document
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
@@ -24,20 +24,15 @@ def open_files(path: Path, text_column: str) -> Corpus:
     are UTF-8; a long one is cut into documents of about `PIECE` characters. JSON lines are objects with a string
     `text_column`; parquet files have a string column of that name.
     """
-    if path.is_dir():
-        paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts)
-        files = [file for file in paths if file.suffix.lower() in SUFFIXES]
-        if not files:
-            suffixes = ", ".join(sorted({file.suffix or file.name for file in paths})) or "no files"
-            raise InputError(f"{path} must hold files ending in {' '.join(SUFFIXES)}, found {suffixes}")
-    elif path.is_file():
-        paths = files = [path]
-        if path.suffix.lower() not in SUFFIXES:
-            raise InputError(f"{path} must be a file ending in one of {' '.join(SUFFIXES)}; rename or convert it")
-    else:
+    if not path.exists():
         raise InputError(
             f"{path}: no such file or folder; give a path, stdlib for the embedded corpus, fineweb-edu or hf:OWNER/NAME"
         )
+    paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts) if path.is_dir() else [path]
+    files = [file for file in paths if file.suffix.lower() in SUFFIXES]
+    if not files:
+        suffixes = ", ".join(sorted({file.suffix or file.name for file in paths})) or "no files"
+        raise InputError(f"{path} must be or hold files ending in {' '.join(SUFFIXES)}, found {suffixes}")
     sizes = [_size(file, text_column) for file in files]
     return Corpus(
         name=path.resolve().name.encode(errors="backslashreplace").decode(),
@@ -70,34 +65,38 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _size(file: Path, text_column: str) -> int:
-    try:
-        size = file.stat().st_size
-    except OSError as error:
-        _refuse(error)
-    if file.suffix.lower() != ".parquet":
-        return size
-    with _parquet(file, text_column) as parquet:
-        groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
-        columns = (group.column(index) for group in groups for index in range(group.num_columns))
-        return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_column)
+    with _reading(file):
+        if file.suffix.lower() != ".parquet":
+            return file.stat().st_size
+        with _parquet(file, text_column) as parquet:
+            groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
+            columns = (group.column(index) for group in groups for index in range(group.num_columns))
+            return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_column)
 
 
 def _documents(file: Path, text_column: str) -> Iterator[Document]:
     suffix = file.suffix.lower()
-    if suffix == ".parquet":
-        yield from _parquet_documents(file, text_column)
-        return
-    try:
+    with _reading(file):
+        if suffix == ".parquet":
+            yield from _parquet_documents(file, text_column)
+            return
         # Prose may have any line ending; JSON lines end at "\n" only.
         with file.open(encoding="utf-8-sig", newline="\n" if suffix == ".jsonl" else None) as stream:
             if suffix == ".jsonl":
                 yield from _json_documents(file, stream, text_column)
             else:
                 yield from _text_documents(file, stream)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise InputError for a file that cannot be read, or not as text."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise InputError(f"{file} must be UTF-8 text: {error.reason}; convert or remove it") from None
     except OSError as error:
-        _refuse(error)
+        raise InputError(f"{file}: cannot be read: {error.strerror or first_line(error)}") from error
 
 
 def _text_documents(file: Path, stream: TextIO) -> Iterator[Document]:
@@ -126,18 +125,11 @@ def _json_documents(file: Path, stream: TextIO, column: str) -> Iterator[Documen
         if line.isspace():
             continue
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{file}:{number} must be one JSON object: {error}") from None
-        text = entry.get(column) if isinstance(entry, dict) else None
-        if not isinstance(text, str):
-            raise InputError(f'{file}:{number} must be a JSON object with a string "{column}"')
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InputError(
-                f'{file}:{number}: "{column}" is not Unicode: it has one half of a surrogate pair; mend the line'
-            ) from None
+            text = json.loads(line)[column]
+            text.encode()  # fails for half of a surrogate pair
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            expected = f'one JSON object with Unicode text as its "{column}"'
+            raise InputError(f"{file}:{number} must be {expected}, got {shown(line.strip())}") from error
         yield Document(text, len(line.encode()))
 
 
@@ -162,9 +154,5 @@ def _parquet(file: Path, column: str) -> Iterator[Any]:
                 columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
                 raise InputError(f"{file} must have a column {column} of strings, got columns {columns}")
             yield parquet
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{file} must have UTF-8 text in column {column}: {error.reason}; convert or remove it"
-        ) from None
-    except (pyarrow.ArrowException, OSError) as error:
+    except pyarrow.ArrowException as error:
         raise InputError(f"{file}: not a readable parquet file: {first_line(error)}") from error

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,8 +43,6 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
     if source in NAMED:
         entry = NAMED[source]
         sample = sample or next(iter(entry.samples))
-        if sample not in entry.samples:
-            raise InputError(f"sample must be one of {', '.join(entry.samples)}, got {sample}")
         repository, revision, split = entry.repository, None, "train"
         config, tokens = entry.samples[sample]
         options = {"size": int(tokens * BYTES_PER_TOKEN), "validation_fraction": VALIDATION_TOKENS / tokens}
@@ -63,70 +62,63 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
     """Yield the texts of a data set. `name` is the source, for errors; `identity` has the commit and the column."""
     with extra("lab"):
         import datasets
-        from huggingface_hub.errors import HTTPError
-        from pyarrow import ArrowException
 
     column = identity["column"]
     place = f"{name}: column {column}"
     settings = {key: identity[key] for key in ("split", "revision")}
-    try:
-        stream = datasets.load_dataset(identity["dataset"], identity["config"], streaming=True, **settings)
-    except (ValueError, FileNotFoundError) as error:
-        raise InputError(f"{name}: {first_line(error)}") from error
-    except (HTTPError, ArrowException, OSError) as error:
-        raise _unreachable(name, error) from error
-    if stream.column_names is not None:
-        if column not in stream.column_names:
-            raise InputError(
-                f"{name} must have a column {column}, got {', '.join(stream.column_names)}; "
-                "name the right one with --text-column"
-            )
-        stream = stream.select_columns([column])
-    try:
-        for row in stream:
-            text = row.get(column)
-            text = "" if text is None else text
-            if not isinstance(text, str):
-                raise InputError(f"{place} must hold strings, got {type(text).__name__}")
-            yield Document(text, len(text.encode()))
-    except (HTTPError, ArrowException, OSError) as error:
-        raise _unreachable(name, error) from error
-    except UnicodeError as error:
-        raise InputError(f"{place} must be UTF-8 text: {error.reason}; the data set needs mending") from error
+    with _asking(name):
+        try:
+            stream = datasets.load_dataset(identity["dataset"], identity["config"], streaming=True, **settings)
+        except (ValueError, FileNotFoundError) as error:
+            raise InputError(f"{name}: {first_line(error)}") from error
+        if stream.column_names is not None:
+            if column not in stream.column_names:
+                raise InputError(
+                    f"{name} must have a column {column}, got {', '.join(stream.column_names)}; "
+                    "name the right one with --text-column"
+                )
+            stream = stream.select_columns([column])
+        try:
+            for row in stream:
+                text = row.get(column)
+                text = "" if text is None else text
+                if not isinstance(text, str):
+                    raise InputError(f"{place} must hold strings, got {type(text).__name__}")
+                yield Document(text, len(text.encode()))
+        except UnicodeError as error:
+            raise InputError(f"{place} must be UTF-8 text: {error.reason}; the data set needs mending") from error
 
 
 def download_tokenizer(name: str) -> str:
     """Return the folder of a tokenizer of the hub, "gpt2" or "hf:OWNER/NAME[@REVISION]", from the cache if possible."""
     with extra("lab"):
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HTTPError
 
     repository, _, revision = (GPT2 if name == "gpt2" else name.removeprefix("hf:")).partition("@")
     files = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "config.json"]
-    try:
+    with _asking(f"tokenizer {name}"):
         return snapshot_download(repository, revision=revision or None, allow_patterns=files)
-    except (HTTPError, OSError, ValueError) as error:
-        raise _hub_error(f"tokenizer {name}", error) from error
 
 
 def _commit(repository: str, revision: str | None) -> str:
     with extra("lab"):
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HTTPError
-    try:
+    with _asking(repository):
         return HfApi().dataset_info(repository, revision=revision).sha
-    except (HTTPError, OSError, ValueError) as error:
-        raise _hub_error(repository, error) from error
 
 
-def _hub_error(name: str, error: Exception) -> InputError | RunError:
-    """Classify an error: a wrong name or missing access is the user's to fix, anything else may pass."""
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
+    """Turn errors of the hub: a wrong name or missing access is the user's to mend, anything else may pass."""
+    with extra("lab"):
+        from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+        from pyarrow import ArrowException
 
-    if isinstance(error, (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError)):
-        return InputError(f"{name}: the hub does not have it, or it needs a login (hf auth login): {first_line(error)}")
-    return _unreachable(name, error)
-
-
-def _unreachable(name: str, error: Exception) -> RunError:
-    return RunError(f"{name}: the hub cannot be read: {first_line(error)}; try again when it can be reached")
+    try:
+        yield
+    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        advice = "the hub does not have it, or it needs a login (hf auth login)"
+        raise InputError(f"{name}: {advice}: {first_line(error)}") from error
+    except (HTTPError, ArrowException, OSError) as error:
+        advice = "try again when it can be reached"
+        raise RunError(f"{name}: the hub cannot be read: {first_line(error)}; {advice}") from error

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -133,12 +134,11 @@ class PreparedData:
         index = _read_index(folder)
         vocab_size, eos_token_id = index["vocab_size"], index["eos_token_id"]
         splits = {split: SplitFiles.read(index["splits"][split]) for split in get_args(Split)}
-        try:
+        tokenizer = None
+        with suppress(OSError):
             tokenizer = tokenizer_hash(folder / "tokenizer")
-        except OSError as error:
-            raise InputError(f"{folder}: its tokenizer cannot be read: {error}; prepare the data again") from None
         if tokenizer != index["tokenizer_sha256"]:
-            raise InputError(f"{folder}: tokenizer/ is not the one that made the tokens; prepare the data again")
+            raise InputError(f"{folder}: tokenizer/ is gone or did not make the tokens; prepare the data again")
 
         content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
         content += [[name, [[x.tokens, x.sha256] for x in split.shards]] for name, split in splits.items()]
@@ -179,10 +179,7 @@ class PreparedData:
         for tokens in (self.train, self.validation):
             for shard in tokens.shards:
                 path, expected = self.folder / shard.file, shard.tokens * tokens.dtype.itemsize
-                try:
-                    size = path.stat().st_size
-                except OSError as error:
-                    raise InputError(f"{path}: missing shard ({error.strerror}); prepare the data again") from None
+                size = path.stat().st_size if path.is_file() else None
                 if size != expected:
                     raise InputError(f"{path} must have {expected} bytes, got {size}; prepare the data again")
                 total += size
@@ -195,11 +192,7 @@ def _fingerprint(content: list[Any]) -> str:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / "index.json"
-    if not path.exists():
-        raise InputError(f"{folder}: no prepared data here (no index.json); make it with `residua prepare`")
-    index = read_json(path)
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise InputError(f"{path}: not an index of prepared data; make one with `residua prepare`")
-    if index.get("version") != VERSION:
-        raise InputError(f"{path} must have format {VERSION}, got {index.get('version')}; prepare the data again")
-    return index
+    index = read_json(path) if path.exists() else None
+    if isinstance(index, dict) and (index.get("format"), index.get("version")) == (FORMAT, VERSION):
+        return index
+    raise InputError(f"{folder} must hold prepared data, with an index.json of format {VERSION}; run `residua prepare`")

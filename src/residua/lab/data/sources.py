@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from residua.errors import InputError
+from residua.errors import require
 from residua.lab.data.corpus import Corpus
 from residua.lab.data.files import open_files
 from residua.lab.data.hub import NAMED, open_hub
@@ -20,8 +20,9 @@ def open_corpus(source: str | os.PathLike[str], *, text_column: str = "text", sa
 
     Raises InputError if there is nothing to read. Reading raises it for text that cannot be used, with file and line.
     """
-    if sample is not None and source not in NAMED:
-        raise InputError(f"sample: only for {', '.join(NAMED)}, got it with {source}; leave it out")
+    samples = NAMED[source].samples if source in NAMED else {}
+    expected = f"one of {', '.join(samples)}" if samples else f"left out with {source}"
+    require(sample is None or sample in samples, "sample", expected, sample)
     if isinstance(source, str) and (source in NAMED or source.startswith("hf:")):
         return open_hub(source, text_column=text_column, sample=sample)
     return open_stdlib() if source == "stdlib" else open_files(Path(source), text_column)

@@ -14,7 +14,7 @@ from typing import Any
 
 from residua.errors import InputError, RunError
 from residua.lab.data.shards import SplitFiles
-from residua.records.durable import remove, sync, write_text
+from residua.records.durable import remove, sync, unlinked, write_text
 from residua.records.folder import LEASE, LOCK, hold
 from residua.records.progress import say
 from residua.records.reading import read_json
@@ -45,19 +45,17 @@ class Staging:
     def __init__(self, folder: Path, plan: dict[str, Any], saved: State | None):
         self.folder, self.plan, self.saved = folder, plan, saved
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that `saved` keeps."""
-        return sum(split.tokens for split in self.saved.splits.values()) if self.saved else 0
-
     def save(self, state: State) -> None:
         write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, **asdict(state)}))
         self.saved = state
 
-    def progress_message(self) -> str:
+    def close(self) -> None:
+        """Say what is kept for the next call, or remove the folder."""
         if self.saved is None:
-            return "nothing was kept, prepare the data again"
-        return f"{self.tokens:,} tokens are kept in {self.folder}: the same command continues from there"
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            tokens = sum(split.tokens for split in self.saved.splits.values())
+            say(f"prepare: {tokens:,} tokens are kept in {self.folder}: the same command continues from there")
 
 
 @contextmanager
@@ -67,9 +65,7 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
     The progress of an earlier preparation with the same `plan` is kept. Raises InputError if it has another plan,
     another process is preparing `out`, or `out` cannot be made; RunError if writing fails.
     """
-    folder = out.with_name(f".{out.name}.preparing")
-    if folder.is_symlink():
-        raise InputError(f"{folder}: must be a folder, got a link; remove it")
+    folder = unlinked(out.with_name(f".{out.name}.preparing"))
     with hold(folder, markers=None):
         stage = Staging(folder, plan, _read_state(folder, plan))
         try:
@@ -87,18 +83,9 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
             stage.saved = None
             sync(out.parent)
         except OSError as error:
-            raise RunError(f"{out}: writing failed: {error.strerror}; {stage.progress_message()}") from error
-        except (InputError, RunError) as error:
-            if stage.saved is None:
-                raise
-            raise type(error)(f"{error}; {stage.progress_message()}") from error
-        except KeyboardInterrupt:
-            if stage.saved is not None:
-                say(f"prepare: {stage.progress_message()}")
-            raise
+            raise RunError(f"{out}: writing failed: {error.strerror}") from error
         finally:
-            if stage.saved is None:
-                shutil.rmtree(folder, ignore_errors=True)
+            stage.close()
 
 
 def _read_state(folder: Path, plan: dict[str, Any]) -> State | None:

@@ -77,8 +77,6 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         if "tokenizer.json" not in read_json_files(folder):
             raise InputError(f"found no {folder / 'tokenizer.json'}")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except ModuleNotFoundError:
-        raise
     except Exception as error:  # transformers and tokenizers raise many types
         raise InputError(
             f"tokenizer must be bpe, byte or a folder with tokenizer.json, got {folder}: {first_line(error)} "
@@ -128,16 +126,13 @@ class SavedTokenizer:
     def open(cls, folder: Path) -> "SavedTokenizer":
         """Check a saved tokenizer. Raises InputError if it is damaged or has no end of text."""
         try:
-            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            end_of_text = backend.token_to_id(read_json(folder / "tokenizer_config.json")["eos_token"])
-            size = max(backend.get_vocab().values()) + 1
+            ids = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+            end_of_text = ids[read_json(folder / "tokenizer_config.json")["eos_token"]]
         except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
             raise InputError(
                 f"{folder}: not a readable tokenizer ({first_line(error)}); prepare the data again"
             ) from None
-        if end_of_text is None:
-            raise InputError(f"{folder} must hold a tokenizer with its end of text, found another one")
-        return cls(folder, size, end_of_text)
+        return cls(folder, max(ids.values()) + 1, end_of_text)
 
     def load(self) -> PreTrainedTokenizerFast:
         """Load it from tokenizer.json and its end of text only; a class that the files name is ignored."""
