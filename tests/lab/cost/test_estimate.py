@@ -92,6 +92,12 @@ def test_memory_counted_without_data_is_that_of_a_real_step(name, autocast):
     assert 0 < again.kept < found.kept
 
 
+@pytest.mark.parametrize("name", ["mhc-deepseek", "mhc-glm", "wide"])
+def test_memory_of_a_scheme_that_computes_its_start_is_counted(name):
+    config = ResiduaConfig(connection=name, **SMALL)
+    assert activation_memory(config, batch_size=1, sequence_length=8, autocast=False).kept > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-cc", "attnres"])
 def test_what_is_kept_is_what_autograd_saves(name):

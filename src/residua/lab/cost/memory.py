@@ -46,8 +46,11 @@ def activation_memory(
 
     `recompute` keeps only the inputs of layers. `fake=False` runs on real tensors of the CPU and returns the same.
     """
-    with FakeTensorMode() if fake else nullcontext():
-        model = ResiduaForCausalLM(config).train()
+    model = on_meta(config) if fake else ResiduaForCausalLM(config)  # schemes compute their start: no fake tensor can
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        if fake:
+            model.to_empty(device="cpu").tie_weights()
+        model.train()
         if recompute:
             recompute_layers(model)
         for parameter in model.parameters():
