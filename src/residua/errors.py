@@ -96,6 +96,12 @@ def did_you_mean(
     return f"; did you mean {close[0] if show is None else show[close[0]]}?"
 
 
+def mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """Return a value of a YAML or JSON file that must be a mapping. Raises InputError."""
+    require(isinstance(value, Mapping), name, "a mapping of keys to values", value)
+    return value
+
+
 def decoded(document: Any, kind: type[T], where: str = "") -> T:
     """Return the dataclass `kind` with the values of a mapping from a YAML or JSON file.
 
@@ -105,7 +111,7 @@ def decoded(document: Any, kind: type[T], where: str = "") -> T:
     Raises:
         InputError: it is not a mapping, a key is unknown or missing, or `kind` refuses a value.
     """
-    require(isinstance(document, Mapping), where or "the document", "a mapping of keys to values", document)
+    document = mapping(document, where or "the document")
     prefix = f"{where}." if where else ""
     items = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]  # every `kind` is a dataclass
     for name in document:

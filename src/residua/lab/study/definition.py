@@ -18,6 +18,7 @@ from residua.errors import (
     decoded,
     did_you_mean,
     fits,
+    mapping,
     require,
     shown,
 )
@@ -157,15 +158,12 @@ class Question:
 
     name: str
     ask: str
-    compare: tuple[tuple[str, str], ...]
-    at: tuple[Measure, ...] = ("tokens",)
-    seeds: tuple[int, ...] = ()
+    compare: Annotated[tuple[tuple[str, str], ...], Range("at least one pair of schemes", bool)]
+    at: Annotated[tuple[Measure, ...], Range(f"some of {', '.join(MEASURES)}", bool)] = ("tokens",)
+    seeds: Annotated[tuple[int, ...], _distinct(0, "different integers")] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(bool(self.compare), "compare", "at least one pair of schemes", self.compare)
-        require(bool(self.at), "at", f"some of {', '.join(MEASURES)}", self.at)
-        require(len(set(self.seeds)) == len(self.seeds), "seeds", "different integers", self.seeds)
         reason = "tokens, as longer runs of the baselines have no further seeds"
         require(not self.seeds or self.at == ("tokens",), "at", reason, self.at)
 
@@ -355,14 +353,12 @@ def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any])
 
 def read_study(document: Any, source: str) -> Study:
     """The study in a document: of a file, or of a folder, where the keys of each part stand by themselves."""
-    require(isinstance(document, Mapping), source, "a mapping of keys to values", document)
     sections: dict[str, type] = {"rungs": Size, "schemes": Entry, "questions": Question}
-    values = dict(document)
+    values = dict(mapping(document, source))
     try:
         for section, kind in sections.items():
             if section in values:
-                parts = values[section] or {}
-                require(isinstance(parts, Mapping), section, "a mapping", parts)
+                parts = mapping(values[section] or {}, section)
                 values[section] = {str(name): _part(str(name), part, kind, section) for name, part in parts.items()}
         if "tuning" in values:
             values["tuning"] = decoded(values["tuning"], Tuning, "tuning")
@@ -374,8 +370,7 @@ def read_study(document: Any, source: str) -> Study:
 def _part(name: str, document: Any, kind: type, section: str) -> Any:
     """A size, a scheme or a question, whose keys with a dot are those of a configuration."""
     where = f"{section}.{name}"
-    require(isinstance(document, Mapping | None), where, "a mapping", document)
-    values = {"name": name, **(document or {})}
+    values = {"name": name, **mapping(document or {}, where)}
     if kind is not Question:
         keys = {key: values.pop(key) for key in list(values) if "." in str(key)}
         values["keys"] = {**(values.get("keys") or {}), **keys}

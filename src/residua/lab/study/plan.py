@@ -324,8 +324,7 @@ def _pinned(study: Study) -> Study:
         path = keys.get("model.base")
         if path is None or keys.get("model.base_sha256") is not None:
             return keys
-        require(isinstance(path, str), "model.base", "a folder with a model of transformers", path)
-        return {**keys, "model.base_sha256": base_sha256(Path(path))}
+        return {**keys, "model.base_sha256": base_sha256(Path(str(path)))}
 
     return replace(
         study,

@@ -22,6 +22,7 @@ from residua.errors import (
     decoded,
     did_you_mean,
     fits,
+    mapping,
     require,
     shown,
     types_of,
@@ -257,8 +258,7 @@ def load_config(
     Args:
         sources: a name out of `recipe_names()`, the path of a YAML file, or several of these. A document with the key
             `base`, another name or path, only lists its differences from that base.
-        overrides: values by dotted key; or arguments as on a command line, `--train.lr=3e-4`, or `--train.lr` and
-            `3e-4`; later ones win.
+        overrides: values by dotted key, or texts as on a command line, `--train.lr=3e-4`; later ones win.
 
     Raises:
         InputError: a source, a key or a value is wrong; one line names the key, the expected values and the given one.
@@ -306,8 +306,7 @@ def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str
         raise InputError(f"base: {' -> '.join([*chain, source])} is a circle")
     document = parse_yaml(_text(source), source)
     base = document.pop("base", None) if isinstance(document, dict) else None
-    require(base is None or isinstance(base, str), "base", "a recipe's name or a YAML file", base)
-    bases = [] if base is None else _chain(base, (*chain, source))
+    bases = [] if base is None else _chain(str(base), (*chain, source))
     return [*bases, (source, dict(_flat(document)))]
 
 
@@ -323,28 +322,19 @@ def _text(source: str) -> str:
 
 def _flat(document: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values of a document by dotted key. Skip empty sections; pass unknown ones through."""
-    require(isinstance(document, Mapping), "configuration", f"the sections {', '.join(SECTIONS)}", document)
-    for name, section in document.items():
+    for name, section in mapping(document, "configuration").items():
         if name not in SECTIONS:
             yield str(name), section
         elif section is not None:
-            require(isinstance(section, Mapping), name, "a mapping of keys to values", section)
-            yield from ((f"{name}.{key}", value) for key, value in section.items())
+            yield from ((f"{name}.{key}", value) for key, value in mapping(section, name).items())
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the texts of arguments as on a command line, by dotted key; later ones win. Raises InputError."""
+    """Return the texts of overrides by dotted key; later ones win. Raises InputError."""
     values: dict[str, str] = {}
-    remaining = iter(overrides)
-    for argument in remaining:
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if not equals:
-            if not argument.startswith("--"):
-                raise InputError(f"unexpected argument {shown(argument)}; an override reads --train.lr=3e-4")
-            value = next(remaining, None)
-            if value is None and key in KEYS:
-                raise InputError(f"{key} must be {words(KEYS[key].type)}, got nothing")
-        values[key] = value
+    for override in overrides:
+        key, equals, values[key] = override.removeprefix("--").partition("=")
+        require(bool(equals), "an override", "KEY=VALUE, such as --train.lr=3e-4", override)
     return values
 
 
