@@ -136,6 +136,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("study report", "the following arguments are required: DIR"),
         ("study report nowhere", "found no study.json"),
         ("study verify nowhere", "found no study.json"),
+        ("study verify nowhere --share 0", "--share must be a number above 0, 1 at most, got 0"),
         ("study run resbench extra --out x", "unexpected argument"),
         ("study run resbench --out x --seeds 7", "unknown option --seeds"),
         ("study run resbench --out x --rounds 3", "--rounds must be at least 9, got 3"),

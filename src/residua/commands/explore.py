@@ -5,7 +5,7 @@ from typing import Any
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.commands.signature import Output
-from residua.errors import InputError
+from residua.errors import Count, InputError, require
 
 PAGE = "explorer.html"
 
@@ -17,7 +17,7 @@ def explore(
     no_page: bool = False,
     json: bool = False,
     prompt: str | None = None,
-    tokens: int | None = None,
+    tokens: Count | None = None,
     checkpoint: Checkpoint | None = None,
     data: str | None = None,
 ) -> Output:
@@ -69,8 +69,5 @@ def _page_file(out: str | None, no_page: bool, json: bool) -> Path | None:
     if no_page or (json and out is None):
         return None
     file = Path(out or PAGE)
-    if file.is_dir():
-        raise InputError(f"--out must be a file, got the folder {out}; write {file / PAGE}")
-    if not file.parent.is_dir():
-        raise InputError(f"--out must be a file in a folder that exists, got {out}; make {file.parent} first")
+    require(not file.is_dir() and file.parent.is_dir(), "--out", "a file in a folder that exists", out)
     return file

@@ -102,9 +102,12 @@ def verify(
     schemes: tuple[str, ...] | None = None,
     rungs: tuple[str, ...] | None = None,
     seeds: tuple[Natural, ...] | None = None,
-    share: float = 0.1,
+    share: Annotated[float, Range("a number above 0, 1 at most", lambda share: 0 < share <= 1)] = 0.1,
 ) -> int:
     """Repeat some runs of a study, and compare to the last bit.
+
+    Runs of all points that its settings allow are its own, also of those that it would no longer choose, as when more
+    seeds compared the finalists.
 
     Examples:
         residua study verify runs/mine --share 0.1

@@ -354,8 +354,6 @@ def _built_on_base(
 ) -> PreTrainedModel:
     if kept is not None and not config.freeze_base:
         return rebuild_base(kept)
-    if config.base_sha256 is None or config.connection is None:
-        raise InputError("model.base_sha256 must be the digest of the base, got null; residua train notes it")
     if verify:
         expect_digest(Path(config.base), config.base_sha256)
     model = open_base(Path(config.base), config.connection, config.start)
@@ -536,7 +534,6 @@ def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | N
     Raises:
         InputError: there are no tokens, or more than the model's context holds.
     """
-    require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
     model, tokenizer = opened.model, opened.tokenizer
     if prompt is None:
         ids = opened.excerpt(tokens)

@@ -146,8 +146,6 @@ def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
         if reading.prompt is None and (reading.again or not archive.place(path, None).is_file()):
             raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
         return _measured if reading.again else _of_file
-    if not (path / "config.yaml").is_file():
-        raise InputError(f"{path} must be a run folder, found no config.yaml; residua train --run makes one")
     return _of_run
 
 

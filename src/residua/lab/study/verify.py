@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from residua.errors import InputError, require
+from residua.errors import InputError
 from residua.lab.study.definition import check_names
 from residua.lab.study.engine import open_study, train_run
 from residua.lab.study.plan import Run
@@ -71,7 +71,6 @@ def verify(
             an argument cannot be used.
         RunError: a run failed for another reason than its numbers.
     """
-    require(0 < share <= 1, "--share", "a number above 0, 1 at most", share)
     plan, rows = open_study(out, data)
     check_names("--schemes", schemes, plan.study.schemes)
     check_names("--rungs", rungs, plan.study.rungs)
