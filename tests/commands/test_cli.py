@@ -118,7 +118,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("compare no-such-folder", "give a run folder"),
         ("train --run x", "--config NAME|FILE.yaml must say what to train"),
         ("cost count", "--config NAME|FILE.yaml must say which run to count"),
-        ("cost count --config tiny --gpus 7", "residua: --gpus: torchrun must start a number of processes"),
+        ("cost count --config tiny --gpus 7", "one for each GPU, must divide a step evenly, got 7"),
         ("generate x --prompt a --temperature 0", "(--greedy takes the most probable token), got 0.0"),
         ("train --config tiny", "--run DIR"),
         ("train --run no-such-folder --resume", "must be a run to resume"),

@@ -61,9 +61,9 @@ def test_ranks_that_cannot_share_the_step_say_so_once(data, tmp_path, start):
     assert job.statuses == [2, 2, 2]
     lines = [line for out in job.out for line in out.splitlines()]
     assert lines == [
-        "residua: torchrun must start a number of processes that divides the step evenly, got 3 for "
-        "train.gradient_accumulation 2 micro-batches of train.batch_size 2 sequences; use a number of processes that "
-        "divides one of the two"
+        "residua: the number of processes, one for each GPU, must divide a step evenly, got 3 for "
+        "train.gradient_accumulation 2 micro-batches of train.batch_size 2 sequences; use one that divides either of "
+        "the two"
     ]
 
 

@@ -10,7 +10,7 @@ from textwrap import fill
 from typing import Any
 
 from residua.connections.recomputing import RecomputingScheme
-from residua.errors import InputError, require
+from residua.errors import require
 from residua.lab.cost.counts import flops_per_token, parameters
 from residua.lab.cost.memory import step_memory
 from residua.lab.training import RunConfig, TrainConfig
@@ -43,12 +43,16 @@ class Estimate:
         yield ""
         yield Table(["MFLOP per token", ""], [[name, f"{x / 1e6:,.2f}"] for name, x in self.flops_per_token.items()])
         yield ""
-        ways = list(self.memory)
-        unit, size = ("GiB", GIB) if self.memory[ways[0]]["total"] >= GIB else ("MiB", GIB / 1024)
-        header = [f"{unit} per GPU", *(f"states: {way}" for way in ways)]
-        rows = [[part, *(f"{self.memory[way][part] / size:.2f}" for way in ways)] for part in self.memory[ways[0]]]
-        rows.append(["largest batch_size", *(f"{self.largest_batch_size[way]}" for way in ways)])
-        yield Table(header, rows)
+        ways, (parts, *_) = list(self.memory), self.memory.values()
+        unit, size = ("GiB", GIB) if parts["total"] >= GIB else ("MiB", GIB / 1024)
+        cells = {
+            way: (*(f"{x / size:.2f}" for x in self.memory[way].values()), f"{self.largest_batch_size[way]}")
+            for way in ways
+        }
+        if len({*cells.values()}) == 1:  # nothing to recompute, as in a state of one row
+            cells = {"all": cells[ways[0]]}
+        header = [f"{unit} per GPU", *(f"states: {way}" for way in cells)]
+        yield Table(header, [*zip([*parts, "largest batch_size"], *cells.values())])
         total = self.tokens * sum(self.flops_per_token.values())
         yield f"\n{self.tokens / 1e9:.3g} billion tokens, {total:.3g} FLOPs\n"
         yield from (fill(f"assumed: {line}", 79) for line in self.assumptions)
@@ -63,12 +67,8 @@ def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus
         InputError: the GPU is unknown, or a step cannot be divided among this number of GPUs.
     """
     require(gpu in GPU_MEMORY, "--gpu", f"one of {', '.join(GPU_MEMORY)}", gpu)
-    require(gpus >= 1, "--gpus", "at least 1", gpus)
     capacity, train = GPU_MEMORY[gpu] * GIB, config.train
-    try:
-        share = BatchShard.of(train, Ranks(world_size=gpus))
-    except InputError as error:  # its message is about the processes of torchrun, one for each GPU
-        raise InputError(f"--gpus: {str(error).removeprefix('torchrun: ')}") from error
+    share = BatchShard.of(train, Ranks(world_size=gpus))  # torchrun starts a process for each GPU
     parameter_counts = parameters(model)
     memory, largest = {}, {}
     scheme = model.scheme

@@ -90,16 +90,6 @@ class Ranks:
         if error is not None:
             raise error
 
-    @contextmanager
-    def report_once(self) -> Iterator[None]:
-        """Let only the first rank report an error that all ranks raise in this context."""
-        try:
-            yield
-        except (InputError, RunError) as error:
-            if self.first:
-                raise
-            raise ReportedElsewhere(_status(error)) from error
-
 
 ALONE = Ranks()
 
@@ -181,9 +171,9 @@ class BatchShard:
         members = ranks.world_size // teams
         if config.batch_size % members:
             raise InputError(
-                f"torchrun must start a number of processes that divides the step evenly, got {ranks.world_size} for "
+                f"the number of processes, one for each GPU, must divide a step evenly, got {ranks.world_size} for "
                 f"train.gradient_accumulation {config.gradient_accumulation} micro-batches of train.batch_size "
-                f"{config.batch_size} sequences; use a number of processes that divides one of the two"
+                f"{config.batch_size} sequences; use one that divides either of the two"
             )
         return cls(config.batch_size, config.gradient_accumulation, teams, members, ranks.rank)
 

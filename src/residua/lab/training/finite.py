@@ -14,7 +14,7 @@ class FiniteCheck:
     """Check loss and gradients on the device, so that no step waits for the host.
 
     From the first step that is not finite, the optimizer skips its updates (`found_inf`, which a GradScaler also sets
-    on a fused optimizer), and that step's numbers are kept until `check` reads them. Until then the weights stay as
+    on a fused optimizer), and that step's numbers are kept for the `error`. Until then the weights stay as
     they were after the last good step. The loss must be the mean over all ranks, so that they all agree.
     """
 
@@ -44,17 +44,15 @@ class FiniteCheck:
         """Whether a step was not finite. Waits for the device."""
         return bool(self._failed.item())
 
-    def check(self, last_good: Path | None) -> None:
-        """Wait for the device; if a step failed, raise Diverged with its number, loss, largest gradient norms, and the
-        `last_good` checkpoint.
+    def error(self, last_good: Path | None) -> Diverged:
+        """Return the error of the step that failed: its number, loss, largest gradient norms, and the `last_good`
+        checkpoint.
         """
-        if not self.failed:
-            return
         norms = self._norms.tolist()
         # NaN first, then infinity, then by size: the likeliest causes come first.
         order = sorted(range(len(norms)), key=lambda i: (norms[i] != norms[i], norms[i]), reverse=True)[:SHOWN]
         largest = ", ".join(f"{self._named[i][0]} {norms[i]:.3g}" for i in order)
-        raise Diverged(
+        return Diverged(
             f"step {self._step.item()}: loss and gradient must be finite, got loss {self._loss.item():.4g}; "
             f"the update was not applied; last good checkpoint: {last_good or 'none'}; "
             f"largest gradient norms: {largest}"

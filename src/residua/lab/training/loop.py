@@ -177,8 +177,9 @@ def _train(
             if not (due.logging or due.saving):
                 continue
 
-            with ranks.report_once():  # the host waits for the device here and where gates are observed
-                take_step.finite.check(saver.newest.path if saver.newest else None)
+            if take_step.finite.failed:  # the host waits for the device here and where gates are observed
+                with ranks.raise_together():  # on all ranks, which have one loss and one gradient
+                    raise take_step.finite.error(saver.newest.path if saver.newest else None)
             seconds, speed = clock.lap(step * tokens_per_step)
             row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks, config.lr * factor)}
             row |= {"tokens_per_second": speed, "seconds": seconds}
@@ -225,16 +226,10 @@ def _write_facts(
 
 def _finished(run: RunFolder, checkpoint: Checkpoint, ranks: Ranks) -> dict[str, Any]:
     """Return the last row of a run that has no steps left."""
-    rows = jsonlines.read(run.metrics)
-    last = rows[-1]["step"] if rows else 0
-    if last != checkpoint.step:
-        raise InputError(
-            f"{run.metrics}: must end with step {checkpoint.step}, as this run is finished, got step {last}; its last "
-            "row is lost, and its checkpoint is whole: residua evaluate measures it"
-        )
+    rows = {row["step"]: row for row in jsonlines.read(run.metrics)}  # all were on the disk before the checkpoint was
     if ranks.first:
-        say(f"{run.path}: this run is finished ({last} steps); more --train.steps train it on")
-    return rows[-1] | {"checkpoint": str(checkpoint.path), "interrupted": False}
+        say(f"{run.path}: this run is finished ({checkpoint.step} steps); more --train.steps train it on")
+    return rows[checkpoint.step] | {"checkpoint": str(checkpoint.path), "interrupted": False}
 
 
 def pick_device(name: str, option: str = "train.device") -> torch.device:
@@ -258,18 +253,13 @@ def _restore(run: RunFolder, settings: Mapping[str, Any], take_step: Step, confi
     with ranks.raise_together():
         if run.resume and ranks.first:
             newest = latest_checkpoint(run.path)
-            if newest is None and (steps := saved_steps(run.path)):
-                # Starting from the first step would overwrite the log and these checkpoints.
+            if newest is None and (saved_steps(run.path) or run.checkpoints.is_symlink()):
+                # Starting from the first step would overwrite the log and these checkpoints. A link may be a mistake.
                 raise InputError(
-                    f"{run.checkpoints} must hold a complete checkpoint to resume from, got {len(steps)} of which none "
-                    "can be read; repair one, or remove them to start again from the first step"
+                    f"{run.checkpoints} must hold a complete checkpoint to resume from, got none that can be read; "
+                    "repair one, or remove this folder or link to start again from the first step"
                 )
             if newest is None:
-                if run.checkpoints.is_symlink():  # the link may point to another run by mistake
-                    raise InputError(
-                        f"{run.checkpoints}: must hold a checkpoint of this run, as it is a link to "
-                        f"{run.checkpoints.resolve()}, got none; remove the link to start again from the first step"
-                    )
                 say(f"{run.path}: no complete checkpoint, starting again from the first step")
             else:
                 more = more_steps(newest.step, newest.settings, settings)
