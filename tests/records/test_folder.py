@@ -89,6 +89,15 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
         pass
 
 
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(InputError, match="run must be a folder to write in"), hold(tmp_path / "run"):
+        pass
+    assert (tmp_path / "theirs").read_text() == "precious"
+
+
 def test_a_lock_makes_no_folder_ours(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".lock").touch()

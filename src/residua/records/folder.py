@@ -108,7 +108,7 @@ def hold(
             path.mkdir(parents=True, exist_ok=True)
             if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
                 raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
-            lock = filelock.FileLock(unlinked(path / LOCK))
+            lock = filelock.FileLock(path / LOCK)  # which follows no link
             lease = filelock.SoftFileLease(unlinked(path / LEASE), lease_duration=LEASE_SECONDS)
             try:
                 stack.enter_context(lock.acquire(timeout=patience))

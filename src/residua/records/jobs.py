@@ -80,11 +80,7 @@ class Records:
     def __init__(self, path: str | Path, key: Key, *, places: Path | None = None, keep: bool = False):
         self.path, self._key, self._places, self._keep = Path(path), key, places, keep
         self._lines = JsonLines(path)
-        try:
-            self.finished = {key(row): row for row in self._lines.rows}
-        except (KeyError, TypeError) as error:
-            self._lines.__exit__()
-            raise InputError(f"{path} must hold the records of earlier runs, found one without {error}") from error
+        self.finished = {key(row): row for row in self._lines.rows}
         self.finished.pop(None, None)
 
     def __enter__(self) -> "Records":

@@ -22,8 +22,6 @@ def read_text(path: str | os.PathLike[str], what: str = "text") -> str:
     path = Path(path)
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path} must be {what}, found no file") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "bytes that are not UTF-8"
         raise InputError(f"{path} must be {what}, got: {reason}") from error

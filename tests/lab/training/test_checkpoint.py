@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from residua.errors import InputError
-from residua.lab.training import Checkpoint, latest_checkpoint, load_checkpoint, open_checkpoint, train
 from residua.lab.training import checkpoint as checkpoint_module
-from residua.lab.training.checkpoint import saved_steps, snapshot, write_checkpoint
+from residua.lab.training import latest_checkpoint, load_checkpoint, train
+from residua.lab.training.checkpoint import Checkpoint, open_checkpoint, saved_steps, snapshot, write_checkpoint
 from residua.lab.training.distributed import ALONE
 from support.toy_language_model import ToyBatches, ToyModel, toy_config
 
@@ -29,14 +29,14 @@ def flip(path):
 
 # What may happen to a checkpoint, and what the message names.
 DAMAGE = {
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), "found no manifest.json"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json must be JSON, got: No such file"),
     "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json must be JSON"),
     "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "must be a JSON object"),
-    "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "found no manifest.json"),
+    "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "manifest.json must be JSON, got: No such"),
     "weights cut short": (lambda path: cut(path / "model.safetensors"), "model.safetensors was cut short or changed"),
     "weights changed": (lambda path: flip(path / "model.safetensors"), "model.safetensors was cut short or changed"),
     "optimizer changed": (lambda path: flip(path / OPTIMIZER), "optimizer.safetensors was cut short or changed"),
-    "optimizer missing": (lambda path: (path / OPTIMIZER).unlink(), f"must hold {OPTIMIZER}, found no such file"),
+    "optimizer missing": (lambda path: (path / OPTIMIZER).unlink(), f"cannot read {OPTIMIZER}: No such file"),
 }
 
 

@@ -4,7 +4,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import residua
-from residua.lab.training import (
+from residua.lab.training.optimizer import (
     hidden_matrices,
     learning_rate_factor,
     make_optimizer,
