@@ -37,18 +37,11 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[str], dict[str, Tensor]
     Raises:
         InputError: the file is missing, damaged, of another version, or not a trace.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: must be a trace, got no file; residua explore RUN writes one")
-    values, metadata = read_tensors(path, "a trace", "make it again")
+    values, metadata = read_tensors(path, "a trace", "residua explore RUN writes one")
     version = metadata.get("residua_trace")
-    if version is None:
-        raise InputError(f"{path}: must be a trace, got other tensors; residua explore RUN writes one")
     if version != str(VERSION):
-        raise InputError(
-            f"{path}: must be a trace of version {VERSION}, got version {version}; make it again with this "
-            "residua, or read it with the one that wrote it"
-        )
+        other = "other tensors" if version is None else f"version {version}"
+        raise InputError(f"{path} must be a trace of version {VERSION}, got {other}; residua explore RUN writes one")
     return json.loads(metadata["facts"]), json.loads(metadata["tokens"]), values
 
 
