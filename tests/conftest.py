@@ -2,12 +2,15 @@
 the marks of what `make check` leaves out."""
 
 import gc
+import multiprocessing
 import os
 import signal
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from support.browser import browser, open_page, open_shared_page  # noqa: F401
 from support.processes import alone, start  # noqa: F401
@@ -40,7 +43,7 @@ MARKED_FILES = {
     "models/test_transformers_testers.py": "slow",
     "test_mup_check.py": "slow",
 }
-MARKED_FIXTURES = {"browser": "browser", "start": "processes"}
+MARKED_FIXTURES = {"browser": "browser", "start": "processes", "quick_pool": "processes"}
 
 # Single tests of these take minutes. They come first, so that no worker is left with one when all else is done.
 LONGEST = ("test_docs.py", "test_first_run.py", "test_links.py")
@@ -94,6 +97,14 @@ def pytest_collection_modifyitems(items):
             marks.add("variant")
         for mark in marks:
             item.add_marker(mark)
+
+
+@pytest.fixture
+def quick_pool(monkeypatch):
+    """The processes of `run_jobs` begin as copies of one that has imported the laboratory, as those of `start` do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["residua.lab.experiment"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
 def _parameters(item):

@@ -7,8 +7,11 @@ import shlex
 import statistics
 import subprocess
 import sys
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,7 +24,7 @@ from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
 from residua.records.folder import flatten
-from support.pages import DOCS, ROOT, blocks, records, script
+from support.pages import DOCS, EXPERIMENTS, ROOT, blocks, records, script
 
 PAGES = {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
 PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
@@ -54,25 +57,44 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in dict.fromkeys(lines) if line.strip()]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(name, marks=pytest.mark.processes if name == "README.md" else pytest.mark.slow)
-        for name, text in PAGES.items()
-        if blocks(text, "python")
-    ],
-)
-def test_the_python_of_a_page_runs(page, tmp_path):
-    """As printed: one block after the other, in a fresh process that has nothing but them."""
+def run_as_main(code: str, folder: Path) -> None:
+    """Run code in this process, where torch and transformers are imported and nothing of residua, as in a new one."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "residua"]:
+        del sys.modules[name]
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    sys.modules["__main__"] = main_module = ModuleType("__main__")
+    with open("out", "w") as out, open("err", "w") as err, redirect_stdout(out), redirect_stderr(err):
+        try:
+            exec(code, vars(main_module))
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if blocks(text, "python")])
+def test_the_python_of_a_page_runs(page, start, tmp_path):
+    """As printed: one block after the other, in a process that has nothing but them."""
     code = "\n".join(cells(DOCS / "tutorial.ipynb") if page == "docs/tutorial.md" else blocks(PAGES[page], "python"))
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=one_thread, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    if page == "README.md":
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=one_thread, capture_output=True, text=True
+        )
+        status, printed, said = done.returncode, done.stdout, done.stderr
+    else:
+        process = start(run_as_main, code, tmp_path)
+        process.join()
+        status, printed, said = process.exitcode, (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
+    assert status == 0, said
     for line in re.findall(r"^ *print\(.*\)\n# (.*)$", code, flags=re.MULTILINE):
-        assert line in done.stdout.splitlines()
+        assert line in printed.splitlines()
     if page == "docs/tutorial.md":
-        losses, printed = re.findall(r"last loss (\d\.\d+) ", done.stdout), re.search(r"# such as (.*)", code)[1]
-        for loss, about in zip(losses, re.findall(r"\d\.\d+", printed), strict=True):
+        losses, expected = re.findall(r"last loss (\d\.\d+) ", printed), re.search(r"# such as (.*)", code)[1]
+        for loss, about in zip(losses, re.findall(r"\d\.\d+", expected), strict=True):
             assert abs(float(loss) - float(about)) < 0.15
 
 
@@ -102,7 +124,7 @@ def test_the_equation_of_a_scheme_becomes_a_formula(name, scheme_pages):
 
 @pytest.mark.processes
 @pytest.mark.timeout(900)  # every command of every page, one after the other
-def test_the_commands_run(monkeypatch, tmp_path, capsys):
+def test_the_commands_run(quick_pool, monkeypatch, tmp_path, capsys):
     """`make` is checked against the Makefile; every residua command runs, training for a few steps only."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
@@ -236,9 +258,10 @@ def test_the_home_page_and_the_copies_of_the_site(hooks):
 
 
 @pytest.mark.slow
-def test_the_tables_agree_with_the_records():
-    done = subprocess.run([sys.executable, ROOT / "experiments/tables.py"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_the_tables_agree_with_the_records(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.setattr(sys, "argv", ["tables.py"])
+    assert script("tables").main() == 0, capsys.readouterr().err
 
 
 def test_the_network_without_layers_is_ahead_where_the_pages_say_so():
