@@ -1,6 +1,9 @@
-"""The engine of sweeps. That kills and resumes change no number is tested where runs have numbers: tests/geometry."""
+"""The engine of sweeps. That kills and resumes change no number is tested where runs have numbers: tests/lab/study."""
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,17 @@ def leaves_state(*, place, report):
     return {"place": place.name}
 
 
+def endless(*, place, report):
+    """Leaves the number of its process where its state would be, and never asks whether its parent listens."""
+    place.with_suffix(".pid").write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.01)
+
+
+def dies(*, place, report):
+    os._exit(3)
+
+
 def number(row):
     return row["number"]
 
@@ -33,13 +47,12 @@ def with_key(job, record):
     return {"key": job.key, **record}
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
-def test_records_come_back_in_the_order_of_the_jobs_and_stay(processes, tmp_path):
+def test_records_come_back_in_the_order_of_the_jobs_and_stay(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{"number": 2, "double": "old"}\n')
     jobs = [Job(n, double, (n,), cost=n) for n in (1, 2, 3)]
     with Records(path, number) as records:
-        found = run_jobs(jobs, records, processes=processes, progress=False)
+        found = run_jobs(jobs, records, progress=False)
     assert [row["double"] for row in found] == [2, "old", 6]
     assert {row["number"]: row["double"] for row in jsonlines.read(path)} == {1: 2, 2: "old", 3: 6}
 
@@ -53,26 +66,74 @@ def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_pa
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path):
-    """Doubling until 20 is passed: no run twice, and the last answer of the plan comes back."""
+    """Two numbers are doubled until 20 is passed: no run twice, and the last answer of the plan comes back."""
 
     def plan(done):
-        chain = [1]
-        while chain[-1] in done and done[chain[-1]]["double"] < 20:
-            chain.append(done[chain[-1]]["double"])
-        return [Job(n, double, (n,)) for n in chain]
+        chains = [1], [3]
+        for chain in chains:
+            while chain[-1] in done and done[chain[-1]]["double"] < 20:
+                chain.append(done[chain[-1]]["double"])
+        return [Job(n, double, (n,)) for chain in chains for n in chain]
 
     with Records(tmp_path / "records.jsonl", number) as records:
         found = run_jobs(plan, records, processes=processes, progress=False)
-    assert [row["number"] for row in found] == [1, 2, 4, 8, 16]
-    assert len(jsonlines.read(tmp_path / "records.jsonl")) == 5
+    assert [row["number"] for row in found] == [1, 2, 4, 8, 16, 3, 6, 12]
+    assert len(jsonlines.read(tmp_path / "records.jsonl")) == 8
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 @pytest.mark.parametrize("error", [InputError("wrong key"), RunError("disk full")], ids=repr)
 def test_what_a_run_refuses_is_the_error_of_the_sweep(processes, error, tmp_path):
-    jobs = [Job("bad", refuses, (error,)), Job("other", refuses, (error,))]
     with Records(tmp_path / "records.jsonl", lambda row: None) as records, pytest.raises(type(error), match=str(error)):
-        run_jobs(jobs, records, processes=processes, progress=False)
+        run_jobs(lambda finished: [Job("bad", refuses, (error,))], records, processes=processes, progress=False)
+
+
+@pytest.mark.processes
+def test_a_process_that_dies_is_told_and_what_is_finished_stays(tmp_path):
+    jobs = [Job(1, double, (1,)), Job("bad", dies, ())]
+    path = tmp_path / "records.jsonl"
+    with Records(path, number) as records, pytest.raises(RunError, match=r"bad ended with exit status 3"):
+        run_jobs(lambda finished: jobs[: len(finished) + 1], records, processes=2, progress=False)
+    assert jsonlines.read(path) == [{"number": 1, "double": 2}]
+
+
+WORKERS = """
+import sys
+from tests.records.test_jobs import Job, endless, open_runs, run_jobs
+with open_runs(sys.argv[1], {}) as made:
+    run_jobs([Job(name, endless, ()) for name in ("a", "b", "c")], made, processes=2)
+"""
+
+
+def running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition, seconds=200):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.005)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see which processes run")
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WORKERS, str(tmp_path / "out")]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+    def workers():
+        return [path.read_text() for path in (tmp_path / "out" / "runs").glob("*.pid")]
+
+    wait_for(lambda: len(workers()) == 2 and all(workers()))
+    assert all(running(worker) for worker in workers())
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(running(worker) for worker in workers()))
 
 
 def test_keys_may_be_tuples_and_the_last_of_equal_ones_counts(tmp_path):
