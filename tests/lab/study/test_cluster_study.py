@@ -7,12 +7,11 @@ import sys
 import pytest
 
 from residua.commands.cli import main
-from residua.lab.data import prepare
+from residua.lab.study import engine
 from residua.lab.study.engine import measure_costs, run_study, train_run
 from residua.lab.study.plan import Plan
 from residua.lab.study.results import results
 from residua.records import jsonlines, slurm
-from residua.records.jobs import Job, open_runs, run_jobs
 from residua.records.slurm import Slurm
 from support.planted_study import DOCUMENT, costs, records, study
 
@@ -26,37 +25,12 @@ SMALLEST = {
 LOCAL = Slurm({"time": 5}, cluster="local")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        (folder / f"{i:02d}.txt").write_text(" ".join(f"word{(i * j) % 97} is {(i + j) % 13}," for j in range(60)))
-    return str(prepare(str(folder), folder / "data", vocab_size=300, progress=False).folder)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_study_of_jobs_has_the_losses_of_one_on_this_machine(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
-    for name, executor in (("jobs", LOCAL), ("here", None)):
-        run_study(study(**SMALLEST), tmp_path / name, data=data, costs=False, executor=executor, progress=False)
-    rows = [{row["key"]: row for row in jsonlines.read(tmp_path / name / "records.jsonl")} for name in ("jobs", "here")]
-    assert len(rows[0]) == 6
-    assert rows[0].keys() == rows[1].keys()
-    for key, row in rows[0].items():
-        same = [
-            {name: one[name] for name in one if name not in ("seconds", "tokens_per_second", "facts")}
-            for one in (row, rows[1][key])
-        ]
-        assert same[0] == same[1]
-
-
 def preempted_once(run, *, place, report):
-    """Train a run; at its first report of a step Slurm announces that the job has to go."""
+    """Train a run. At the first report of a step of seed 1, Slurm announces that the job has to go."""
 
     def report_step(step):
         report(step)
-        if step and not (mark := place.with_suffix(".mark")).exists():
+        if step and run.config.train.seed == 1 and not (mark := place.with_suffix(".mark")).exists():
             mark.write_text(str(step))
             os.kill(os.getpid(), signal.SIGUSR2)
 
@@ -65,21 +39,28 @@ def preempted_once(run, *, place, report):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_preempted_job_saves_its_state_and_goes_on_with_the_same_numbers(data, tmp_path, monkeypatch):
+def test_a_study_of_jobs_has_the_losses_of_one_on_this_machine_though_one_is_preempted(data, tmp_path, monkeypatch):
+    """The preempted job saves its state and goes on."""
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the job imports this module
-    document = {
-        **SMALLEST,
-        "tokens_per_parameter": 0.1,
-        "set": {**SMALLEST["set"], "train.checkpoint_every": 1000, "train.log_every": 1},
-    }
-    trained = next(iter(Plan(study(**document), data).runs({})))
-    with open_runs(tmp_path / "out", {}) as made:
-        (record,) = run_jobs([Job(trained.key, preempted_once, (trained,))], made, executor=LOCAL, progress=False)
-    (resumed,) = record["facts"]["resumed"]
-    assert resumed["step"] >= 1
-    here = train_run(trained, place=tmp_path / "here", report=lambda step: None)
-    assert [record[name] for name in ("val_loss", "loss", "curve")] == [here[n] for n in ("val_loss", "loss", "curve")]
+    settings = {**SMALLEST["set"], "train.checkpoint_every": 1000, "train.log_every": 1}
+    alone = study(**{**SMALLEST, "schemes": {"residual": {}}, "tokens_per_parameter": 0.1, "set": settings})
+    rows = []
+    for executor, function in ((LOCAL, preempted_once), (None, train_run)):
+        monkeypatch.setattr(engine, "train_run", function)
+        folder = tmp_path / f"out{len(rows)}"
+        run_study(alone, folder, data=data, costs=False, executor=executor, progress=False)
+        rows.append({row["key"]: row for row in jsonlines.read(folder / "records.jsonl")})
+    assert len(rows[0]) == 3
+    assert rows[0].keys() == rows[1].keys()
+    (resumed,) = [row["facts"]["resumed"] for row in rows[0].values() if "resumed" in row["facts"]]
+    assert resumed[0]["step"] >= 1
+    for key, row in rows[0].items():
+        same = [
+            {name: one[name] for name in one if name not in ("seconds", "tokens_per_second", "facts")}
+            for one in (row, rows[1][key])
+        ]
+        assert same[0] == same[1]
 
 
 @pytest.mark.slow
@@ -118,14 +99,14 @@ def test_seconds_are_compared_on_one_processor_alone(cpu):
 def test_a_wrong_option_of_sbatch_is_one_line(options, said, data, tmp_path, monkeypatch, capsys):
     submitit = pytest.importorskip("submitit")
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", lambda: 2)
-    argv = ["study", "run", "resbench", "--data", data, "--out", str(tmp_path / "out"), "--executor", "slurm"]
+    argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     assert main([*argv, *options]) == 2
     assert capsys.readouterr().err == f"residua: {said}\n"
     assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_package_and_a_machine_without_slurm_are_one_line(data, tmp_path, monkeypatch, capsys):
-    argv = ["study", "run", "resbench", "--data", data, "--out", str(tmp_path / "out"), "--executor", "slurm"]
+    argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     monkeypatch.setenv("PATH", "")
     assert main([*argv, "--slurm", "time=5"]) == 2
     said = "residua: --executor slurm must run on a machine of the cluster, found no srun here\n"

@@ -11,7 +11,6 @@ from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.cost import steps as cost
 from residua.lab.cost.steps import measure
-from residua.lab.data import prepare
 from residua.lab.study.engine import joined, measure_costs
 from residua.lab.study.plan import Plan
 from residua.records import jsonlines
@@ -30,15 +29,6 @@ SMALLEST = {
 def configs_of(plan):
     configs = {name: plan.config("small", name) for name in plan.study.schemes}
     return {name: (config, plan.model(config)) for name, config in configs.items()}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        text = " ".join(f"word{(i * j) % 97} is {(i + j) % 13}," for j in range(60))
-        (folder / f"{i:02d}.txt").write_text(text)
-    return prepare(str(folder), folder / "data", vocab_size=300, progress=False).folder
 
 
 @pytest.fixture(scope="module")

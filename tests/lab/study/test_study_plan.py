@@ -8,21 +8,11 @@ import pytest
 from residua.connections import Residual, register, registry, resolve
 from residua.errors import InputError
 from residua.lab.cost.counts import parameters
-from residua.lab.data import prepare
 from residua.lab.study.definition import load_study, read_study
 from residua.lab.study.engine import jobs
 from residua.lab.study.plan import Plan
 from residua.models import ResiduaConfig
 from support.planted_study import DOCUMENT, studies_of_the_page, study
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        text = " ".join(f"word{(i * j) % 97} is {(i + j) % 13}," for j in range(60))
-        (folder / f"{i:02d}.txt").write_text(text)
-    return prepare(str(folder), folder / "data", vocab_size=300, progress=False).folder
 
 
 def walked(plan, loss):

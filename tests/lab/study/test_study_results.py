@@ -8,10 +8,11 @@ import numpy
 import pytest
 from scipy.stats import ttest_ind
 
+from residua.errors import InputError
 from residua.lab.study.picture import draw
 from residua.lab.study.report import markdown, payload, table, write_report
-from residua.lab.study.results import results
-from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
+from residua.lab.study.results import read_results, results
+from support.planted_study import DOCUMENT, copied, cost, costs, folder, record, records, study
 
 
 def row_of(found, scheme="ddl"):
@@ -403,3 +404,15 @@ def test_what_is_clear_of_zero_is_filled():
     (panel,) = draw(found).axes
     marks, *hollow = (tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o")
     assert (len(marks), hollow) == (1, [()])
+
+
+def test_a_run_on_other_data_is_refused(tmp_path):
+    runs = [{**row, "facts": {**row["facts"], "data": {"fingerprint": "e" * 64}}} for row in records()]
+    with pytest.raises(InputError, match=r"must be of the data ffff.*, got 'eeee"):
+        read_results(folder(tmp_path / "study", runs))
+
+
+def test_nothing_finished_and_one_seed_are_no_errors(tmp_path):
+    assert "Not finished" in markdown(read_results(folder(tmp_path / "none", [], [])))
+    first = [row for row in records() if row["seed"] < 2]
+    assert "(one seed)" in markdown(read_results(folder(tmp_path / "one", first)))

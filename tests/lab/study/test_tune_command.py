@@ -2,11 +2,10 @@
 
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from itertools import chain
@@ -15,6 +14,7 @@ import pytest
 
 from residua.commands.cli import main
 from residua.errors import InputError
+from residua.lab import experiment
 from residua.lab.data import prepare
 from residua.lab.study.search import Search
 from residua.lab.study.sweep import Outcome, Result, Sweep, parse_over, train_sweep
@@ -37,15 +37,6 @@ OPTIONS = (
     "--train.device=cpu",
 )
 BY_CLOCK = ("seconds", "tokens_per_second", "facts")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(40):
-        text = " ".join(f"word{(i * j) % 97} is {(i + j) % 13}," for j in range(60))
-        (folder / f"{i:02d}.txt").write_text(text)
-    return prepare(str(folder), folder / "data", vocab_size=300, progress=False).folder
 
 
 def sweep_of(data, over, **options):
@@ -216,24 +207,28 @@ def test_other_data_under_the_same_path_are_refused(data, tmp_path):
         train_sweep(sweep, tmp_path / "out", progress=False)
 
 
+def tune(data, out, processes):
+    options = ["--config", "tiny", *OPTIONS, f"--data.path={data}", "--over", "train.lr=1e-3,4e-3,1e-2"]
+    os._exit(main(["study", "tune", *options, "--out", str(out), "--processes", processes]))
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
 def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_path):
     """Killed in the middle of a run, alone and with two workers, which end with their parent."""
-    over = {"train.lr": (1e-3, 4e-3, 1e-2)}
-    sweep = sweep_of(data, over)
+    sweep = sweep_of(data, {"train.lr": (1e-3, 4e-3, 1e-2)})
     train_sweep(sweep, tmp_path / "whole", progress=False)
-    out = tmp_path / "out"
-    argv = [sys.executable, "-m", "residua", "study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
-    argv += ["--over", "train.lr=1e-3,4e-3,1e-2", "--out", str(out), "--processes"]
-    resumed = 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["residua.lab.experiment"])
+    out, resumed = tmp_path / "out", 0
     for processes in ("1", "2"):
-        process = subprocess.Popen([*argv, processes], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        process = context.Process(target=tune, args=(data, out, processes))
+        process.start()
         before = len(list(out.glob("runs/*/checkpoints/step-*")))
-        while process.poll() is None and len(list(out.glob("runs/*/checkpoints/step-*"))) == before:
+        while process.is_alive() and len(list(out.glob("runs/*/checkpoints/step-*"))) == before:
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         resumed += len(list(out.glob("runs/*/checkpoints/step-*")))
     assert resumed, "no run was killed under way"
     assert len(train_sweep(sweep, out, progress=False).results) == 3
@@ -241,18 +236,18 @@ def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_
     assert not list((out / "runs").iterdir())
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
-def test_its_status_says_which_signal_ended_it(data, tmp_path):
-    argv = [sys.executable, "-m", "residua", "study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}"]
-    argv += ["--train.steps=100000", "--over", "train.lr=1e-3", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(tmp_path.glob("out/runs/*/checkpoints/step-*")):
-        time.sleep(0.01)
-    process.terminate()
-    said = process.communicate()[1]
-    assert process.returncode == 143
-    assert "interrupted; what is done is in" in said
+def test_its_status_says_which_signal_ended_it(data, tmp_path, monkeypatch, capsys):
+    take = experiment.Batches.at
+
+    def stopped(batches, index):
+        if index == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return take(batches, index)
+
+    monkeypatch.setattr(experiment.Batches, "at", stopped)
+    argv = ["study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}", "--over", "train.lr=1e-3"]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 143
+    assert "interrupted; what is done is in" in capsys.readouterr().err
 
 
 def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp_path, monkeypatch):
