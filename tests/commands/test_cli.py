@@ -6,8 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -18,6 +16,7 @@ from residua.commands.cli import main
 from residua.commands.signature import command_parser
 from residua.commands.table import COMMANDS
 from residua.connections import PRESETS, registry
+from residua.lab import experiment
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -378,13 +377,11 @@ print(*statuses)
 """
 
 
-def without(blocked, *commands):
-    """The statuses of commands in one process where these modules are not installed, and what they print."""
-    return each_without(*((blocked, command) for command in commands))
-
-
 def each_without(*commands):
-    """The same where each command comes with the modules that it misses. A module that an earlier one had is there."""
+    """The statuses of commands in one process, each with the modules that are not installed, and what they print.
+
+    A module that an earlier command had is there.
+    """
     commands = [(sorted(blocked), command) for blocked, command in commands]
     result = subprocess.run(
         [sys.executable, "-c", f"blocked, commands = [], {commands}\n{BLOCK}"],
@@ -419,6 +416,7 @@ def extras():
 
 @pytest.mark.processes
 def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prepared, tmp_path):
+    """And the demo says what it lacks before it trains."""
     run, out = str(runs / "ddl"), str(tmp_path)
     commands = [
         ["explore", run, "--out", f"{out}/page.html"],
@@ -429,77 +427,62 @@ def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prep
     ]
     known = extras()
     optional = set().union(*known.values())
-    statuses, table, err = without(optional, ["schemes"], ["schemes", "ddl-tc"], *commands)
+    without_lab = [["schemes"], ["schemes", "ddl-tc"], *commands]
+    statuses, table, err = each_without(*((optional, command) for command in without_lab))
     assert statuses == [0, 0, 1, 1, 1, 1, 1], err
     assert err.count("pip install 'residua[lab]'") == len(commands)
     assert all(any(line.startswith(f"{name} ") for line in table) for name in PRESETS), "torch alone lists the schemes"
     assert any("+144,556" in line for line in table)
-    statuses, _, err = without(optional - known["lab"], *commands)
-    assert statuses == [0] * len(commands), err
+
+    beyond = optional - known["lab"]
+    modules = ["transformers", "matplotlib", "plotly"]  # in the order in which the demo imports them
+    demos = [(beyond | {name}, ["demo", "--out", f"{out}/{name}"]) for name in modules]
+    statuses, _, err = each_without(*demos, *((beyond, command) for command in commands))
+    assert statuses == [1] * len(modules) + [0] * len(commands), err
+    hints = [line for line in err.splitlines() if "pip install 'residua[lab]'" in line]
+    assert [name for name, hint in zip(modules, hints, strict=True) if name in hint] == modules
+    assert not any((tmp_path / name).exists() for name in modules)
 
 
-@pytest.mark.processes
-def test_the_demo_says_what_it_lacks_before_it_trains(tmp_path):
-    """One process for all, in the order in which the demo imports them."""
-    modules = ["transformers", "matplotlib", "plotly"]
-    demos = [tmp_path / name for name in modules]
-    statuses, _, err = each_without(*(({demo.name}, ["demo", "--out", str(demo)]) for demo in demos))
-    assert dict(zip(modules, statuses)) == dict.fromkeys(modules, 1), err
-    hints = [line for line in err.splitlines() if "pip install" in line]
-    assert len(hints) == len(modules), err
-    for name, hint in zip(modules, hints):
-        assert name in hint
-        assert "pip install 'residua[lab]'" in hint
-    assert not any(demo.exists() for demo in demos), list(tmp_path.iterdir())
+def do_before(monkeypatch, deeds):
+    """Training does something before it takes a batch: `deeds` maps the number of a batch to it."""
+    take = experiment.Batches.at
+
+    def at(batches, index):
+        deeds.get(index, lambda: None)()
+        return take(batches, index)
+
+    monkeypatch.setattr(experiment.Batches, "at", at)
 
 
-@pytest.fixture
-def train_for_long(prepared):
-    """Start a training that ends only when it is stopped; return it after its first steps."""
-    with ExitStack() as started:
-
-        def start(run, **streams):
-            argv = ["train", "--run", str(run), *SMALL, "--data.path", str(prepared), "--train.steps", "1000000"]
-            command = [sys.executable, "-m", "residua", *argv]
-            process = subprocess.Popen(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **streams)
-            started.enter_context(process)
-            started.callback(process.kill)
-            metrics = run / "metrics.jsonl"
-            while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-                time.sleep(0.05)
-            return process
-
-        yield start
-
-
-@pytest.mark.processes
-def test_a_signal_saves_says_how_to_go_on_and_is_the_status(train_for_long, tmp_path):
+def test_a_signal_saves_says_how_to_go_on_and_is_the_status(capsys, prepared, tmp_path, monkeypatch):
+    do_before(monkeypatch, {3: lambda: signal.raise_signal(signal.SIGTERM)})
     run = tmp_path / "run"
-    process = train_for_long(run, stderr=subprocess.PIPE)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert f"residua train --run {run} --resume" in err
-    assert list((run / "checkpoints").glob("step-*"))
-    assert "Traceback" not in err
+    assert main(["train", "--run", str(run), *SMALL, "--data.path", str(prepared), "--train.steps", "99"]) == 143
+    assert f"residua train --run {run} --resume" in capsys.readouterr().err
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-4"]
 
 
-@pytest.mark.processes
+def train_without_a_reader(opened, number, argv):
+    """Train in this process, whose messages nobody reads from batch 2 on and which a signal ends before batch 40."""
+    reader, writer = opened()
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+    os.close(writer)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    do_before(pytest.MonkeyPatch(), {2: lambda: os.close(reader), 40: lambda: signal.raise_signal(number)})
+    os._exit(main(argv))
+
+
 @pytest.mark.parametrize(("opened", "number"), [(os.pipe, signal.SIGINT), (os.openpty, signal.SIGUSR1)])
-def test_training_outlives_whoever_reads_its_messages(opened, number, train_for_long, tmp_path):
+def test_training_outlives_whoever_reads_its_messages(opened, number, start, prepared, tmp_path):
     """As in `2>&1 | head`, or in a terminal that is gone while SIGHUP is ignored."""
     run = tmp_path / "run"
-    reader, writer = opened()
-    process = train_for_long(run, stdout=writer, stderr=writer)
-    os.close(writer)
-    os.close(reader)
-    before = len((run / "metrics.jsonl").read_bytes())
-    while process.poll() is None and len((run / "metrics.jsonl").read_bytes()) < before + 20_000:
-        time.sleep(0.05)
-    assert process.poll() is None
-    process.send_signal(number)
-    assert process.wait(timeout=60) == 128 + number
-    assert list((run / "checkpoints").glob("step-*"))
+    argv = ["train", "--run", str(run), *SMALL, "--data.path", str(prepared), "--train.steps", "1000"]
+    process = start(train_without_a_reader, opened, number, argv)
+    process.join()
+    assert process.exitcode == 128 + number
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-41"]
 
 
 @pytest.mark.processes
