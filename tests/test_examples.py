@@ -17,14 +17,6 @@ from residua.testing import check_scheme
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)
-def test_an_example_is_short_and_says_how_to_run_it(path):
-    source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= 80
-    if "__main__" in source:
-        assert f"python {path.relative_to(EXAMPLES.parent)}" in source
-
-
 def printed(name: str, capsys: pytest.CaptureFixture) -> str:
     torch.manual_seed(0)
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")

@@ -80,19 +80,6 @@ def test_the_picture_of_the_delta_write_is_drawn(tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_released_models_are_those_of_the_schemes():
-    (section,) = re.findall(r"## Who runs what\n(.*?)\n## ", README, flags=re.DOTALL)
-    for model, preset in re.findall(r"^\| ([^|`]+) \| `\w+` \| `([\w-]+)` \|$", schemes_page(), flags=re.MULTILINE):
-        assert model in section
-        assert f"`{preset}`" in section
-    assert "No released checkpoint" in residua.DeepDelta.users
-    assert "Kimi K3 (blocks of layers)" in residua.AttentionResiduals.users
-
-
-def schemes_page() -> str:
-    return (ROOT / "docs/schemes.md").read_text(encoding="utf-8")
-
-
 def test_what_it_says_of_the_authors_numbers_is_what_their_test_allows():
     conformance = (ROOT / "tests/models/test_conformance.py").read_text(encoding="utf-8")
     assert re.search(r'logits - tensors\["logits.f64"\]\)\.abs\(\)\.max\(\) <= 1e-9', conformance)
