@@ -44,10 +44,7 @@ def finished(data, tmp_path_factory):
     (out / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = Plan(study(**SMALLEST), data)
     with (out / "costs.jsonl").open("w") as file:
-        configs = {
-            name: (plan.config("small", name), plan.model(plan.config("small", name))) for name in plan.study.schemes
-        }
-        for row in measure(configs, "residual", rounds=1, peak=False):
+        for row in measure(configs_of(plan), "residual", rounds=1, peak=False):
             file.write(json.dumps({"rung": "small", "connection": row["scheme"], **row}) + "\n")
     return home
 
@@ -136,23 +133,14 @@ def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path,
     ],
 )
 def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, capsys, change, said):
-    (tmp_path / "other.yaml").write_text(write_yaml({**SMALLEST, **change}))
-    before = {path.name: path.read_bytes() for path in (finished / "out").glob("*.json*")}
-    argv = [
-        "study",
-        "run",
-        str(tmp_path / "other.yaml"),
-        "--out",
-        str(finished / "out"),
-        "--data",
-        str(data),
-        "--no-costs",
-    ]
-    assert main(argv) == 2
+    other, out = tmp_path / "other.yaml", finished / "out"
+    other.write_text(write_yaml({**SMALLEST, **change}))
+    before = {path.name: path.read_bytes() for path in out.glob("*.json*")}
+    assert main(["study", "run", str(other), "--out", str(out), "--data", str(data), "--no-costs"]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-    assert {path.name: path.read_bytes() for path in (finished / "out").glob("*.json*")} == before
+    assert {path.name: path.read_bytes() for path in out.glob("*.json*")} == before
 
 
 def test_a_study_may_add_seeds_and_questions(finished, data):
@@ -265,10 +253,7 @@ def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_p
 def test_costs_count_what_a_matrix_product_does_not(data):
     """The delta write is elementwise: it adds arithmetic of that kind, and little of the other."""
     plan = Plan(study(**SMALLEST), data)
-    configs = {
-        name: (plan.config("small", name), plan.model(plan.config("small", name))) for name in plan.study.schemes
-    }
-    plain, delta = measure(configs, "residual", rounds=2, peak=False)
+    plain, delta = measure(configs_of(plan), "residual", rounds=2, peak=False)
     assert delta["flops_per_token"]["elementwise"] > 1.05 * plain["flops_per_token"]["elementwise"]
     assert plain["time_ratio"] == {"lower": 1.0, "median": 1.0, "upper": 1.0}
     assert len(delta["seconds"]) == 2
