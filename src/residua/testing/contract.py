@@ -181,6 +181,7 @@ def any_number_of_sublayers(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+@torch.no_grad()
 def shapes_without_numbers(scheme: Scheme) -> None:
     """The stream runs on the meta device, where parameters and memory are estimated."""
     with torch.device("meta"):
@@ -190,6 +191,7 @@ def shapes_without_numbers(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+@torch.no_grad()
 def the_norm_is_the_one_given(scheme: Scheme) -> None:
     """`build(..., norm=...)` gives sublayer i the norm i: with another gain of it the outputs change."""
     norms = [perturbed(nn.RMSNorm(DIM, eps=1e-5)) for _ in range(SUBLAYERS)]
@@ -344,6 +346,7 @@ def batch_entries_do_not_mix(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+@torch.no_grad()
 def streaming_equals_the_full_pass(scheme: Scheme) -> None:
     """Any split of the sequence gives the numbers of the whole, pieces shorter than every kernel included."""
     expect_causal(scheme)
@@ -358,6 +361,7 @@ def streaming_equals_the_full_pass(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+@torch.no_grad()
 def padding_changes_no_token(scheme: Scheme) -> None:
     """Rows that are padded, on the left or the right, give their tokens the same numbers as the row without padding."""
     stream = build(scheme)
@@ -375,6 +379,7 @@ def padding_changes_no_token(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+@torch.no_grad()
 def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
     """Rows that begin and end at different tokens, in pieces: padding in a memory is not a token either."""
     expect_causal(scheme)
@@ -417,6 +422,7 @@ def packed_documents_equal_documents_alone(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+@torch.no_grad()
 def a_part_without_a_window_reads_its_own_token(scheme: Scheme) -> None:
     """`window` 0 promises that no earlier token is needed: generation gives such a part no memory."""
     expect_causal(scheme)
