@@ -53,8 +53,7 @@ def test_a_wrong_fast_path_gets_no_speed(monkeypatch, fault):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("preset", ["ddl-cc:implementation=triton", "mhc:implementation=triton"])
-def test_kernels_are_checked_against_the_plain_definitions(preset):
+def test_kernels_are_checked_against_the_plain_definitions():
     """No kernel takes float64."""
     pytest.importorskip("triton", reason="triton is not installed: pip install 'residua[kernels]'")
-    checked(preset, model__num_hidden_layers=2)
+    checked("ddl-cc:implementation=triton")

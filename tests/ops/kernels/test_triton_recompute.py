@@ -19,7 +19,7 @@ delta_write, boundary = (partial(op, implementation="triton") for op in (ops.del
 
 KERNELS = ["delta", "channel", "token"]
 CHANNELS, DIM = 3, 48
-WRITES = {"delta": 9, "channel": 5, "token": 5}  # past a second kept state, with one in two; replays of 0 to 3 writes
+WRITES = 5  # past a second kept state, with one in two; replays of 0 to 3 writes
 SEQ = {"delta": 2, "channel": 2, "token": 5}  # without a GPU a program takes a chunk of 4 tokens, or a piece
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -31,7 +31,7 @@ class Chain:
         self,
         kernel: str,
         dtype: torch.dtype = torch.float32,
-        writes: int | None = None,
+        writes: int = WRITES,
         *,
         shape: tuple[int, int] | None = None,
         channels: int = CHANNELS,
@@ -46,7 +46,7 @@ class Chain:
                 normal(*shape, channels, seed=30 + i),
                 2 * torch.sigmoid(normal(*shape, seed=50 + i)),
             )
-            for i in range(writes or WRITES[kernel])
+            for i in range(writes)
         ]
         self.parameters = [
             0.5 * normal(*((2,) if kernel == "token" else ()), channels, dim, seed=3),
@@ -104,7 +104,7 @@ def test_gradients_are_equal_to_the_last_bit(kernel, dtype):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_chains_of_every_length(kernel):
     chain = Chain(kernel)
-    for writes in range(2, WRITES[kernel]):
+    for writes in range(2, WRITES):
         expected = chain.gradients(chain.loss(1, writes))
         assert_equal(chain.gradients(chain.loss(4, writes)), expected)
 
@@ -128,7 +128,6 @@ def test_chains_longer_than_a_kernel_replays(every):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_one_state_in_m_is_kept(kernel):
-    writes = WRITES[kernel]
     for every in (1, 2, 4, 100):
         chain, found = Chain(kernel, shape=(1, 1)), set()
 
@@ -138,9 +137,9 @@ def test_one_state_in_m_is_kept(kernel):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            made = chain.stretch(chain.start, (), 0, writes, every)
-        assert made[0].grad_fn.age == 1 + (writes - 1) % every
-        assert len(found) == -(-writes // every)
+            made = chain.stretch(chain.start, (), 0, WRITES, every)
+        assert made[0].grad_fn.age == 1 + (WRITES - 1) % every
+        assert len(found) == -(-WRITES // every)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,7 +190,7 @@ def test_checkpointed_stretches_of_a_chain(kernel):
     chain = Chain(kernel, torch.bfloat16)
     expected = chain.gradients(chain.loss(4))
     state, others = chain.start, ()
-    for low, high in pairwise([0, 2, 5, *([9] if kernel == "delta" else [])]):
+    for low, high in pairwise([0, 2, WRITES]):
         state, others = checkpoint(chain.stretch, state, others, low, high, 4, use_reentrant=False)
     loss = sum((x.float().square().mean() for x in others), state.float().square().mean())
     assert_equal(chain.gradients(loss), expected)
