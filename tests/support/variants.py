@@ -12,6 +12,7 @@ from residua.testing import bare_sublayers, normal, perturbed
 
 __all__ = [
     "ALL",
+    "ASSEMBLED",
     "DEEP_DELTA",
     "KERNELS",
     "KINDS",
@@ -237,6 +238,9 @@ ALL: dict[str, Scheme] = PRESETS | VARIANTS
 
 # Deep Delta Learning, whose parts tests look at: those that are not inside a convolution of their sublayer's output.
 DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme, DeepDelta) and scheme.branch is None}
+
+# Presets whose parts other presets have too, put together in another way.
+ASSEMBLED = {"ddl-ec", "ddl-cc", "ddl-tc-v", "attnres-block", "mhc-glm", "orthogonal"}
 
 # The presets that `make check` tries on whole models, one of each kind of state and of memory: one row, several rows,
 # a growing tuple, several inputs, a penalty, sums over tokens, convolutions of the state and of the embedding.

@@ -22,6 +22,7 @@ from residua.connections import resolve
 from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, StreamAdapter, check_module
 from residua.testing.checks import run
 from residua.testing.module import checks
+from support.variants import ASSEMBLED, PRESETS
 
 pytest_plugins = ["pytester"]
 N = 4
@@ -206,6 +207,7 @@ def test_a_public_bug_is_named(bug):
     check, words = NAMED[bug]
     report, start = failures(Block(bug)), "" if words.startswith("^") else ".*"
     assert "Block, compared with ManifoldHyperConnections: " in report
+    assert "bfloat16" not in report or bug == "autocast mapping", "it is blamed for nothing else"
     assert re.search(rf"(?m)^  (\w+, )*{check}(, \w+)*: {start}{words.removeprefix('^')}", report), report
 
 
@@ -353,22 +355,16 @@ def test_right_modules_of_other_schemes_pass_everything(adapter):
     ids=lambda value: getattr(value, "bug", ""),
 )
 def test_a_likely_mistake_is_named(adapter, words):
-    with pytest.raises(CheckFailed, match=words):
-        check_module(adapter)
+    report = failures(adapter)
+    assert re.search(words, report), report
+    assert "bfloat16" not in report
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "adapter",
-    [
-        *(Block(bug) for bug in ("eps outside the root", "eps in Sinkhorn", "21 iterations")),
-        *(Block(bug) for bug in ("updates the streams in place", "writes its input", "dropout", "1 + tanh")),
-        *(Hyper(bug) for bug in ("norm over all streams", "no tanh")),
-        *(Delta(bug) for bug in ("|k| + eps", "raw k", "v lacks its 4")),
-    ],
-    ids=lambda adapter: adapter.bug,
+    "adapter", [Block("eps outside the root"), Block("eps in Sinkhorn"), Hyper("norm over all streams")]
 )
-def test_bfloat16_is_blamed_for_nothing_else(adapter):
+def test_bfloat16_is_not_blamed_for_a_mistake_that_has_no_name(adapter):
     assert "bfloat16" not in failures(adapter)
 
 
@@ -566,7 +562,7 @@ class OurConnection(ConnectionAdapter):
 
 
 @pytest.mark.parametrize("adapter", [OurStream, OurConnection])
-@pytest.mark.parametrize("name", residua.connections.PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ASSEMBLED])
 def test_no_scheme_of_ours_is_accused(name, adapter):
     check_module(adapter(resolve(name)))
 
