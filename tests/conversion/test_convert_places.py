@@ -1,5 +1,7 @@
 """A converted model's weights on other devices, and what its backward pass keeps."""
 
+from functools import cache
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -46,6 +48,7 @@ def test_weights_on_disk_and_offloaded_compute_the_same(connection, tmp_path):
 LAYERS = 8
 
 
+@cache
 def kept(connection, dim):
     """Vectors of width dim, in float32, that one more token keeps in a layer of a Llama in training."""
     model = llama(torch.float32, hidden_size=dim, num_hidden_layers=LAYERS).train()

@@ -104,22 +104,29 @@ def test_a_configuration_that_two_models_share_is_changed_for_one():
     assert type(residua.unconvert(first).config) is LlamaConfig
 
 
-@pytest.mark.processes
-def test_a_pickled_configuration_builds_a_converted_model_in_another_process(tmp_path):
-    (tmp_path / "config").write_bytes(pickle.dumps(converted("hc", torch.float32).config))
-    code = "import pickle, sys; from transformers import AutoModel; config = pickle.load(open(sys.argv[1], 'rb')); "
-    code += "print(*AutoModel.from_config(config).state_dict())"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "config"], capture_output=True, text=True)
-    assert ".stream." in done.stdout, done.stderr
+ANOTHER_PROCESS = """
+import pickle, sys
+from transformers import AutoModel, AutoModelForCausalLM
+
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except ValueError as error:
+    print(error)
+with open(sys.argv[2], "rb") as file:
+    print(*AutoModel.from_config(pickle.load(file)).state_dict())
+"""
 
 
 @pytest.mark.processes
-def test_transformers_alone_does_not_open_it(tmp_path):
-    converted("hc", torch.float32).save_pretrained(tmp_path)
-    code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "residua-converted" in done.stderr
+def test_transformers_alone_does_not_open_it_and_a_pickled_configuration_builds_one(tmp_path):
+    model, config = converted("hc", torch.float32), tmp_path / "config"
+    model.save_pretrained(tmp_path / "model")
+    config.write_bytes(pickle.dumps(model.config))
+    command = [sys.executable, "-c", ANOTHER_PROCESS, tmp_path / "model", config]
+    done = subprocess.run(command, capture_output=True, text=True)
+    refusal, _, names = done.stdout.rstrip().rpartition("\n")
+    assert "residua-converted" in refusal, done.stderr
+    assert ".stream." in names, done.stderr
 
 
 def test_the_class_of_a_single_model_does_not_open_it(tmp_path):
