@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua import FracConnections, HyperConnections
+from residua import FracConnections
 from support.references import assert_computes, rms_norm
-from support.stream_cases import DIM, SUBLAYERS, built
-from support.tolerances import assert_close
-from support.variants import bare_sublayers, every, normal
+from support.stream_cases import built
+from support.variants import every
 
 
 def published(stream, x: Tensor, sublayers: list, scheme: FracConnections) -> Tensor:
@@ -37,16 +36,6 @@ def published(stream, x: Tensor, sublayers: list, scheme: FracConnections) -> Te
 @every(FracConnections)
 def test_values_and_gradients_are_those_of_the_algorithm(scheme):
     assert_computes(built(scheme, noise=0.3, count=3), published, scheme, tokens=(1, 2))
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_one_fraction_is_a_hyper_connection_of_one_stream(dynamic):
-    """The paper, section 4.1. The parameters have the same names and shapes."""
-    ours = built(FracConnections(num_fractions=1, dynamic=dynamic), noise=0.3)
-    theirs = built(HyperConnections(num_streams=1, dynamic=dynamic))
-    theirs.load_state_dict(ours.state_dict())
-    x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
-    assert_close(ours(x, sublayers), theirs(x, sublayers))
 
 
 @pytest.mark.parametrize(("dynamic", "count"), [(False, 1152), (True, 165_056)])

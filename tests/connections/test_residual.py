@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from residua import DeepDelta, DeepSeekHyperConnections, GatedDelta, Residual
+from residua import DeepDelta, GatedDelta, Residual
 from residua.connections import resolve
 from support.references import assert_computes
 from support.tolerances import assert_close
@@ -29,14 +29,6 @@ def test_the_plain_residual_has_no_convolution():
         "connections.0.norm.weight",
         "connections.1.norm.weight",
     ]
-
-
-@pytest.mark.parametrize("kernel", [1, 2, 4])
-def test_it_starts_as_the_plain_residual_to_the_bit(kernel):
-    scheme = Residual(expand="conv", expand_kernel=kernel)
-    x = normal(2, 6, DIM)
-    assert torch.equal(outputs(scheme, x, start=True), outputs(Residual(), x, start=True))
-    assert count(scheme) - count(Residual()) == kernel * DIM
 
 
 def test_the_convolution_is_that_of_deep_delta_with_one_channel():
@@ -96,33 +88,3 @@ def gated(stream, x: Tensor, sublayers: list) -> Tensor:
 
 def test_the_gate_is_that_of_the_plain_form():
     assert_computes(perturbed(Residual(gate="token").build(DIM, 4)).double(), gated)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_gate_starts_as_the_plain_residual_to_the_bit(dtype):
-    x, sublayers = normal(2, 5, DIM, dtype=dtype), bare_sublayers(DIM, 4)
-    ours, plain = (Residual(gate=gate).build(DIM, 4) for gate in ("token", "none"))  # parameters in float32
-    assert torch.equal(ours(x, sublayers), plain(x, sublayers))
-    ours(x, sublayers).square().sum().backward()
-    for connection in ours.connections:
-        assert connection.logits.project.weight.grad.abs().min() > 1e-6
-        assert connection.logits.bias.grad.abs() > 1e-6
-
-
-def test_the_gate_is_the_write_weight_of_mhc_with_one_stream():
-    """Also that of gated-delta which erases nothing, up to the place of gains and scales: 1 + tanh(z / 2) is 2 s(z)."""
-    ours = perturbed(Residual(gate="token").build(DIM, 2)).double()
-    theirs = DeepSeekHyperConnections(num_streams=2).build(DIM, 2).double()
-    delta = GatedDelta(erase="none", write_gate=True).build(DIM, 2).double()
-    for one, mhc, other in zip(ours.connections, theirs.connections, delta.connections):
-        with torch.no_grad():
-            mhc.logits.scale[1], mhc.logits.bias[2] = one.logits.scale[0], one.logits.bias[0]
-            mhc.logits.project.weight[2] = one.logits.project.weight[0].repeat(2) / 2
-            other.norm.load_state_dict(one.norm.state_dict())
-            scaled = one.logits.scale * one.logits.project.weight / one.norm.weight
-            other.write_gate.out.weight.copy_(scaled / 2)
-            other.write_gate.out.bias.copy_(one.logits.bias / 2)
-        x = normal(2, 5, DIM)
-        gate = one.read(x)[1].coefficients.gate
-        assert_close(mhc.read(x.unsqueeze(-2).expand(2, 5, 2, DIM))[1].coefficients.h_post[..., :1], gate)
-        assert_close(other.read(x)[1].coefficients.write, gate)
