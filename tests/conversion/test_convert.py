@@ -131,14 +131,6 @@ def test_a_converted_model_is_the_same_stream_as_sublayers_in_a_row():
     assert_close(model.lm_head(inner.norm(hidden)), model(IDS).logits)
 
 
-@pytest.mark.parametrize("connection", ["residual", "hc", "mhc", "attnres", "ddl"])
-def test_every_connection_gets_a_gradient(connection):
-    model = converted(connection)
-    model(IDS, labels=IDS).loss.backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
-    assert without == []
-
-
 @pytest.mark.parametrize("connection", list(residua.connections.PRESETS))
 def test_every_scheme_preserves_the_model_or_says_why_not(connection):
     """Also where sublayers read the state without a norm, as in OLMo 2."""
@@ -162,14 +154,18 @@ def parallel(name):
     return model_of(config, num_key_value_heads=2, intermediate_size=24, **options)
 
 
+# One of each way to add: a sum, with scales, to streams, along the state, over depth, to what was turned.
+WAYS = ("residual", "lambdas", "mhc", "gated-orthogonal", "delta-attnres", "edelta-stream")
+
+
 @pytest.mark.parametrize(
     ("family", "connection"),
     [
-        *(("cohere", connection) for connection in (*PRESERVING, {"preset": "lambdas", "z": None, "backout": None})),
-        *itertools.product(("cohere2", "stablelm", "longcat_flash"), ("residual", "mhc", "attnres-block")),
+        *itertools.product(["cohere"], [*WAYS, {"preset": "lambdas", "z": None, "backout": None}]),
+        *itertools.product(["cohere2", "stablelm", "longcat_flash"], ["mhc"]),
     ],
 )
-def test_every_scheme_that_preserves_takes_what_is_added_in_two_steps(family, connection):
+def test_what_is_added_in_two_steps_changes_no_number(family, connection):
     model = parallel(family)
     ids = IDS.clamp(max=model.config.vocab_size - 1)
     before = model(ids).logits
@@ -254,11 +250,13 @@ def test_a_model_of_which_no_layer_counts_tokens_generates_from_its_cache(connec
             model(IDS[:, 5:6], **{CACHE if CACHE == "cache" else "cache_params": cache})
 
 
-MAMBAS = ["mamba", "mamba2", "falcon_mamba"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("family", MAMBAS)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *itertools.product(["mamba2"], [torch.bfloat16, torch.float16, torch.float64]),
+        *itertools.product(["mamba", "falcon_mamba"], [torch.bfloat16]),
+    ],
+)
 def test_a_layer_that_keeps_its_residual_in_float32_changes_no_bit(family, dtype, tmp_path):
     """Its norm reads the residual in the dtype of its weights. In float64 the residual is rounded to float32."""
     model = tiny(family).to(dtype)
@@ -275,13 +273,9 @@ def test_a_layer_that_keeps_its_residual_in_float32_changes_no_bit(family, dtype
 
 
 @pytest.mark.parametrize(
-    ("family", "connection"),
-    [
-        *(("mamba2", connection) for connection in PRESERVING),
-        *itertools.product(("mamba", "falcon_mamba"), ("residual", "mhc")),
-    ],
+    ("family", "connection"), [*itertools.product(["mamba2"], WAYS), ("mamba", "mhc"), ("falcon_mamba", "mhc")]
 )
-def test_every_scheme_that_preserves_keeps_the_residual_in_float32(family, connection):
+def test_a_scheme_keeps_the_residual_in_float32(family, connection):
     model = residua.convert(tiny(family).bfloat16(), connection)
     out = model(IDS, labels=IDS, output_hidden_states=True)
     assert out.hidden_states[-2].dtype == torch.float32
