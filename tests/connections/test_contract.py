@@ -16,9 +16,11 @@ from residua.connections.expanding import ExpandingScheme
 from residua.testing import check_scheme
 from residua.testing.contract import DIM, SUBLAYERS
 from support.tolerances import assert_close
-from support.variants import ALL, DEEP_DELTA, KERNELS, NON_CAUSAL, bare_sublayers, normal, perturbed
+from support.variants import ALL, ASSEMBLED, DEEP_DELTA, KERNELS, NON_CAUSAL, bare_sublayers, normal, perturbed
 
-every_scheme = pytest.mark.parametrize("name", ALL)
+every_scheme = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.variant if name in ASSEMBLED else ()) for name in ALL]
+)
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> residua.Stream:
