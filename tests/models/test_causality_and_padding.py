@@ -26,13 +26,12 @@ KINDS = [
     "token-dv3-k2-separate",
 ]
 CACHES = [DynamicCache, partial(StaticCache, max_cache_len=16)]
-# What a variant adds is in its stream, for which the contract has the same checks.
-SCHEMES = [*PRESETS, *(name for name in KINDS if name not in PRESETS)]
-every_scheme = pytest.mark.parametrize("name", SCHEMES)
+# What other schemes add is in their streams, for which the contract has the same checks.
+every_kind = pytest.mark.parametrize("name", KINDS)
 
 
 @torch.no_grad()
-@every_scheme
+@every_kind
 def test_causal(name):
     """A changed token leaves all logits before it the same to the last bit."""
     model, ids = tiny_model(name), prompt(2, 8)
@@ -44,7 +43,7 @@ def test_causal(name):
 
 
 @torch.no_grad()
-@every_scheme
+@pytest.mark.parametrize("name", [*PRESETS, *(name for name in KINDS if name not in PRESETS)])
 def test_token_by_token_equals_the_full_pass(name):
     """Prefixes of one, two, ... tokens, shorter than every kernel."""
     model, ids = tiny_model(name), prompt(2, 7)
@@ -59,7 +58,7 @@ def test_token_by_token_equals_the_full_pass(name):
 @torch.no_grad()
 @pytest.mark.parametrize("cached", CACHES)
 @pytest.mark.parametrize("split", [(1, 6), (5, 2), (3, 1, 3), (4, 1, 1, 1)])
-@pytest.mark.parametrize("name", KINDS)
+@every_kind
 def test_pieces_of_a_batch_equal_the_full_pass(name, split, cached):
     """Without a mask, and with padding on the left. The mask then covers the cache and the new tokens; positions go on
     from the real tokens."""
@@ -75,7 +74,7 @@ def test_pieces_of_a_batch_equal_the_full_pass(name, split, cached):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "implementation"), [*((name, "sdpa") for name in SCHEMES), ("ddl-ec", "eager")])
+@pytest.mark.parametrize(("name", "implementation"), [*((name, "sdpa") for name in KINDS), ("ddl-ec", "eager")])
 def test_padding_equals_no_padding(name, implementation):
     """A ragged batch, on either side; a bare forward pass, without position ids."""
     model = tiny_model(name)
@@ -91,7 +90,7 @@ def test_padding_equals_no_padding(name, implementation):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", KINDS)
+@every_kind
 def test_padding_between_tokens_equals_no_padding_or_is_refused(name):
     """Attention skips what the mask leaves out; a convolution over the tokens would count it."""
     model, ids = tiny_model(name), prompt(2, 6)
@@ -107,7 +106,7 @@ def test_padding_between_tokens_equals_no_padding_or_is_refused(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("cached", CACHES)
-@pytest.mark.parametrize("name", KINDS)
+@every_kind
 def test_a_second_turn_after_a_row_that_ended_early(name, cached):
     """With a kept cache, padding at the end of the first turn stands between the tokens of that row."""
     model, ids, reply = tiny_model(name), prompt(2, 5), prompt(2, 2, seed=1)
@@ -128,7 +127,7 @@ def test_a_second_turn_after_a_row_that_ended_early(name, cached):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", KINDS)
+@every_kind
 def test_a_cache_can_be_continued_twice(name):
     """Copies of a cache go their own ways; the same continuation twice gives the same numbers, the original is kept."""
     model, ids = tiny_model(name), prompt(1, 5)
@@ -144,7 +143,7 @@ def test_a_cache_can_be_continued_twice(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", KINDS)
+@every_kind
 def test_reordering_a_cache_moves_everything_in_it(name):
     """What beam search does: convolution states move with keys and values."""
     model, ids = tiny_model(name), prompt(3, 5)

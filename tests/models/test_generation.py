@@ -17,18 +17,17 @@ from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import KINDS, LOOKING_BACK, PRESETS
 
-# Every preset, and what looks back in other ways than they do; "+kv3": with keys and values that are convolved.
+# The cache is more than keys and values for schemes that look back, and where keys and values are convolved ("+kv3").
+# For all others generation calls what test_causality_and_padding.py shows to be a function of one token, so two of
+# them stand for all, as ddl-tc stands for its v-Map, which remembers the same.
 CONVOLVED = ["residual+kv3", "ddl-tc+kv3"]
-NAMES = [*PRESETS, "beta-conv-dv1", "token-dv5-k3-ec2", "token-dv3-k2-separate", "channel-dv3-branch3", *CONVOLVED]
-every_scheme = pytest.mark.parametrize("name", NAMES)
-# The cache is more than keys and values for schemes that look back. For all others generation calls what
-# test_causality_and_padding.py shows to be a function of one token, so two of them stand for all.
-keeping = pytest.mark.parametrize(
+VARIED = ["beta-conv-dv1", "token-dv5-k3-ec2", "token-dv3-k2-separate", "channel-dv3-branch3"]
+LASTING = [name for name in PRESETS if name in {"residual", "mudd", *LOOKING_BACK} - {"ddl-tc-v"}]
+every_memory = pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=() if name in {*KINDS, *CONVOLVED} else pytest.mark.variant)
-        for name in NAMES
-        if name in {"residual", "mudd", *LOOKING_BACK, *CONVOLVED}
+        for name in [*LASTING, *VARIED, *CONVOLVED]
     ],
 )
 # eos_token_id -1 is never produced: texts run to their full length unless a test is about their end.
@@ -56,17 +55,18 @@ def greedily(model, ids: Tensor, count: int) -> Tensor:
     return ids
 
 
-@every_scheme
-@pytest.mark.parametrize("length", [1, 5])
-def test_greedy(name, length):
-    model, ids = lively(name), prompt(4, length)
-    expected = greedily(model, ids, 6)
-    assert expected[:, length:].unique().numel() > 4, "a text of few tokens would hide mistakes"
-    assert torch.equal(generate(model, ids), expected)
+@every_memory
+def test_greedy(name):
+    model = lively(name)
+    for length in (1, 5):
+        ids = prompt(4, length)
+        expected = greedily(model, ids, 6)
+        assert expected[:, length:].unique().numel() > 4, "a text of few tokens would hide mistakes"
+        assert torch.equal(generate(model, ids), expected)
     assert torch.equal(generate(model, ids, use_cache=False), expected)
 
 
-@every_scheme
+@every_memory
 def test_ragged_left_padded_batch(name):
     """Each row as if it were alone, whatever token fills the batch."""
     model = lively(name)
@@ -77,7 +77,7 @@ def test_ragged_left_padded_batch(name):
         assert torch.equal(generate(model, ids, mask)[:, -6:], torch.stack(alone))
 
 
-@keeping
+@pytest.mark.parametrize("name", ["mudd", "ddl-tc+kv3"])
 def test_sampling_is_the_same_with_and_without_the_cache(name):
     model, ids = lively(name), prompt(2, 3)
     texts = []
@@ -90,7 +90,7 @@ def test_sampling_is_the_same_with_and_without_the_cache(name):
     assert texts[0].shape == (4, 9)
 
 
-@keeping
+@every_memory
 def test_beam_search_is_the_same_with_and_without_the_cache(name):
     model = lively(name)
     ids, mask = left_padded([prompt(4, seed=1), prompt(2, seed=2)])
@@ -99,22 +99,6 @@ def test_beam_search_is_the_same_with_and_without_the_cache(name):
     assert torch.equal(cached, generate(model, ids, mask, use_cache=False, **options))
     alone = generate(model, ids[1:, 2:], **options)
     assert torch.equal(cached[2:, 4:], alone[:, 2:]), "left padding changes the beams"
-
-
-@keeping
-def test_prompt_lookup_decoding(name):
-    """Guessed tokens are dropped from the cache again: keys, values and convolution states."""
-    model = lively(name)
-    ids = torch.cat([prompt(1, 4, seed=3)] * 3, 1)
-    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3), greedily(model, ids, 6))
-
-
-@pytest.mark.slow
-@keeping
-def test_assisted_decoding(name):
-    model, ids = lively(name), prompt(1, 4)
-    draft = lively("ddl-ec" if name != "ddl-ec" else "ddl")
-    assert torch.equal(generate(model, ids, assistant_model=draft), greedily(model, ids, 6))
 
 
 def test_an_assistant_may_draw_the_token_that_fills_a_batch():
@@ -130,7 +114,7 @@ def test_an_assistant_may_draw_the_token_that_fills_a_batch():
     assert all(mask.all() for mask in masks if mask is not None)
 
 
-@keeping
+@every_memory
 def test_static_cache(name):
     model = lively(name)
     prompts = [prompt(4, seed=1), prompt(2, seed=2)]
@@ -140,13 +124,13 @@ def test_static_cache(name):
         assert torch.equal(row[-6:], greedily(model, alone[None], 6)[0, -6:])
 
 
-@keeping
+@every_memory
 def test_chunked_prefill(name):
     model, ids = lively(name), prompt(2, 7)
     assert torch.equal(generate(model, ids, prefill_chunk_size=3), greedily(model, ids, 6))
 
 
-@keeping
+@every_memory
 def test_going_on_from_a_kept_cache(name):
     """A cache of a shared beginning serves several continuations."""
     model, ids = lively(name), prompt(1, 5)
@@ -177,7 +161,7 @@ def test_the_configuration_says_where_texts_end():
     assert model.generate(prompt(1, 3), do_sample=False, max_new_tokens=8).shape == (1, 4)
 
 
-@keeping
+@every_memory
 def test_early_exit(name):
     """The first layers draft, with the readout of the last; they change no token."""
     model, ids = lively(name), prompt(1, 4)
@@ -191,11 +175,11 @@ def test_an_early_exit_that_does_not_exist_is_refused(layers):
         generate(tiny_model("ddl-tc"), prompt(1, 4), assistant_early_exit=layers)
 
 
-@pytest.mark.slow
-@keeping
-@pytest.mark.parametrize("draft", ["prompt lookup", "model"])
-def test_hidden_states_of_speculative_decoding(name, draft):
-    """After guesses were dropped from the cache, hidden states of the tokens that stay equal one pass over the text."""
+@every_memory
+@pytest.mark.parametrize("draft", ["prompt lookup", pytest.param("model", marks=pytest.mark.slow)])
+def test_speculative_decoding(name, draft):
+    """Guesses are dropped from the cache again: keys, values and convolution states. Hidden states of the tokens that
+    stay equal one pass over the text."""
     model, passes = lively(name), []
 
     def keep(module, args, inputs, out):
@@ -203,7 +187,9 @@ def test_hidden_states_of_speculative_decoding(name, draft):
 
     hook = model.model.register_forward_hook(keep, with_kwargs=True)
     ids = torch.cat([prompt(1, 4, seed=3)] * 3, 1)
-    how = {"prompt_lookup_num_tokens": 3} if draft == "prompt lookup" else {"assistant_model": lively("ddl-ec")}
+    how = {"prompt_lookup_num_tokens": 3}
+    if draft == "model":
+        how = {"assistant_model": lively("ddl-ec" if name != "ddl-ec" else "ddl")}
     text = generate(model, ids, return_dict_in_generate=True, output_hidden_states=True, **how).sequences
     hook.remove()
     assert torch.equal(text, greedily(model, ids, 6))

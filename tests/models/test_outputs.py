@@ -186,9 +186,11 @@ def test_the_loss_is_float32_at_least():
     assert_close(out.loss, expected)
 
 
-@pytest.mark.parametrize(("name", "implementation"), [("ddl-tc", "eager"), *((name, "sdpa") for name in PRESETS)])
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("ddl-tc", "eager"), *((name, "sdpa") for name in ("ddl-ec", "edelta", "mudd"))]
+)
 def test_float64_from_end_to_end(name, implementation):
-    """Norms, gates, rotary tables, masks, logits and the loss, and back."""
+    """Norms, gates, rotary tables, masks, logits and the loss, and back; what is in a stream is the contract's."""
     model, ids = tiny_model(name, mup=True, attention_output_gate=True), prompt(2, 5)
     model.set_attn_implementation(implementation)
     with OnlyFloat64():
@@ -197,8 +199,7 @@ def test_float64_from_end_to_end(name, implementation):
 
 
 @torch.no_grad()
-@every_preset
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "dtype"), [("ddl-tc", torch.float16), *((name, torch.bfloat16) for name in PRESETS)])
 def test_narrow_models(name, dtype):
     """Logits come in the model's dtype and near those of float64, also from a padded batch and from the cache.
     Perturbed less than elsewhere: far from their start, nets of gates amplify what the embedding alone loses."""

@@ -42,7 +42,7 @@ def step_of(model, ids: Tensor) -> Step:
 
 @cache
 def step(scheme) -> Step:
-    return step_of(model_of(scheme), prompt(2, 5).to(DEVICE))
+    return step_of(model_of(scheme), prompt(1, 5).to(DEVICE))
 
 
 # Between the four sublayers of two layers there are three stretches that one kernel takes whole.
@@ -86,7 +86,7 @@ def test_generation_is_left_to_the_reference():
 
 @pytest.mark.parametrize("name", ["channel", "token"])
 def test_kernels_step_aside_where_a_parameter_is_not_what_a_call_uses(name):
-    ids = prompt(2, 5).to(DEVICE)
+    ids = prompt(1, 5).to(DEVICE)
     schemes = KERNELS[name], replace(KERNELS[name], implementation="reference")
     models = [model_of(scheme, num_hidden_layers=1) for scheme in schemes]
     for model in models:
