@@ -196,12 +196,12 @@ def the_norm_is_the_one_given(scheme: Scheme) -> None:
     """`build(..., norm=...)` gives sublayer i the norm i: with another gain of it the outputs change."""
     norms = [perturbed(nn.RMSNorm(DIM, eps=1e-5)) for _ in range(SUBLAYERS)]
     stream = perturbed(scheme.build(DIM, SUBLAYERS, norm=norms.__getitem__)).double().eval()
+    before = outputs(stream, normal(2, 5, DIM))
     for i, norm in enumerate(norms):
-        before = outputs(stream, normal(2, 5, DIM))
-        with torch.no_grad():
-            norm.weight[0] *= 2
+        norm.weight[0] *= 2
         after = outputs(stream, normal(2, 5, DIM))
         expect(not torch.equal(before, after), f"the norm that build() was given for sublayer {i} is not used")
+        before = after
 
 
 @CONTRACT.add
@@ -338,6 +338,7 @@ def causal(scheme: Scheme) -> None:
 
 
 @CONTRACT.add
+@torch.no_grad()
 def batch_entries_do_not_mix(scheme: Scheme) -> None:
     stream = build(scheme)
     x = normal(3, 5, DIM)
@@ -560,10 +561,10 @@ def a_sublayer_must_return_a_tensor_of_its_inputs_shape(scheme: Scheme) -> None:
 @CONTRACT.add
 def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
     """The state keeps its dtype whatever the dtype of the parameters, as with a float32 stream in a bfloat16 model."""
+    start = build(scheme).expand(normal(2, 5, DIM))
     for weights, dtype in [(torch.float64, torch.float32), (torch.float32, torch.float64)]:
-        stream = build(scheme, weights)
-        state = tree_map(lambda leaf: leaf.to(dtype), build(scheme).expand(normal(2, 5, DIM)))  # noqa: B023
-        after = stream.connections[0](state, lambda *x: sum(x))
+        state = tree_map(lambda leaf: leaf.to(dtype), start)  # noqa: B023
+        after = build(scheme, weights).connections[0](state, lambda *x: sum(x))
         dtypes = {leaf.dtype for leaf in tensors(after)}
         expect(dtypes == {dtype}, f"a state of {dtype} becomes {dtypes} beside parameters of {weights}")
 
