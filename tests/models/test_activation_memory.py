@@ -13,8 +13,9 @@ from support.tiny_models import prompt, tiny_model
 LAYERS, DIM, TOKENS = 8, 64, 512
 
 
+@cache
 def kept(
-    connection,
+    connection: str,
     dtype: torch.dtype = torch.float32,
     *,
     autocast: bool = False,
@@ -65,7 +66,6 @@ def kept(
     return size / (TOKENS * DIM * LAYERS * dtype.itemsize)
 
 
-@cache
 def plain(dtype: torch.dtype = torch.float32, device: str = "cpu") -> float:
     return kept("residual", dtype, device=device)
 
@@ -77,7 +77,7 @@ def test_four_channels_keep_little_more_than_one(name, dtype):
     extra = kept(name, dtype) - plain(dtype)
     numbers = 2 * (2 * 4 + 4) * 4 / dtype.itemsize / DIM  # of float32, as a share of a vector this short
     assert extra <= 4.5 + numbers
-    everything = kept({"preset": name, "recompute": "none"}, dtype) - plain(dtype)
+    everything = kept(f"{name}:recompute=none", dtype) - plain(dtype)
     assert everything == pytest.approx(extra + 6, abs=0.5), "three of four states more"
 
 
@@ -88,7 +88,7 @@ def test_kernels_keep_less(name, dtype):
     pytest.importorskip("triton", reason="triton is not installed: pip install 'residua[kernels]'")
     device = "cuda" if torch.cuda.is_available() else "meta"
     found = {
-        recompute: kept({"preset": name, "implementation": "triton", "recompute": recompute}, dtype, device=device)
+        recompute: kept(f"{name}:implementation=triton,recompute={recompute}", dtype, device=device)
         for recompute in ("replay", "none")
     }
     assert found["replay"] <= plain(dtype, device) + 4.5
@@ -111,13 +111,13 @@ def test_four_mixed_streams_keep_little_more_than_one(name, numbers, dtype):
     """Two outputs of sublayers, half a state and some numbers of float32 per token for each layer, as a delta write."""
     extra = kept(name, dtype) - plain(dtype)
     assert extra <= 4.1 + 2 * numbers * 4 / dtype.itemsize / DIM
-    everything = kept({"preset": name, "recompute": "none"}, dtype) - plain(dtype)
+    everything = kept(f"{name}:recompute=none", dtype) - plain(dtype)
     assert everything >= extra + 5.5, "three of four states more"
 
 
-@pytest.mark.parametrize("connection", [{"preset": "frac"}, {"preset": "mhc", "layout": "split"}])
+@pytest.mark.parametrize("connection", ["frac:num_fractions=4", "mhc:layout=split"])
 def test_fractions_of_a_state_are_recomputed(connection):
-    assert kept({**connection, "recompute": "none"}) - kept(connection) == pytest.approx(1.5), "three states of four"
+    assert kept(f"{connection},recompute=none") - kept(connection) == pytest.approx(1.5), "three states of four"
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -150,7 +150,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 def test_a_layer_keeps_at_most_so_many_vectors_beside_the_plain_one(name, dtype, most):
     assert kept(name, dtype) - plain(dtype) <= most
     if name == "altup":
-        assert kept({"preset": name, "recompute": "none"}) >= kept(name) + 12
+        assert kept(f"{name}:recompute=none") >= kept(name) + 12
 
 
 def losses_and_gradients(connection) -> list[torch.Tensor]:
@@ -182,15 +182,13 @@ def test_what_is_derived_changes_no_bit(scheme, monkeypatch):
 
 
 def test_longer_chains_keep_less():
-    extra = [kept({"preset": "ddl-cc", "recompute_every": m}) for m in (1, 2, 4, 8)]
-    assert extra[0] == kept({"preset": "ddl-cc", "recompute": "none"})
+    extra = [kept(f"ddl-cc:recompute_every={m}") for m in (1, 2, 4, 8)]
+    assert extra[0] == kept("ddl-cc:recompute=none")
     assert extra == sorted(extra, reverse=True)
     assert extra[0] - extra[3] == pytest.approx(7, abs=0.5)
 
 
-@pytest.mark.parametrize(
-    "name", ["ddl-cc", {"preset": "altup", "laurel_rank": 2}, {"preset": "gated-residual", "rank": 2}]
-)
+@pytest.mark.parametrize("name", ["ddl-cc", "altup:laurel_rank=2", "gated-residual:rank=2"])
 def test_sharded_layers_do_not_cut_the_chain(alone, name):
     """FSDP2 marks the inputs of every layer with a node of its own, between the writes of two layers."""
     from torch.distributed.fsdp import fully_shard

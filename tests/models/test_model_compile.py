@@ -12,14 +12,13 @@ from torch._inductor.decomposition import select_decomp_table
 
 from support.tiny_models import left_padded, prompt, tiny_model
 from support.tolerances import assert_close
-from support.variants import ALL, PRESETS, bare_sublayers, normal, perturbed
+from support.variants import ALL, ASSEMBLED, PRESETS, bare_sublayers, normal, perturbed
 
 # The compiler itself uses what PyTorch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
-# The other presets are made of parts that these have, put together in another way.
-TRAINED = [name for name in PRESETS if name not in ("ddl-ec", "ddl-tc-v", "attnres-block", "mhc-glm", "orthogonal")]
+TRAINED = [name for name in PRESETS if name not in ASSEMBLED]
 IN_A_MODEL = ("ddl-cc-ec", "edelta", "mudd")
 
 
@@ -127,7 +126,7 @@ def test_training_compiles_under_autocast():
 def test_evaluation_of_a_padded_batch_compiles():
     model = tiny_model("ddl-ec", num_hidden_layers=1)
     ids, mask = left_padded([prompt(6, seed=1), prompt(3, seed=2)])
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     real = mask.bool()
     out = compiled(ids, attention_mask=mask, use_cache=False).logits
     assert_close(out[real], model(ids, attention_mask=mask).logits[real])
@@ -142,7 +141,7 @@ def test_packed_documents_compile():
     model, ids = tiny_model("ddl-ec", num_hidden_layers=1), prompt(1, 6)
     numbers, positions = torch.tensor([[0, 0, 0, 1, 2, 2]]), torch.tensor([[0, 1, 2, 0, 0, 1]])
     expected = torch.cat([model(part).logits for part in ids.split((3, 1, 2), 1)], 1)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_close(compiled(ids, position_ids=positions, use_cache=False).logits, expected)
     assert_close(compiled(ids, position_ids=positions, seq_idx=numbers, use_cache=False).logits, expected)
     with pytest.raises(RuntimeError, match="seq_idx has, got others"):
@@ -150,15 +149,12 @@ def test_packed_documents_compile():
 
 
 @pytest.mark.parametrize("name", ["beta-conv-dv1", "v1-operator", "attnres-block-s2"])
-def test_a_stream_alone_compiles(name):
-    """Outside a language model, and with the code that no preset runs."""
+def test_code_that_no_preset_runs_is_one_graph(name):
+    """tests/ops/test_ops_compile.py has the operations and their gradients."""
     stream, sublayers = perturbed(ALL[name].build(8, 2)), bare_sublayers(8, 2)
     x = normal(2, 5, 8, dtype=torch.float32)
-    expected = stream(x, sublayers)
-    compiled = torch.compile(lambda x: stream(x, sublayers), fullgraph=True, backend="aot_eager")
-    assert_close(compiled(x), expected)
-    compiled(x).sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in stream.parameters())
+    compiled = torch.compile(lambda x: stream(x, sublayers), fullgraph=True, backend="eager")
+    assert_close(compiled(x), stream(x, sublayers))
 
 
 def test_export_with_a_batch_and_a_length_that_are_not_known():

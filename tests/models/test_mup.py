@@ -44,7 +44,7 @@ def test_matrices_that_read_the_width_are_scaled_and_nothing_else(tied):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_scheme_has_a_rule(name):
-    built = model(ALL[name])
+    built = model(ALL[name], num_hidden_layers=1)
     factors = learning_rate_factors(built)
     for parameter, factor in factors.items():
         assert factor == 1 or built.get_parameter(parameter).dim() == 2

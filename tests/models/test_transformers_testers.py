@@ -63,8 +63,9 @@ def test_a_preset_passes(case, llama, preset):
                 assert len(layer.conv_states) == config.number_of_conv_states
                 assert all(len(rows) == batch_size for rows in layer.conv_states.values())
 
-    found = transformers_testers.run(Case)
-    assert found.testsRun == llama.testsRun
+    # Attention knows no scheme, so that one preset is enough for its implementations.
+    found = transformers_testers.run(Case, leave_out="test_eager_matches_sdpa" if preset != PRESETS[0] else None)
+    assert found.testsRun + len(found.left_out) == llama.testsRun
     known = {name for name, presets in listed("fails").items() if preset in presets and hasattr(Case, name)}
     surprising = {name: text for name, text in found.failed.items() if name not in known}
     assert not surprising, "\n\n".join(f"{name} fails:\n{text}" for name, text in surprising.items())
