@@ -22,7 +22,6 @@ from residua.connections import resolve
 from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, StreamAdapter, check_module
 from residua.testing.checks import run
 from residua.testing.module import checks
-from support.variants import ASSEMBLED, PRESETS
 
 pytest_plugins = ["pytester"]
 N = 4
@@ -562,7 +561,7 @@ class OurConnection(ConnectionAdapter):
 
 
 @pytest.mark.parametrize("adapter", [OurStream, OurConnection])
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ASSEMBLED])
+@pytest.mark.parametrize("name", residua.connections.PRESETS)
 def test_no_scheme_of_ours_is_accused(name, adapter):
     check_module(adapter(resolve(name)))
 
