@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 
 
 TRAINED = [name for name in PRESETS if name not in ASSEMBLED]
-IN_A_MODEL = ("ddl-cc-ec", "edelta", "mudd")
+IN_A_MODEL = ("edelta", "mudd")
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +62,8 @@ class Step(NamedTuple):
 
 @pytest.fixture(scope="module", params=TRAINED)
 def step(request) -> Step:
-    """Of the stream alone, and of a language model where it adds to the graph what only some schemes have: a memory of
-    tokens, a penalty, several inputs of attention. Raises where the graph breaks."""
+    """Of the stream alone, and of a language model where it adds to the graph what only some schemes have: a penalty,
+    several inputs of attention. Raises where the graph breaks."""
     kept = {}
 
     def inspected(graph, inputs):
