@@ -21,47 +21,39 @@ from residua.connections.options import Taps, expect_used, require_option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvolutionScheme(Scheme):
-    """A scheme whose state may start from a convolution, be read through one, and be written through one.
+class BranchScheme(Scheme):
+    """A scheme whose sublayers' outputs may be convolved before they are written.
 
-    compress          how a sublayer reads the state; None: as it is
-    compress_sharing  one compressor for the two sublayers of a "block", or "separate" ones
-    expand            "repeat": the state starts as the embedding, in every channel; "conv": as a causal convolution of
-                      it over the tokens, which starts as "repeat"
-    expand_kernel     taps of that convolution
-    branch            None: a sublayer's output is written as it is; "conv": with a causal convolution of it over the
-                      tokens added, which starts at 0
-    branch_kernel     taps of that convolution
+    branch         None: a sublayer's output is written as it is; "conv": with a causal convolution of it over the
+                   tokens added, which starts at 0
+    branch_kernel  taps of that convolution
     """
 
-    compress: Literal["token", "channel"] | None = None
-    compress_sharing: Literal["block", "separate"] = "block"
-    expand: Literal["repeat", "conv"] = "repeat"
-    expand_kernel: Taps = 4
     branch: Literal["conv"] | None = None
     branch_kernel: Taps = 4
 
     def __post_init__(self):
         super().__post_init__()
-        expands, convolves = (self.expand == "conv", "expand is 'conv'"), (self.branch is not None, "branch is 'conv'")
-        expect_used(self, {"expand_kernel": expands, "branch_kernel": convolves})
+        expect_used(self, {"branch_kernel": (self.branch is not None, "branch is 'conv'")})
 
     def connected(
         self,
         dim: int,
         num_sublayers: int,
+        sharing: str,
         compressor: Callable[[int], nn.Module],
         connection: Callable[..., CompressingConnection],
     ) -> tuple[list[CompressingConnection], nn.Module]:
         """Return the connections of a stack, and the compressor of the readout.
 
+        sharing      "block": the second sublayer of a block borrows the compressor of the first; or "separate"
         compressor   makes compressor j of the stack, that of the readout as the last
         connection   makes that of sublayer i from i and the compressor or its owner
         """
         connections: list[CompressingConnection] = []
         count = 0
         for i in range(num_sublayers):
-            if self.compress is not None and self.compress_sharing == "block" and i % 2:
+            if sharing == "block" and i % 2:
                 compress: nn.Module = connections[-1]
             else:
                 compress, count = compressor(count), count + 1

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from residua.connections.base import State, Stream
-from residua.connections.branch_convolution import ConvolutionScheme
+from residua.connections.branch_convolution import BranchScheme
 from residua.connections.compressing import CompressingConnection
 from residua.connections.ends import (
     ChannelCompress,
@@ -27,7 +27,7 @@ Compressor = TokenCompress | ChannelCompress | OnlyStream
 
 
 @dataclass(frozen=True)
-class ChannelScheme(RecomputingScheme, ConvolutionScheme):
+class ChannelScheme(RecomputingScheme, BranchScheme):
     """A scheme whose state has the value channels of Deep Delta Learning.
 
     value_channels   d_v, the rows of the state; 1 for a single residual stream
@@ -36,14 +36,21 @@ class ChannelScheme(RecomputingScheme, ConvolutionScheme):
     compress_kernel  number of taps; None means 4 for "token", value_channels for "channel"
     compress_form    "read": convolution and read vector (the code), "direct": one weight per channel (the paper)
     compress_causal  the channel convolution sees only channels up to its own (form "read")
+    compress_sharing one compressor for the two sublayers of a "block", or "separate" ones
+    expand           "repeat" the embedding over the channels, or "conv": a causal convolution that starts as "repeat"
+    expand_kernel    taps of that convolution
     """
 
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"compress_kernel": ("compress", "value_channels")}
 
     value_channels: Rows = 1
+    compress: Literal["token", "channel"] | None = None
     compress_kernel: Taps | None = None
     compress_form: Literal["read", "direct"] = "read"
     compress_causal: bool = False
+    compress_sharing: Literal["block", "separate"] = "block"
+    expand: Literal["repeat", "conv"] = "repeat"
+    expand_kernel: Taps = 4
 
     def __post_init__(self):
         super().__post_init__()
@@ -68,6 +75,7 @@ class ChannelScheme(RecomputingScheme, ConvolutionScheme):
             "compress_form": (self.compress == "channel", "compress is 'channel'"),
             "compress_causal": (convolves and self.compress == "channel", "compress is 'channel' in form 'read'"),
             "compress_sharing": (self.compress is not None, "compress is 'token' or 'channel'"),
+            "expand_kernel": (self.expand == "conv", "expand is 'conv'"),
         }
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
@@ -92,7 +100,8 @@ class ChannelScheme(RecomputingScheme, ConvolutionScheme):
         self, dim: int, num_sublayers: int, compressor: Callable[[int], Compressor], connection: Callable[..., Any]
     ) -> Stream:
         """Return the stream of `connection(i, compress)` for each sublayer; `compressor(j)` makes compressor j."""
-        connections, readout = self.connected(dim, num_sublayers, compressor, connection)
+        sharing = "separate" if self.compress is None else self.compress_sharing
+        connections, readout = self.connected(dim, num_sublayers, sharing, compressor, connection)
         if not self.has_stream_axis:
             return Stream(Same(), connections, Same())
         if self.expand == "conv":

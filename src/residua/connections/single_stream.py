@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from residua.connections.base import State, Stream
-from residua.connections.branch_convolution import ConvolutionScheme
+from residua.connections.branch_convolution import BranchScheme
 from residua.connections.compressing import CompressingConnection
 from residua.connections.ends import Collapse, Copies, Same, TokenCompress, TokenConv
 from residua.connections.memory import Memory, expect_tokens
@@ -15,7 +15,7 @@ from residua.connections.options import Taps, expect_used
 
 
 @dataclass(frozen=True, kw_only=True)
-class SingleStreamScheme(ConvolutionScheme):
+class SingleStreamScheme(BranchScheme):
     """A scheme of one stream, (batch, seq, dim), with the convolutions over tokens of Deep Delta Learning if wanted.
 
     The options are named as in `DeepDelta` and mean the same. They show how much of its gain needs no delta write. Both
@@ -25,15 +25,21 @@ class SingleStreamScheme(ConvolutionScheme):
                       as does the readout, and writes to the stream itself. The Canon layers of arXiv 2512.17351 before
                       attention and MLP are such convolutions behind the norm, one for each sublayer
     compress_kernel   taps of that convolution
+    compress_sharing  one such convolution for the two sublayers of a "block", or "separate" ones
+    expand            "repeat": the stream starts as the embedding; "conv": as a causal convolution of it
+    expand_kernel     taps of that convolution
     """
 
     compress: Literal["token"] | None = None
     compress_kernel: Taps = 4
+    compress_sharing: Literal["block", "separate"] = "block"
+    expand: Literal["repeat", "conv"] = "repeat"
+    expand_kernel: Taps = 4
 
     def __post_init__(self):
         super().__post_init__()
-        reads = (self.compress == "token", "compress is 'token'")
-        expect_used(self, {"compress_kernel": reads, "compress_sharing": reads})
+        reads, expands = (self.compress == "token", "compress is 'token'"), (self.expand == "conv", "expand is 'conv'")
+        expect_used(self, {"compress_kernel": reads, "compress_sharing": reads, "expand_kernel": expands})
 
     def stream(
         self,
@@ -48,7 +54,8 @@ class SingleStreamScheme(ConvolutionScheme):
 
         copies: how many times the state holds the embedding.
         """
-        connections, last = self.connected(dim, num_sublayers, lambda _: self.reader(dim), connection)
+        sharing = "separate" if self.compress is None else self.compress_sharing
+        connections, last = self.connected(dim, num_sublayers, sharing, lambda _: self.reader(dim), connection)
         if self.expand == "conv":
             expand: nn.Module = ConvEmbedding(dim, self.expand_kernel, copies)
         else:
