@@ -111,6 +111,7 @@ def test_every_interval_on_a_page_is_of_two_schemes_that_its_paragraph_names(pag
     sides = second_point(), rows["0.1M"]["residual"].losses
     second = study.noise("0.1M").contrast(*(list(losses.values()) for losses in sides))
     numbers = {("gated-orthogonal", "residual"): {estimate_text(second, "+.4f")}}
+    numbers["ddl-tc", "ddl-tc-write-only"] = {estimate_text(erasing_at_equal_settings(rows)[1], "+.4f")}
     compared = [(answer.scheme, answer.to, answer.difference) for answer in study.answers if answer.difference]
     compared += [(row.scheme, each.baseline, each) for row in study.rows if row.whole for each in row.differences]
     for scheme, other, difference in compared:
@@ -348,18 +349,21 @@ def test_the_baselines_with_three_times_the_tokens_at_two_rates(rows):
     assert copying > not_copying
 
 
-def test_erasing_at_the_settings_of_the_form_that_does_not_erase(rows, answers):
+def erasing_at_equal_settings(rows):
+    """ddl-tc at the settings of its form that does not erase: by how much it is behind by seed, and on average."""
     theirs = rows["0.3M"]["ddl-tc-write-only"]
     runs = [run for run in records("resbench-headline.jsonl") if (run["rung"], run["scheme"]) == ("0.3M", "ddl-tc")]
     ours = {run["seed"]: run["val_loss"] for run in runs if run["point"] == theirs.point}
     assert ours.keys() == theirs.losses.keys() == {1, 2, 3, 4, 5}
-    behind = sorted(round(loss - theirs.losses[seed], 2) for seed, loss in ours.items())
-    assert (behind[0], behind[-1]) == (0.00, 0.05)
-    assert min(ours[seed] - loss for seed, loss in theirs.losses.items()) > 0
-    contrast = welch([*ours.values()], [*theirs.losses.values()])
-    assert (round(contrast.mean, 4), round(contrast.half_width, 4)) == (0.0295, 0.0337)
-    chosen = answers["0.3M", "ddl-tc", "ddl-tc-write-only"].estimate
-    assert (round(chosen.mean, 4), round(chosen.half_width, 4)) == (0.0452, 0.0406)
+    behind = [loss - theirs.losses[seed] for seed, loss in ours.items()]
+    return behind, welch([*ours.values()], [*theirs.losses.values()])
+
+
+def test_erasing_at_the_settings_of_the_form_that_does_not_erase(rows):
+    behind, contrast = erasing_at_equal_settings(rows)
+    assert 0 < min(behind) < 0.005
+    assert round(max(behind), 2) == 0.05
+    assert contrast.p_value > 0.05
 
 
 def test_three_times_the_tokens(rows):

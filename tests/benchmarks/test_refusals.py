@@ -10,7 +10,7 @@ from residua.errors import InputError
     ("command", "message"),
     [
         ("generate --presets dll", "did you mean 'ddl'"),
-        ("generate --presets ddl:recompte=none", "did you mean 'recompute'"),
+        ("generate --presets ddl:recompte=none", "did you mean recompute"),
         ("generate --presets ddl:recompute", "must be NAME:OPTION=VALUE"),
         ("generate --batch-sizes 1 0", "batch_sizes must be at least 1, got 0"),
         ("generate --new-tokens 0", "new_tokens must be at least 1, got 0"),

@@ -167,8 +167,8 @@ def test_an_estimate_adds_up():
 
 @pytest.mark.slow
 def test_muon_keeps_one_moment_of_the_matrices_of_attention_and_mlp():
-    small = ["--model.num_hidden_layers=1", "--train.optimizer"]
-    adamw, muon = (load_config("tiny", [*small, name]) for name in ("adamw", "muon"))
+    small = {"model.num_hidden_layers": 1}
+    adamw, muon = (load_config("tiny", {**small, "train.optimizer": name}) for name in ("adamw", "muon"))
     adamw, muon = (estimate(config, model_config(config)) for config in (adamw, muon))
     gains = 2 * 64  # of the norms of queries and keys
     for name, parts in muon.memory.items():
