@@ -6,7 +6,7 @@ the transition. Three groups of runs, in this order:
 
     rates        both baselines with three times the tokens at the rates 0.008 and 0.016, which nobody tried there
     settings     ddl-tc at the settings of its form that does not erase: is it the erasing, or the settings?
-    split        the reported runs of all eight rows at 0.3 million once more; their losses must be the recorded bits
+    split        the reported runs of all eight rows at 0.3 million once more: the recorded bits, on the same processor
 
 Resumable: the same command goes on after a kill at any moment. Keys are those of the study's own runs.
 

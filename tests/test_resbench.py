@@ -641,6 +641,14 @@ def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
     trained = itertools.product((*BASELINES, "lambdas+conv", "lambdas-gated+conv"), ("tune", "report"))
     assert xeon == {("0.3M", name, kind) for name, kind in {*trained, ("residual", "longer")}}
     assert {cost["device"] for row in rows["0.3M"].values() for cost in (row.cost, row.compiled)} == {"AMD EPYC"}
+    again = {run["key"]: run for run in records("resbench-headline.jsonl") if run["facts"]["cpu"] == "AMD EPYC"}
+    apart = {}  # what a second run changes, by whether it was made on the other processor
+    for run in records("resbench/records.jsonl"):
+        if run["key"] in again:
+            other = (run["rung"], run["scheme"], run["kind"]) in xeon
+            apart.setdefault(other, []).append(abs(run["val_loss"] - again[run["key"]]["val_loss"]))
+    assert {*apart[False]} == {0.0}
+    assert round(max(apart[True]), 3) == 0.005
 
 
 def test_a_ratio_of_times_moves_from_one_measurement_to_the_next(rows):
