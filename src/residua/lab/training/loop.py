@@ -177,9 +177,7 @@ def _train(
             if not (due.logging or due.saving):
                 continue
 
-            if take_step.finite.failed:  # the host waits for the device here and where gates are observed
-                with ranks.raise_together():  # on all ranks, which have one loss and one gradient
-                    raise take_step.finite.error(saver.newest.path if saver.newest else None)
+            _expect_finite(take_step, saver, ranks)  # the host waits for the device here and where gates are observed
             seconds, speed = clock.lap(step * tokens_per_step)
             row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks, config.lr * factor)}
             row |= {"tokens_per_second": speed, "seconds": seconds}
@@ -200,6 +198,13 @@ def _train(
             say(f"stopped after step {step}, which is saved; continue with: {run.resume_command}")
         result["signal"] = max(ranks.gather(stop[0] if stop else 0))
     return result
+
+
+def _expect_finite(take_step: Step, saver: Saver, ranks: Ranks) -> None:
+    """Raise Diverged after a step that failed. All ranks do, as they have one loss and one gradient."""
+    if take_step.finite.failed:
+        with ranks.raise_together():
+            raise take_step.finite.error(saver.newest.path if saver.newest else None)
 
 
 def _write_facts(
