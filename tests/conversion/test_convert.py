@@ -549,7 +549,7 @@ def broken(model, kind):
         ("scaled", "layer 1 .* scales"),
         ("hooked", "convert the model before it is dispatched"),
         ("shared", "in several places"),
-        ("random", "the same finite numbers whenever it runs"),
+        ("random", "equal outputs for equal inputs"),
         ("meta", "not loaded, or offloaded"),
         ("quantised", "got a quantised model"),
         ("quantised by an object", "got a quantised model"),
