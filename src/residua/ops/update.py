@@ -43,8 +43,13 @@ class _ScaledSum(Function):
     def plain(*inputs: Tensor | None) -> Tensor:
         count = len(inputs) // 2
         terms, scales = [x for x in inputs[:count] if x is not None], inputs[count:]
-        scaled = [promote(x)[0] if s is None else torch.mul(*promote(s, x)) for x, s in zip(terms, scales)]
-        return sum(scaled[1:], start=scaled[0]).to(terms[0].dtype)
+        total = None
+        for term, scale in zip(terms, scales):
+            wide, factor = promote(term, term if scale is None else scale)
+            scaled = wide if scale is None else factor * wide
+            total = scaled if total is None else total + scaled
+        assert total is not None
+        return total.to(terms[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

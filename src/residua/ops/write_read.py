@@ -67,8 +67,8 @@ def boundary(
     channels, dim = state.shape[-2:]
     expect_write(state, k, v, beta, k_norm)
     expect_shape("weights", weights, (*weights.shape[:-2], channels, dim), "(..., value_channels, dim)")
-    for name, vector in (("gain", gain), ("gate_weight", gate_weight)):
-        expect_shape(name, vector, (dim,), "(dim,)")
+    expect_shape("gain", gain, (dim,), "(dim,)")
+    expect_shape("gate_weight", gate_weight, (dim,), "(dim,)")
     expect_shape("value_weight", value_weight, (channels, dim), "(value_channels, dim)")
     if value_input not in ("x_in", "context"):
         raise ValueError(f"value_input must be 'x_in' or 'context', got {value_input!r}")
