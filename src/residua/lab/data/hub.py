@@ -62,11 +62,12 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
     """Yield the texts of a data set. `name` is the source, for errors; `identity` has the commit and the column."""
     with extra("lab"):
         import datasets
+        from pyarrow import ArrowException
 
     column = identity["column"]
     place = f"{name}: column {column}"
     settings = {key: identity[key] for key in ("split", "revision")}
-    with _asking(name):
+    with _asking(name, ArrowException):
         try:
             stream = datasets.load_dataset(identity["dataset"], identity["config"], streaming=True, **settings)
         except (ValueError, FileNotFoundError) as error:
@@ -96,29 +97,31 @@ def download_tokenizer(name: str) -> str:
 
     repository, _, revision = (GPT2 if name == "gpt2" else name.removeprefix("hf:")).partition("@")
     files = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "config.json"]
-    with _asking(f"tokenizer {name}"):
+    with _asking(f"tokenizer {name}", ValueError):
         return snapshot_download(repository, revision=revision or None, allow_patterns=files)
 
 
 def _commit(repository: str, revision: str | None) -> str:
     with extra("lab"):
         from huggingface_hub import HfApi
-    with _asking(repository):
+    with _asking(repository, ValueError):
         return HfApi().dataset_info(repository, revision=revision).sha
 
 
 @contextmanager
-def _asking(name: str) -> Iterator[None]:
-    """Turn errors of the hub: a wrong name or missing access is the user's to mend, anything else may pass."""
+def _asking(name: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn errors of the hub: a wrong name or missing access is the user's to mend, anything else may pass.
+
+    errors: what else a call raises if the hub cannot be read.
+    """
     with extra("lab"):
         from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError
-        from pyarrow import ArrowException
 
     try:
         yield
     except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         advice = "the hub does not have it, or it needs a login (hf auth login)"
         raise InputError(f"{name}: {advice}: {first_line(error)}") from error
-    except (HTTPError, ArrowException, OSError) as error:
+    except (HTTPError, OSError, *errors) as error:
         advice = "try again when it can be reached"
         raise RunError(f"{name}: the hub cannot be read: {first_line(error)}; {advice}") from error
