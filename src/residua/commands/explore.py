@@ -5,7 +5,7 @@ from typing import Any
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.commands.signature import Output
-from residua.errors import Count, InputError, require
+from residua.errors import InputError, require
 
 PAGE = "explorer.html"
 
@@ -17,7 +17,7 @@ def explore(
     no_page: bool = False,
     json: bool = False,
     prompt: str | None = None,
-    tokens: Count | None = None,
+    tokens: int | None = None,
     checkpoint: Checkpoint | None = None,
     data: str | None = None,
 ) -> Output:

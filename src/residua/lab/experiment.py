@@ -515,13 +515,16 @@ def evaluate(opened: OpenRun) -> dict[str, float]:
 
 def losses_by_document(opened: OpenRun) -> dict[str, dict[str, list[Any]]]:
     """Return the `document_losses` of an opened run on its held-out text, "", and on "further_", if it has that."""
-    config, results = opened.config, {}
-    for prefix, data in ({"": opened.data} | _further_validation(config.data, opened.data)).items():
-        batches = HeldOutBatches(data.validation, config.train.batch_size, config.train.sequence_length)
-        masked = config.train.document_masks
-        with opened.precision():
-            results[prefix] = document_losses(opened.model, batches, data.eos_token_id, masked=masked)
-    return results
+    config = opened.config
+    size, masked = (config.train.batch_size, config.train.sequence_length), config.train.document_masks
+    texts = {"": opened.data} | _further_validation(config.data, opened.data)
+    with opened.precision():
+        return {
+            prefix: document_losses(
+                opened.model, HeldOutBatches(data.validation, *size), data.eos_token_id, masked=masked
+            )
+            for prefix, data in texts.items()
+        }
 
 
 def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | None = None) -> Trace:
@@ -534,6 +537,7 @@ def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | N
     Raises:
         InputError: there are no tokens, or more than the model's context holds.
     """
+    require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
     model, tokenizer = opened.model, opened.tokenizer
     if prompt is None:
         ids = opened.excerpt(tokens)
