@@ -370,7 +370,7 @@ def read_study(document: Any, source: str) -> Study:
 def _part(name: str, document: Any, kind: type, section: str) -> Any:
     """A size, a scheme or a question, whose keys with a dot are those of a configuration."""
     where = f"{section}.{name}"
-    values = {"name": name, **mapping(document or {}, where)}
+    values = {"name": name, **mapping({} if document is None else document, where)}
     if kind is not Question:
         keys = {key: values.pop(key) for key in list(values) if "." in str(key)}
         values["keys"] = {**(values.get("keys") or {}), **keys}

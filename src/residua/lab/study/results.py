@@ -478,14 +478,14 @@ def _differences(row: Row, base: Row, further: Sequence[int] = ()) -> list[Diffe
 
 
 def _over_documents(row: Row, base: Row) -> dict[str, Contrast]:
-    """See `Difference`; empty unless every reported run has its losses by document."""
+    """See `Difference`; empty unless every reported run has its losses by document, of the same documents."""
     contrasts = {}
     for prefix in ("", "further_"):
-        ours, theirs = ([run.get(f"{prefix}documents") for run in side.reported] for side in (row, base))
-        if None not in (*ours, *theirs):
-            nats = ([by_document["nats"] for by_document in side] for side in (ours, theirs))
-            if contrast := over_documents(*nats, ours[0]["labels"]):
-                contrasts[prefix] = contrast
+        sides = [[run.get(f"{prefix}documents") or {} for run in side.reported] for side in (row, base)]
+        first, *others = [losses.get("labels") for side in sides for losses in side]
+        if first is not None and all(labels == first for labels in others):
+            contrast = over_documents(*([losses["nats"] for losses in side] for side in sides), first)
+            contrasts |= {prefix: contrast} if contrast else {}
     return contrasts
 
 
