@@ -59,6 +59,9 @@ def test_a_primary_contrast_has_its_interval_over_documents_if_all_reported_runs
     last = next(r for r in reversed(told) if r["kind"] == "report")
     fewer = [{**r, "further_documents": None} if r is last else r for r in told]
     assert "second text" not in markdown(results(named, fewer, costs()))
+    other = {**last["further_documents"], "labels": [20, 10, 20]}  # of a text that was prepared again
+    mixed = [{**r, "further_documents": other} if r is last else r for r in told]
+    assert "second text" not in markdown(results(named, mixed, costs()))
 
 
 def test_an_interval_clear_of_zero_only_before_the_correction_is_not_bold():
