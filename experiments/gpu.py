@@ -401,12 +401,13 @@ def check_ddp(place: Place) -> int:
             (text / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number**2} things.\n" * 6)
         prepare = ["prepare", "--source", str(text), "--out", str(data), "--tokenizer", "byte"]
         subprocess.run([sys.executable, "-m", "residua", *prepare], check=True)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        # Of the "--": torchrun takes --run for one of its own options.
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "--"]
         for connection, precision, bound in (("ddl-tc", "float32", 1e-4), ("mhc", "bfloat16", 1e-2)):
             losses = []
-            for parallel, start in (("none", [sys.executable]), ("ddp", torchrun)):
+            for parallel, start in (("none", [sys.executable, "-m"]), ("ddp", torchrun)):
                 folder = Path(home, f"{connection}-{parallel}")
-                argv = ["-m", "residua", "train", "--config", "tiny", "--run", str(folder), *common]
+                argv = ["residua", "train", "--config", "tiny", "--run", str(folder), *common]
                 argv += ["--data.path", str(data), "--model.connection", connection]
                 argv += ["--train.precision", precision, "--train.parallel", parallel]
                 subprocess.run([*start, *argv], check=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 
 class Function(torch.autograd.Function):
@@ -17,6 +18,20 @@ class Function(torch.autograd.Function):
     @staticmethod
     def plain(*args: Any) -> Any:
         raise NotImplementedError
+
+    if torch.__version__.startswith("2.11."):
+        # pytorch/pytorch#180642: compiled, a result that the forward pass has under two names has no gradient, without
+        # an error. `x.to(dtype)` of a tensor with that dtype is such a result; a view of it is not.
+        def __init_subclass__(cls, **options: Any) -> None:
+            super().__init_subclass__(**options)
+            if "forward" in vars(cls):
+                method = vars(cls)["forward"]
+
+                def viewed(*args: Any) -> Any:
+                    result = method.__func__(*args)
+                    return tree_map(lambda x: x[...], result) if torch.compiler.is_compiling() else result
+
+                cls.forward = type(method)(viewed)
 
 
 class Unrecorded:
