@@ -58,7 +58,7 @@ def test_an_unknown_implementation_is_an_error(name):
 class OnGPU:
     """What `choose` asks of a tensor, answered as a tensor on a GPU would."""
 
-    is_cuda = True
+    is_cuda, is_meta = True, False
     device = torch.device("cuda")
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False):

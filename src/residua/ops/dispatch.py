@@ -20,7 +20,8 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
     ModuleNotFoundError without triton, InputError for tensors that are not on a CUDA device. "auto" is "triton" if
     triton is installed and the kernels take the tensors: all on a CUDA device, in float32, bfloat16 or float16, with 1
     to 16 value channels or streams in the last axis but one of `state`; otherwise, and inside a transform of
-    `torch.func`, it is "reference". Raises ValueError for any other name.
+    `torch.func`, it is "reference". Tensors on the meta device, which have shapes and no numbers, need no kernel.
+    Raises ValueError for any other name.
 
     Interpreted kernels (TRITON_INTERPRET=1 when triton was imported) run on every device, slowly; "auto" never takes
     them.
@@ -29,6 +30,8 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
         return "reference"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if state.is_meta:
+        return "reference"
     tensors = [x for x in (state, *others) if x is not None]
     if implementation == "auto" and (not _INSTALLED or transformed() or not all(x.is_cuda for x in tensors)):
         return "reference"

@@ -55,6 +55,14 @@ def test_the_products_of_the_connections_are_those_of_their_linear_maps_at_least
     assert (found["matrices"], found["attention"]) == (plain["matrices"], plain["attention"])
 
 
+def test_a_scheme_with_a_kernel_is_counted_as_its_definition():
+    definition, kernel = (
+        flops_per_token(ResiduaConfig(connection=f"mhc:implementation={how}", **SMALL), sequence_length=16)
+        for how in ("reference", "triton")
+    )
+    assert kernel == definition
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_model(name):
     config = ResiduaConfig(connection=name, **SMALL)
