@@ -674,6 +674,25 @@ def test_what_the_audits_say_of_the_gates():
     assert [round(most[name], 1) for name in ("erase_norm", "write_norm")] == [0.6, 8.3]
 
 
+# One million parameters, not finished
+
+
+def test_what_a_million_parameters_say_so_far():
+    """It fails when a run is added: the page says how many there are."""
+    study = read_results(EXPERIMENTS / "resbench-1M")
+    runs = records("resbench-1M/records.jsonl")
+    assert len(runs) == 21
+    (pair,) = (names for names, difference in study.corrected.items() if difference.clear)
+    assert pair[-2:] == ("lambdas", "residual")
+    estimate = study.corrected[pair].estimate
+    assert (round(estimate.mean, 2), round(estimate.half_width, 2)) == (-0.66, 0.17)
+    reported = [(run["scheme"], run["transition"] is not None) for run in runs if run["kind"] == "report"]
+    assert sorted(reported) == [("lambdas", True)] * 3 + [("residual", False)] * 3
+    tuned = {run["point"]["train.lr"]: run for run in runs if (run["scheme"], run["kind"]) == ("residual", "tune")}
+    assert 0 < tuned[0.016]["val_loss"] - tuned[0.032]["val_loss"] < 0.0006
+    assert all(tuned[rate]["transition"] is not None for rate in (0.016, 0.032))
+
+
 # Five fresh seeds
 
 
