@@ -691,6 +691,7 @@ def test_what_a_million_parameters_say_so_far():
     tuned = {run["point"]["train.lr"]: run for run in runs if (run["scheme"], run["kind"]) == ("residual", "tune")}
     assert 0 < tuned[0.016]["val_loss"] - tuned[0.032]["val_loss"] < 0.0006
     assert all(tuned[rate]["transition"] is not None for rate in (0.016, 0.032))
+    assert all(90 < run["seconds"] < 270 for run in runs), "1.5 to 4.5 minutes, in docs/study.md"
 
 
 # Five fresh seeds
