@@ -332,7 +332,7 @@ def geometry() -> Results:
     with tempfile.TemporaryDirectory() as folder:
         for number, options in enumerate(GEOMETRY):
             out = Path(folder) / str(number)
-            fixed = ["--seeds", "42", "--steps", "20", "--workers", "1", "--out", str(out)]
+            fixed = ["--seeds", "42", "--steps", "20", "--out", str(out)]
             command("study", "geometry", *shlex.split(options), *fixed)
             for line in (out / "records.jsonl").read_text(encoding="utf-8").splitlines():
                 record = {key: value for key, value in json.loads(line).items() if key not in BY_CLOCK}

@@ -10,7 +10,7 @@ from residua.errors import Count, between
 NOT_QUICK = ("hc", "edelta-stream")
 """Models that `quick` trains only when asked: they are not in the publication."""
 Seed = Annotated[int, between(0, 2**32 - 1)]
-Workers = Annotated[int, between(1, 1024)]
+Processes = Annotated[int, between(1, 1024)]
 
 
 def reflection(
@@ -19,7 +19,7 @@ def reflection(
     seeds: tuple[Seed, ...] = (42, 123, 456),
     steps: Count | None = None,
     out: str = "runs/geometry/reflection",
-    workers: Workers | None = None,
+    processes: Processes | None = None,
 ) -> Output:
     """Learn y = -x on R^64 with one operator, in about 2 minutes.
 
@@ -35,7 +35,7 @@ def reflection(
         seeds (N): of weights and batches
         steps: of each run (default: as in the publication)
         out (DIR): a new folder, or one to resume
-        workers: runs at the same time (default: one for each core)
+        processes: runs at the same time (default: one for each core)
     """
     import torch
 
@@ -49,7 +49,7 @@ def reflection(
         operator_job(name, seed, recipe) for name in dict.fromkeys(models or OPERATORS) for seed in dict.fromkeys(seeds)
     ]
     settings = {"experiment": "reflection"} | {k: v for k, v in asdict(recipe).items() if k != "num_train"}
-    return Output(*run_experiment(Path(out), settings, jobs, [task("reflection")], torch.device("cpu"), workers))
+    return Output(*run_experiment(Path(out), settings, jobs, [task("reflection")], torch.device("cpu"), processes))
 
 
 def quick(
@@ -61,7 +61,7 @@ def quick(
     seeds: tuple[Seed, ...] = (42, 123),
     steps: Count | None = None,
     out: str | None = None,
-    workers: Workers | None = None,
+    processes: Processes | None = None,
 ) -> Output:
     """Train schemes on all tasks at reduced sizes, in 20 minutes.
 
@@ -80,7 +80,7 @@ def quick(
         seeds (N): of weights and batches
         steps: of each run (default: as the recipe has it)
         out (DIR): a new folder, or one to resume (default: runs/geometry/quick, or full with --full)
-        workers: runs at the same time (default: one for each core)
+        processes: runs at the same time (default: one for each core)
     """
     from residua.lab.geometry.experiment import run_experiment
     from residua.lab.geometry.models import MODELS
@@ -100,4 +100,4 @@ def quick(
     ]
     folder = Path(out or f"runs/geometry/{'full' if full else 'quick'}")
     facts = {"experiment": "sequences", **asdict(settings)}
-    return Output(*run_experiment(folder, facts, jobs, [settings.task(name) for name in TASKS], place, workers))
+    return Output(*run_experiment(folder, facts, jobs, [settings.task(name) for name in TASKS], place, processes))

@@ -18,7 +18,7 @@ def output(capsys, argv):
 
 @pytest.mark.slow
 def test_reflection_writes_records_tables_and_a_picture(capsys, tmp_path):
-    argv = ["reflection", "--models", "linear", "householder", "--seeds", 1, 2, "--steps", 20, "--workers", 1]
+    argv = ["reflection", "--models", "linear", "householder", "--seeds", 1, 2, "--steps", 20, "--processes", 1]
     text = output(capsys, [*argv, "--out", tmp_path / "out"])
     assert "1.995" in text  # published
     assert "one linear map" in text
@@ -33,7 +33,7 @@ def test_reflection_writes_records_tables_and_a_picture(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_quick_writes_records_tables_and_pictures(capsys, tmp_path):
-    argv = ["quick", "--models", "zero-layer", "--seeds", 1, "--steps", 110, "--workers", 1, "--device", "cpu"]
+    argv = ["quick", "--models", "zero-layer", "--seeds", 1, "--steps", 110, "--processes", 1, "--device", "cpu"]
     text = output(capsys, [*argv, "--tasks", "gyroscope", "--out", tmp_path / "out"])
     assert all(word in text for word in ("reference", "zero-layer", "published"))
     names = {path.name for path in (tmp_path / "out").iterdir()}

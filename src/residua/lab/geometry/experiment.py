@@ -21,18 +21,18 @@ def run_experiment(
     jobs: Sequence[Job],
     tasks: Sequence[Task],
     device: torch.device,
-    workers: int | None,
+    processes: int | None,
 ) -> tuple[Any, list[Any]]:
     """Make the runs that the folder lacks. Return its tables as JSON, and as texts and tables to print.
 
-    workers: runs at the same time; None for one for each core, or four on a GPU.
+    processes: runs at the same time; None for one for each core, or four on a GPU.
     """
-    workers = workers or min(available_cores(), 4 if device.type == "cuda" else 1024)
+    processes = processes or min(available_cores(), 4 if device.type == "cuda" else 1024)
     with extra("lab"):  # raises before hours of training
         from residua.lab.geometry.pictures import draw
     facts = {"circumstances": circumstances(device) | {"threads": 1}}
     with open_runs(out, settings) as runs:
-        rows = run_jobs(jobs, runs, processes=workers, finish=lambda job, record: {"key": job.key, **record, **facts})
+        rows = run_jobs(jobs, runs, processes=processes, finish=lambda job, record: {"key": job.key, **record, **facts})
         keys = {record["key"] for record in rows}
         records = [*rows, *(record for key, record in runs.finished.items() if key not in keys)]
         tasks = [task for task in tasks if any(record["task"] == task.name for record in records)]
