@@ -31,7 +31,7 @@ class Function(torch.autograd.Function):
                     result = method.__func__(*args)
                     return tree_map(lambda x: x[...], result) if torch.compiler.is_compiling() else result
 
-                cls.forward = type(method)(viewed)
+                cls.forward = type(method)(viewed)  # type: ignore[method-assign]
 
 
 class Unrecorded:
