@@ -27,8 +27,8 @@ class Function(torch.autograd.Function):
             if "forward" in vars(cls):
                 method = vars(cls)["forward"]
 
-                def viewed(*args: Any) -> Any:
-                    result = method.__func__(*args)
+                def viewed(first: Any, *args: Any) -> Any:  # the context, or the class before it
+                    result = method.__func__(first, *args)
                     return tree_map(lambda x: x[...], result) if torch.compiler.is_compiling() else result
 
                 cls.forward = type(method)(viewed)  # type: ignore[method-assign]
