@@ -33,7 +33,7 @@ def run_ops(settings: OpSettings, *, out: Path | None = None) -> Output:
     bytes that they must move. Every implementation is checked against float64 first.
 
     Examples:
-        python -m benchmarks ops --operations delta_write --implementations triton
+        python -m benchmarks ops --operations hyper_write --implementations triton
 
     Args:
         out (FILE): append one JSON line for each result, once it is measured

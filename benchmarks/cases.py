@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +16,6 @@ from residua import ops
 from residua.connections import Connection, named, resolve
 from residua.connections.base import as_inputs
 from residua.errors import InputError, require
-from residua.ops.write_read import boundary
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 KERNEL = 4  # taps over the tokens
@@ -89,16 +87,13 @@ class Case:
 
 
 def _delta_write(sizes: Sizes, draw: Draw) -> Case:
-    return Case(partial(ops.delta_write, k_norm="rms"), _write_inputs(sizes, draw))
-
-
-def _write_inputs(sizes: Sizes, draw: Draw) -> dict[str, Tensor]:
-    return {
+    inputs = {
         "state": draw.streams(sizes),
         "k": draw.large(*sizes.leading, sizes.dim),
         "v": draw.coefficients(*sizes.leading, sizes.channels),
         "beta": 2 * draw.coefficients(*sizes.leading).sigmoid(),
     }
+    return Case(partial(ops.delta_write, k_norm="rms"), inputs)
 
 
 def _stream_read(sizes: Sizes, draw: Draw) -> Case:
@@ -147,17 +142,6 @@ def _rms_norm(sizes: Sizes, draw: Draw) -> Case:
     return Case(ops.rms_norm, inputs, frozenset({"weight"}))
 
 
-def _boundary(kernel: tuple[int, ...], sizes: Sizes, draw: Draw) -> Case:
-    n, d = sizes.channels, sizes.dim
-    shared = {
-        "weights": draw.coefficients(*kernel, n, d),
-        "gain": 1 + 0.1 * draw.coefficients(d),
-        "gate_weight": draw.coefficients(d) / math.sqrt(d),
-        "value_weight": draw.coefficients(n, d) / math.sqrt(d),
-    }
-    return Case(boundary, {**_write_inputs(sizes, draw), **shared}, frozenset(shared))
-
-
 class Around(nn.Module):
     """A connection without its sublayer: the sublayer's input comes out, its output y goes in.
 
@@ -196,8 +180,6 @@ CASES: dict[str, Callable[[Sizes, Draw], Case]] = {
     "delta_write": _delta_write,
     "stream_read": _stream_read,
     "causal_read": _causal_read,
-    "channel_boundary": partial(_boundary, ()),
-    "token_boundary": partial(_boundary, (KERNEL,)),
     "hyper_read": _hyper_read,
     "hyper_write": _hyper_write,
     "sinkhorn": _sinkhorn,

@@ -44,7 +44,7 @@ def _bytes_per_token(operation: str, sizes: Sizes) -> tuple[int, ...]:
         if not isinstance(spec, TensorSpec):
             operation, rows = "sources", len(tree_leaves(spec))
         else:
-            operation = "residual" if scheme.state_size(MEASURED, 1) == 1 else "channel_boundary"
+            operation = "residual" if scheme.state_size(MEASURED, 1) == 1 else "boundary"
     return tuple(
         passes.bytes(dim=sizes.dim, channels=sizes.channels, state_bytes=width, vector_bytes=width)
         for passes in TRAFFIC[operation](rows)

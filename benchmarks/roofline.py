@@ -1,8 +1,7 @@
 """The bytes that an operation has to move: every input and output crosses the memory bus once.
 
 No implementation moves fewer, and these operations do so little arithmetic that bytes over the bandwidth of a copy is
-the shortest possible time. Parameters, which all tokens share, do not count. Neither do tokens that neighbouring
-programs of a kernel read twice: they are the kernel's loss.
+the shortest possible time. Parameters, which all tokens share, do not count.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,9 +44,9 @@ TRAFFIC: Mapping[str, Callable[[int], Traffic]] = {
     "hybrid": lambda n: Traffic(Passes(2, 0, 3 * n + 2), Passes(3, 0, 2 * (3 * n + 2))),
     # x -> c;  gc, x -> gx
     "rms_norm": lambda n: Traffic(Passes(0, 2), Passes(0, 3)),
+    # A delta write and the read that follows, with its norm and its maps of the context to a gate and a value:
     # X, k, v, beta -> X, c, gate, value;  gX', gc, ggate, gvalue, X, k, v, beta -> gX, gk, gv, gbeta
-    "channel_boundary": lambda n: Traffic(Passes(2, 2, 2 * (n + 1)), Passes(3, 3, 3 * (n + 1))),
-    "token_boundary": lambda n: Traffic(Passes(2, 2, 2 * (n + 1)), Passes(3, 3, 3 * (n + 1))),
+    "boundary": lambda n: Traffic(Passes(2, 2, 2 * (n + 1)), Passes(3, 3, 3 * (n + 1))),
     # The plain residual between two sublayers, x + y and its norm: x, y -> x, c;  gx', gc, x -> gx (= gy)
     "residual": lambda n: Traffic(Passes(0, 4), Passes(0, 4)),
     # Attention over n sources: all of them, y -> x and one source more;  gx, n sources, their gradients -> gradients

@@ -35,8 +35,9 @@ GRACE = 15.0
 """Seconds that a step has to write what it measured after its time is up."""
 LARGE = 40 * 2**30
 """Bytes of memory from which on a GPU gets the larger batches."""
-FIRST = ("ddl-cc", "ddl-tc", "mhc", "hc", "ddl")
-"""Presets with kernels, the most important first."""
+FIRST = ("ddl-cc", "ddl-tc", "ddl")
+KERNELS = ("mhc", "hc", "jpmhc")
+"""Presets to try first, the most important first: those without kernels, and those with."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Place:
 
 def steps(place: Place) -> list[Step]:
     """Return all steps in order of worth."""
-    return [*_tests(place), *_checks(place), *_benchmarks(place)]
+    others = (name for name in CHECKS if name != "compile")
+    return [*_checks(place, "compile"), *_tests(place), *_checks(place, *others), *_benchmarks(place)]
 
 
 def _tests(place: Place) -> Iterator[Step]:
@@ -81,29 +83,28 @@ def _tests(place: Place) -> Iterator[Step]:
         yield Step(name, "results and gradients of the kernels", (*command, *["--collect-only"] * place.dry), 120, True)
 
 
-def _checks(place: Place) -> Iterator[Step]:
+def _checks(place: Place, *names: str) -> Iterator[Step]:
     what = {
         "autocast": "a training step of every preset under autocast, with its kernels, against float64",
         "compile": "compiled training steps, with and without kernels, against float64",
         "graphs": "generation through CUDA graphs, against float64",
         "ddp": "DDP on one rank (NCCL), in float32 and bfloat16, against one process",
     }
-    for name, limit in (("autocast", 150), ("compile", 200), ("graphs", 150), ("ddp", 150)):
+    for name in names:
         command = [sys.executable, str(Path(__file__).resolve()), "--check", name, "--out", str(place.out)]
-        yield Step(name, what[name], (*command, *["--dry-run"] * place.dry), limit)
+        yield Step(name, what[name], (*command, *["--dry-run"] * place.dry), 250 if name == "compile" else 150)
 
 
 def _benchmarks(place: Place) -> Iterator[Step]:
     import torch
 
     from benchmarks.cases import CASES, Draw, Sizes, make
-    from residua.connections import PRESETS, SCHEMES
+    from residua.connections import PRESETS
 
     tiny = Sizes(2, 2, 4, 2, "float32")
     operations = [name for name in CASES if make(name, tiny, Draw(tiny, torch.device("cpu"), 0)).has_kernel]
-    with_kernels = [name for name in FIRST if "implementation" in SCHEMES[_scheme(name)].__dataclass_fields__]
-    both = [f"{name}:implementation={how}" for name in with_kernels for how in ("reference", "triton")]
-    rest = [name for name in PRESETS if name not in ("residual", *FIRST)]
+    both = [f"{name}:implementation={how}" for name in KERNELS for how in ("reference", "triton")]
+    rest = [name for name in PRESETS if name not in ("residual", *FIRST, *KERNELS)]
     sizes = _sizes(place)
 
     def bench(kind: str, *arguments: str) -> tuple[str, ...]:
@@ -121,18 +122,19 @@ def _benchmarks(place: Place) -> Iterator[Step]:
     ops_of = ("--implementations", "reference", "triton", *["compiled"] * (not place.dry))
     for name in operations:
         yield Step(f"ops {name}", "an operation beside its definition", bench("ops", "--operations", name, *ops_of), 75)
+    yield Step(f"models {_short(FIRST)}", "training steps and memory", cost(FIRST), 130)
     for pair in _chunks(both, 4):
         names = _short(pair)
         yield Step(f"models {names}", "training steps and memory, reference and kernels", cost(pair), 130)
-    connections = [f"connection:{name}" for name in ("residual", *FIRST, "attnres")]
+    connections = [f"connection:{name}" for name in ("residual", *FIRST, *KERNELS, "attnres")]
     yield Step("ops connections", "connections alone", bench("ops", "--operations", *connections), 100)
     yield Step("peers", "connections beside other packages", bench("peers"), 100)
-    yield Step("generate kernels", "writing a token", bench("generate", *presets(*both[:4])), 100)
+    yield Step("generate first", "writing a token", bench("generate", *presets(*FIRST, *both[:4])), 150)
     if not place.dry:
-        graphs = bench("generate", *presets(*both[:2]), "--compile")
+        graphs = bench("generate", *presets(*FIRST[:2], *both[:2]), "--compile")
         yield Step("generate graphs", "writing a token through CUDA graphs", graphs, 150)
-        compiled = cost(both[:2], "--train.compile", "true")
-        yield Step("models compiled", "compiled training steps", compiled, 200)
+        compiled = cost((*FIRST[:2], *both[:2]), "--train.compile", "true")
+        yield Step("models compiled", "compiled training steps", compiled, 300)
     for some in _chunks(rest, 4):
         yield Step(f"models {_short(some)}", "training steps and memory", cost(some), 130)
     yield Step("generate rest", "writing a token", bench("generate", *presets(*rest)), 150)
@@ -316,7 +318,7 @@ def check_compile(place: Place) -> int:
         torch.compiler.reset()
         return _check_step(place, name, compile=not place.dry)
 
-    return _check_all(["ddl-cc", "ddl-cc:implementation=triton", "mhc:implementation=triton", "attnres"], check)
+    return _check_all(["ddl-cc", "ddl-tc", "mhc", "mhc:implementation=triton", "attnres"], check)
 
 
 def check_graphs(place: Place) -> int:
@@ -331,7 +333,7 @@ def check_graphs(place: Place) -> int:
         torch.compiler.reset()
         return Decoding(name, 2, settings).check()
 
-    return _check_all(["residual", "ddl-cc", "ddl-tc", "ddl-cc:implementation=triton"], check)
+    return _check_all(["residual", "ddl-cc", "ddl-tc", "mhc:implementation=triton"], check)
 
 
 def _check_step(place: Place, connection: str, compile: bool = False) -> Any:

@@ -194,6 +194,21 @@ def kernels_table() -> str:
     return markdown(["kernel", *(f"width {width:,}" for width in next(iter(found.values())))], rows)
 
 
+def kernel_times_table() -> str:
+    """Give what a GPU took for an operation, forward and backward; two numbers where it was measured twice."""
+    times: dict[tuple[str, int], dict[str, dict[str, None]]] = {}
+    for record in records("bench-ops-gpu.jsonl"):
+        if (record["dtype"], record["pass"]) == ("bfloat16", "forward+backward"):
+            cells = times.setdefault((record["operation"], record["dim"]), {})
+            cells.setdefault(record["implementation"], {})[f"{1e6 * record['median_seconds']:,.0f}"] = None
+    ways = {"reference": "definition, µs", "compiled": "compiled, µs", "triton": "kernel, µs"}
+    rows = [
+        [f"`{operation}`", f"{dim:,}", *(" / ".join(cells.get(way, ["–"])) for way in ways)]
+        for (operation, dim), cells in times.items()
+    ]
+    return markdown(["operation", "width", *ways.values()], rows)
+
+
 def connections_table() -> str:
     """Time our connections without their sublayer."""
     times: dict[str, dict[tuple[str, str], float]] = {}
@@ -570,6 +585,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "memory-small": memory_small_table,
         "generation": generation_table,
         "state-dtype": state_dtype_table,
+        "kernel-times": kernel_times_table,
         "kernels": kernels_table,
     },
     "docs/hugging-face.md": {"serving": serving_table},

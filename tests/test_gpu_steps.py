@@ -114,6 +114,11 @@ def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path, monke
             assert Path(next(part for part in step.command if part.endswith(".py"))).is_file()
 
 
+def test_compiled_gradients_are_checked_before_all_else(gpu, place):
+    """Whoever trains compiled on a new GPU needs that first."""
+    assert gpu.steps(place)[0].name == "compile"
+
+
 def test_the_faster_implementation_is_named(gpu, place):
     place.out.mkdir()
     common = {"benchmark": "ops", "operation": "sinkhorn", "dtype": "bfloat16", "tokens": 8, "dim": 4, "channels": 4}

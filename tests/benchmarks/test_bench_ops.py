@@ -105,7 +105,7 @@ def test_bytes_count_every_token_and_both_passes():
         3 * 4 * 64 * 2 + 2 * 64 * 2 + 10 * 4
     )
     assert model_bytes("connection:residual", sizes, "forward") == 1000 * 4 * 64 * 2
-    assert model_bytes("connection:mhc", sizes, "forward") == model_bytes("channel_boundary", sizes, "forward")
+    assert model_bytes("connection:mhc", sizes, "forward") == model_bytes("boundary", sizes, "forward")
     # Three sources, y in and out, x out; backward three gradients are added up.
     assert model_bytes("connection:attnres", sizes, "forward") == 1000 * (3 + 3) * 64 * 2
     assert model_bytes("connection:attnres", sizes, "forward+backward") == 1000 * (6 + 9 + 3) * 64 * 2

@@ -18,11 +18,10 @@ def per_feature(operation: str, channels: int, *, state_bytes: int, vector_bytes
     ("operation", "channels", "state_bytes", "forward", "backward"),
     [
         ("residual", 1, 2, 8, 8),
-        ("channel_boundary", 1, 2, 8, 12),
-        ("channel_boundary", 1, 4, 12, 18),
-        ("channel_boundary", 4, 2, 20, 30),
-        ("channel_boundary", 4, 4, 36, 54),
-        ("token_boundary", 4, 2, 20, 30),
+        ("boundary", 1, 2, 8, 12),
+        ("boundary", 1, 4, 12, 18),
+        ("boundary", 4, 2, 20, 30),
+        ("boundary", 4, 4, 36, 54),
         ("delta_write", 4, 2, 18, 28),
         ("delta_write", 4, 4, 34, 52),
         ("stream_read", 4, 2, 10, 18),
@@ -38,7 +37,7 @@ def test_bytes_of_a_feature(operation, channels, state_bytes, forward, backward)
 def test_a_boundary_is_cheaper_than_its_parts():
     parts = ("delta_write", "stream_read", "rms_norm")
     apart = sum(sum(per_feature(part, 4, state_bytes=2)) for part in parts)
-    assert apart > 1.5 * sum(per_feature("channel_boundary", 4, state_bytes=2))
+    assert apart > 1.5 * sum(per_feature("boundary", 4, state_bytes=2))
 
 
 def test_sinkhorn_moves_nothing_but_its_matrices():

@@ -4,10 +4,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from torch import nn
 
-from residua import DeepDelta
-from residua.connections import PRESETS, RMSNorm, deep_delta
+from residua.connections import PRESETS, RMSNorm
 from support.variants import bare_sublayers, normal
 
 DIM = 8
@@ -24,15 +22,3 @@ def test_a_norm_given_as_the_default_changes_no_bit(name):
     x, sublayers = normal(2, 5, DIM, dtype=torch.float32), bare_sublayers(DIM, 4)
     assert expected.state_dict().keys() == given.state_dict().keys()
     assert torch.equal(given(x, sublayers), expected(x, sublayers))
-
-
-@pytest.mark.parametrize(("norm", "asked"), [(None, 1), (lambda _: nn.LayerNorm(DIM), 0)])
-def test_kernels_step_aside_for_a_norm_that_they_do_not_know(norm, asked, monkeypatch):
-    """The implementation is chosen only where a kernel for write and read exists."""
-    chosen = []
-    monkeypatch.setattr(deep_delta, "choose_boundary", lambda *inputs: chosen.append(inputs) or "reference")
-    stream = DeepDelta(value_channels=4, compress="channel", implementation="auto").build(DIM, 2, norm=norm)
-    first, second = stream.connections
-    x, carry = first.read(stream.expand(normal(2, 5, DIM, dtype=torch.float32)))
-    first.write_read(x, carry, second)
-    assert len(chosen) == asked

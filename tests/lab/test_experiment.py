@@ -358,7 +358,7 @@ def test_a_batch_that_no_memory_holds_is_refused_with_what_it_would_take(config,
 def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, capsys, monkeypatch):
     launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    triton = replace(config, model=replace(config.model, connection="ddl-tc:implementation=triton"))
+    triton = replace(config, model=replace(config.model, connection="mhc:implementation=triton"))
     path = tmp_path / "config.yaml"
     path.write_text(triton.to_yaml())
     assert main(["train", "--config", str(path), "--run", str(tmp_path / "run")]) == 2

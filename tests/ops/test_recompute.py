@@ -22,7 +22,6 @@ from residua.ops import (
 from residua.ops.derived import derive, flattened
 from residua.ops.norm import layer_norm, mean_square
 from residua.ops.precision import linear
-from residua.ops.write_read import boundary
 from support.variants import normal
 
 BATCH, SEQ, STREAMS, DIM, WRITES = 2, 5, 3, 8, 9
@@ -150,24 +149,6 @@ def test_fractions_of_a_row_are_recomputed_through_views():
         assert all(map(torch.equal, chain.gradients(every), expected))
     outputs = WRITES  # as large as a state, and kept
     assert [kept_states(chain, every) - outputs for every in (1, 3, 4, 100)] == [WRITES + 1, 4, 3, 1]
-
-
-@pytest.mark.parametrize("tokens", [False, True])
-def test_boundaries_take_part(tokens):
-    """A write with the read that follows, and the products of that, as one operation."""
-    start = normal(BATCH, SEQ, STREAMS, DIM, dtype=torch.float32).requires_grad_()
-    weights = normal(*((2,) if tokens else ()), STREAMS, DIM, seed=1, dtype=torch.float32).requires_grad_()
-    others = [normal(*shape, DIM, seed=2, dtype=torch.float32) for shape in ((), (), (STREAMS,))]
-    found = []
-    for every in (1, 4):
-        state, loss = start, 0.0
-        k, v, beta = (normal(BATCH, SEQ, *width, seed=3, dtype=torch.float32) for width in ((DIM,), (STREAMS,), ()))
-        for _ in range(6):
-            state, k, beta, v = boundary(state, k, v, beta, weights, *others, recompute_every=every)
-            loss = loss + k.square().mean() + v.square().mean()
-        assert state.grad_fn.age == (1 if every == 1 else 2)
-        found.append(torch.autograd.grad(loss + state.square().mean(), [start, weights]))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_one_state_in_m_is_kept(write):

@@ -7,7 +7,6 @@ from residua import ops
 from residua.connections import DeepDelta
 from residua.ops.derived import derive, flattened
 from residua.ops.norm import layer_norm
-from residua.ops.write_read import boundary
 from support.delta_cases import direction, generator, normal
 from support.op_cases import OPS
 
@@ -15,7 +14,6 @@ G = generator(0)
 # (batch, seq, channels, dim). The cost grows with the square of what stands here, and finite differences are the cost.
 STATE, WIDE = normal(G, 1, 3, 2, 3), normal(G, 1, 3, 3)
 WRITE = (STATE, direction(G, 1, 3, 3) * 1.7, normal(G, 1, 3, 2), normal(G, 1, 3).abs())
-SMALL = (normal(G, 3), normal(G, 3), normal(G, 2, 3))
 
 CASES = {
     **{
@@ -28,8 +26,6 @@ CASES = {
     },
     "delta_write_v1": (ops.delta_write_v1, WRITE),
     "delta_inverse": (ops.delta_inverse, WRITE),
-    "channel_boundary": (lambda *x: boundary(*x)[1:], (*WRITE, normal(G, 2, 3), *SMALL)),
-    "token_boundary": (lambda *x: boundary(*x)[1:], (*WRITE, normal(G, 3, 2, 3), *SMALL)),
     "stream_read": (ops.stream_read, (STATE, normal(G, 2, 3))),
     "causal_read": (ops.causal_read, (STATE, normal(G, 3, 2, 3))),
     "causal_expand": (ops.causal_expand, (WIDE, normal(G, 3, 2, 3))),

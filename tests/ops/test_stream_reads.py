@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import channel_taps, linear_at_least_float32, rms_norm, stream_read
-from residua.ops.write_read import boundary
 from support.delta_cases import generator, normal
 from support.tolerances import assert_close
 
@@ -73,29 +72,3 @@ def test_one_token_without_other_axes(dtype):
     x.sum().backward()
     assert x.shape == (3,)
     assert streams.grad.shape == weights.grad.shape == (3, 4)
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"value_input": "contxt"}, r"^value_input must be 'x_in' or 'context', got 'contxt'"),
-        ({"value_weight": torch.ones(1, 4)}, r"^value_weight must be \(value_channels, dim\) = \(3, 4\)"),
-        ({"gate_weight": torch.ones(1)}, r"^gate_weight must be \(dim,\) = \(4,\)"),
-        ({"gain": torch.ones(1)}, r"^gain must be \(dim,\) = \(4,\)"),
-        ({"k_norm": "l2"}, r"^k_norm must be None or one of rms, add, clamp, rms_d, got 'l2'"),
-    ],
-)
-def test_a_boundary_takes_nothing_that_would_be_broadcast(changed, words):
-    given = {
-        "state": torch.ones(2, 3, 4),
-        "k": torch.ones(2, 4),
-        "v": torch.ones(2, 3),
-        "beta": torch.ones(2),
-        "weights": torch.ones(3, 4),
-        "gain": torch.ones(4),
-        "gate_weight": torch.ones(4),
-        "value_weight": torch.ones(3, 4),
-    }
-    boundary(**given)
-    with pytest.raises(ValueError, match=words):
-        boundary(**given | changed)

@@ -6,33 +6,11 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BETAS = [0.0, 1.0, 2.0, 0.3, 1.7]
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-
-def write_arguments(batch: int, seq: int, channels: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
-    """state, raw k, v and beta: among the gates 0, 1 and 2, and one direction that is zero."""
-    k = normal(batch, seq, dim, seed=1, dtype=dtype)
-    k[0, 0] = 0
-    beta = torch.tensor(BETAS, device=DEVICE).repeat(batch * seq)[: batch * seq].reshape(batch, seq)
-    return [normal(batch, seq, channels, dim, dtype=dtype), k, normal(batch, seq, channels, seed=2), beta]
-
-
-def boundary_arguments(
-    batch: int, seq: int, channels: int, dim: int, taps: int | None, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
-    """Those of a write, then weights of a read over channels or over `taps` tokens, a gain, a gate and a value."""
-    return [
-        *write_arguments(batch, seq, channels, dim, dtype),
-        0.5 * normal(taps, channels, dim, seed=3) if taps else 0.5 + 0.3 * normal(channels, dim, seed=3),
-        1 + 0.3 * normal(dim, seed=4),
-        normal(dim, seed=5) / dim**0.5,
-        normal(channels, dim, seed=6) / dim**0.5,
-    ]
 
 
 def results(op: Callable, inputs: Sequence[Tensor], seed: int = 7) -> list[Tensor]:

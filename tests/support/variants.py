@@ -111,7 +111,7 @@ _VARIANTS = {
     "beta-sublayer-out": "ddl:value_channels=2,compress_kernel=2,beta_input=sublayer_out",
     "beta-mlp": "ddl:beta_init=0.5,beta_head=mlp,beta_hidden=5",
     # The value.
-    "v-linear": "ddl-cc:value_channels=2,v_activation=linear,v_bias=false,implementation=auto",
+    "v-linear": "ddl-cc:value_channels=2,v_activation=linear,v_bias=false",
     "v-constant": "ddl:value_channels=2,compress_kernel=2,v_activation=constant,v_constant=1.5",
     "v-context": "ddl:beta_init=0.01,v_scale=1.0,v_input=context",
     # The v-Map with every phi_k.
@@ -209,15 +209,6 @@ _NON_CAUSAL = {
 
 # Run by kernels, for which triton must be there.
 _KERNELS = {
-    "channel": "ddl-cc:implementation=triton",
-    "channel-context": (
-        "ddl-cc:value_channels=3,k_norm=add,k_eps=0.1,v_activation=linear,v_bias=false,v_input=context,"
-        "implementation=triton"
-    ),
-    "token": "ddl-ec:implementation=triton",
-    "token-k2-projected": "ddl:value_channels=2,compress_kernel=2,k_proj=true,implementation=triton",
-    "one-channel": "ddl:implementation=triton",
-    "v-map": "ddl-cc:value_channels=2,map=v,implementation=triton",
     "hc": "hc:implementation=triton,num_streams=3",
     "hc-static": "hc:implementation=triton,dynamic=false,num_streams=2",
     "frac": "frac:implementation=triton,num_fractions=2",

@@ -80,7 +80,7 @@ class Connection(nn.Module, ABC):
     def write_read(
         self, y: Tensor, carry: Carry, following: "Connection | Readout", memory: Memory | None = None
     ) -> tuple[Any, Carry]:
-        """Write y, then read for the `following` connection, whose memory this is. Kernels may fuse the two."""
+        """Write y, then read for the `following` connection, whose memory this is. A scheme may fuse the two."""
         return following.read(self.write(y, carry), memory)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:

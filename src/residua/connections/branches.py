@@ -55,10 +55,6 @@ class Gate(nn.Module):
         logits = self.out(x)
         return 2 * torch.sigmoid(logits.squeeze(-1) if self.single else logits)
 
-    def opened(self, product: Tensor) -> Tensor:
-        """Return beta from w . x, (...,), if a kernel has computed that product."""
-        return 2 * torch.sigmoid(product + at_least_float32(self.out.bias))
-
 
 class Value(nn.Module):
     """v from a linear map in at least float32, (..., dim) -> (..., value_channels).
@@ -90,14 +86,7 @@ class Value(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.project is None:
             return at_least_float32(x).new_full((*x.shape[:-1], self.value_channels), self.constant)
-        return self._activated(self.project(x))
-
-    def activated(self, products: Tensor) -> Tensor:
-        """Return v from W x, (..., value_channels), if a kernel has computed that product."""
-        bias = None if self.project is None else self.project.bias
-        return self._activated(products if bias is None else products + at_least_float32(bias))
-
-    def _activated(self, v: Tensor) -> Tensor:
+        v = self.project(x)
         return self.scale * torch.sigmoid(v) if self.activation == "scaled_sigmoid" else v
 
 

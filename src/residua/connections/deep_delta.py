@@ -7,23 +7,19 @@ v-Map: the sublayer's output gives the value v; k is a map phi_k of the context 
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Norm, Readout, State, Stream
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.branches import Direction, Gate, Pool, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
-from residua.connections.ends import ChannelCompress, OnlyStream, TokenCompress
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory, current, remembered
-from residua.connections.norm import RMSNorm
 from residua.connections.options import Beta, expect_used, require_option
-from residua.connections.projection import Projection, WideProjection, is_plain
+from residua.connections.projection import Projection
 from residua.errors import Count, Finite, Positive
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
-from residua.ops.dispatch import Implementation
-from residua.ops.write_read import boundary, choose_boundary
 
 
 class DeltaCoefficients(NamedTuple):
@@ -65,10 +61,6 @@ class DeepDelta(ChannelScheme):
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
     init             "average": compressors average and gates start at beta_init; "authors": as their code draws them
-    implementation   of the delta write, and of everything between two sublayers if one kernel can do it all:
-                     "reference" (PyTorch), "triton" (CUDA; see `ops.dispatch`), or "auto", which picks triton
-                     if it can run; in training not for everything between two sublayers, where it spills registers.
-                     No kernel has been timed on a GPU yet, so the default is "reference"
     """
 
     title: ClassVar[str] = "Deep Delta Learning"
@@ -101,7 +93,6 @@ class DeepDelta(ChannelScheme):
     phi_k_input: Literal["context", "x_in"] = "context"
     phi_k_rank: Count | None = None
     init: Literal["average", "authors"] = "average"
-    implementation: Implementation = "reference"
 
     def __post_init__(self):
         super().__post_init__()
@@ -129,11 +120,6 @@ class DeepDelta(ChannelScheme):
                 "phi_k_rank": (self.map == "v" and self.phi_k != "linear", "phi_k of the v-Map has a hidden width"),
             },
         )
-
-    @property
-    def write_options(self) -> dict[str, Any]:
-        """The options of a write with a unit direction, for every implementation."""
-        return {"k_norm": self.k_norm, "eps": self.k_eps, "recompute_every": self.keeps_every}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         return self.stream(
@@ -224,51 +210,12 @@ class DeltaConnection(ChannelConnection):
         beta, v, k = self.completed(y, carry.coefficients)
         streams = self.streams(state)
         if scheme.operator == "unit":
-            streams = delta_write(streams, k, v, beta, **scheme.write_options, implementation=scheme.implementation)
+            streams = delta_write(
+                streams, k, v, beta, k_norm=scheme.k_norm, eps=scheme.k_eps, recompute_every=scheme.keeps_every
+            )
         else:
             streams = delta_write_v1(streams, k, v, beta, eps=scheme.k_eps)
         return streams if scheme.has_stream_axis else streams.squeeze(-2)
-
-    def write_read(
-        self, y: Tensor, carry: Carry, following: Connection | Readout, memory: Memory | None = None
-    ) -> tuple[Tensor, Carry]:
-        """As the base class, or in one kernel, which reads and writes the state only once."""
-        fused = None if memory is not None else self._fused(y, carry, following)
-        return super().write_read(y, carry, following, memory) if fused is None else fused
-
-    def _fused(self, y: Tensor, carry: Carry, following: Connection | Readout) -> tuple[Tensor, Carry] | None:
-        """Write and read in one kernel; return None if no kernel exists for this write and the read that follows."""
-        scheme = self.scheme
-        if (
-            scheme.implementation == "reference"
-            or not isinstance(following, DeltaConnection)
-            or following.scheme != scheme
-            or (scheme.map, scheme.operator) != ("k", "unit")
-            or (scheme.beta_input, scheme.beta_head) != ("context", "linear")
-        ):
-            return None
-        compressor, norm, project = following.compressor, following.norm, following.value.project
-        if (
-            isinstance(compressor, OnlyStream)
-            or not isinstance(norm, RMSNorm)
-            or norm.weight is None
-            or project is None
-        ):
-            return None
-        # The kernel reads parameters of these modules instead of calling them.
-        parts = (self, following, compressor, norm, following.beta, following.beta.out, following.value, project)
-        if not all(is_plain(part, *READ_BY_KERNELS) for part in parts):
-            return None
-        state, (beta, v, _) = carry
-        k = y if self.k_proj is None else self.k_proj(y)
-        maps = (following.beta.out.weight[0], project.weight)
-        inputs = (state, k, v, beta, compressor.weights(), norm.weight, *maps)
-        if choose_boundary(scheme.implementation, *inputs) == "reference":
-            return None
-        options = {**scheme.write_options, "norm_eps": norm.eps, "value_input": scheme.v_input}
-        written, context, gate, value = boundary(*inputs, **options, implementation="triton")
-        coefficients = DeltaCoefficients(following.beta.opened(gate), following.value.activated(value), None)
-        return context, Carry(written, coefficients)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne:
         """Return every form of the write as X + beta k (v^T - k^T X), with |k| = 1 up to eps.
@@ -285,6 +232,3 @@ class DeltaConnection(ChannelConnection):
             k, v = k / length, length * v
         streams = at_least_float32(self.streams(state))
         return RankOne(beta, k, (streams * k.unsqueeze(-2)).sum(-1), v, self.compressor.shares())
-
-
-READ_BY_KERNELS = (DeltaConnection, TokenCompress, ChannelCompress, RMSNorm, Gate, Value, WideProjection)

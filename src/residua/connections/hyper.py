@@ -47,8 +47,8 @@ class MixingScheme(RecomputingScheme):
     """A scheme that reads, mixes and writes the rows of the state by `MixingCoefficients`.
 
     implementation  of reads, writes and Sinkhorn's iteration, if they have a kernel: "reference" (PyTorch), "triton"
-                    (CUDA; see `ops.dispatch`), or "auto", which picks triton if it can run. No kernel has been timed on
-                    a GPU yet, so the default is "reference"
+                    (CUDA; see `ops.dispatch`), or "auto", which picks triton if it can run. On a GPU the kernels were
+                    timed alone and not in a model, so the default is "reference"
     """
 
     implementation: Implementation = "reference"

@@ -17,7 +17,7 @@ class RecomputingScheme(Scheme):
 
     recompute        "replay" keeps every `recompute_every`-th state and recomputes the others in the backward pass,
                      equal to the last bit; "none" keeps all states. Second derivatives need "none". A compiled model
-                     and the Triton kernels of mixed streams always keep all
+                     and the Triton kernels always keep all
     recompute_every  keep one state in this many, 1 to 64
     """
 

@@ -4,7 +4,7 @@
              '------ connection 2 i ------'             '-- connection 2 i + 1 --'           connection 2 i + 2,
                     '----------------------------- layer i --------------------------------' or the readout
 
-A layer maps x to x, so that `write_read`, a write and the following read, can be one kernel. Before the first layer,
+A layer maps x to x, so that `write_read`, a write and the following read, can be one operation. Before the first layer,
 `expand` makes the state from the embeddings; after the last, the readout collapses it, then norm and head follow.
 """
 

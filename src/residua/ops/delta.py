@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import at_least_float32, new_symbol, promote, without_autocast
 from residua.ops.recompute import expect_first_derivative, load_state, release, save_state
 from residua.ops.shapes import expect_shape
@@ -191,7 +190,6 @@ def delta_write(
     k_norm: KNorm | None = None,
     eps: float = 1e-5,
     recompute_every: int = 1,
-    implementation: Implementation = "reference",
 ) -> Tensor:
     """X' = X + beta k (v^T - k^T X): erase what X holds along k, write v there (arXiv 2601.00417, additive form).
 
@@ -203,14 +201,8 @@ def delta_write(
     The backward pass needs X. With `recompute_every` = m > 1, of the states along a chain of writes only every m-th is
     kept, and the others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.recompute`).
     Second derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
-
-    `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
     """
     expect_write(state, k, v, beta, k_norm)
-    if choose(implementation, state, k, v, beta) == "triton":
-        from residua.ops.kernels.delta import delta_write as kernel
-
-        return kernel(state, k, v, beta, k_norm, eps, recompute_every)
     if not torch.is_grad_enabled():
         return _written(state, k, v, beta, k_norm, eps)[0]  # no gradient will need anything
     return applied(_DeltaWrite, state, k, v, beta, k_norm, new_symbol(eps), recompute_every)

@@ -19,9 +19,9 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
     "reference" is the plain PyTorch definition. "triton" is the kernel, and an error if it cannot run: raises
     ModuleNotFoundError without triton, InputError for tensors that are not on a CUDA device. "auto" is "triton" if
     triton is installed and the kernels take the tensors: all on a CUDA device, in float32, bfloat16 or float16, with 1
-    to 16 value channels or streams in the last axis but one of `state`; otherwise, and inside a transform of
-    `torch.func`, it is "reference". Tensors on the meta device, which have shapes and no numbers, need no kernel.
-    Raises ValueError for any other name.
+    to 16 streams or rows in the last axis but one of `state`; otherwise, and inside a transform of `torch.func`, it is
+    "reference". Tensors on the meta device, which have shapes and no numbers, need no kernel. Raises ValueError for any
+    other name.
 
     Interpreted kernels (TRITON_INTERPRET=1 when triton was imported) run on every device, slowly; "auto" never takes
     them.
@@ -39,10 +39,10 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
         raise ValueError(
             "implementation='triton': kernels have no rules for torch.func and forward mode: use 'auto' or 'reference'"
         )
-    from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_CHANNELS
+    from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_STREAMS
 
     if implementation == "auto":
-        fits = 1 <= state.shape[-2] <= MAX_CHANNELS and all(x.dtype in DTYPES for x in tensors)
+        fits = 1 <= state.shape[-2] <= MAX_STREAMS and all(x.dtype in DTYPES for x in tensors)
         return "triton" if fits and not INTERPRETED else "reference"
     for x in () if INTERPRETED else tensors:
         if not x.is_cuda:

@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_map
 
 from residua.ops.transforms import Unrecorded
 
-# FSDP2 inserts this node without changing the tensor, so a chain of writes is followed through it, and through a view
-# of another shape. The kernels replay several writes at once, which must all have one shape.
-PASSES_THROUGH = ("RegisterPostBackwardFunctionBackward",)
-VIEWS = (*PASSES_THROUGH, "ViewBackward0")
+# FSDP2 inserts the first of these nodes without changing the tensor, so a chain of writes is followed through it, and
+# through a view of another shape.
+PASSES_THROUGH = ("RegisterPostBackwardFunctionBackward", "ViewBackward0")
 
 
 def save_state(
@@ -31,14 +30,12 @@ def save_state(
     inputs: int = 1,
     replay: Callable[[Any], Tensor] | None = None,
     every: int | None = None,
-    through: tuple[str, ...] = VIEWS,
 ) -> None:
     """Save tensors for the backward pass of the function of `ctx`, except inputs that other nodes can recompute.
 
     inputs: how many of them, the first, are the first tensors that the function takes; None for one it does not need
     replay: returns the first result of the function, given its node; readers of the result then need not keep it
     every: for a write, one state in this many is kept along a chain; None for a reader and a cheap function
-    through: the nodes that may stand between the function and the one that made an input
 
     Sets on the node: `shapes`, of the inputs to recompute; `age`, the writes to replay for its result; `replay`, None
     if readers must keep the result; `recomputed`, the result after it was recomputed; `opened`, the saved tensors after
@@ -51,7 +48,7 @@ def save_state(
         ctx.save_for_backward(*tensors)
         return
     ctx.checkpoint = _checkpoint()
-    makers = [_maker(x, through, every) for x in tensors[:inputs]]
+    makers = [_maker(x, every) for x in tensors[:inputs]]
     ctx.shapes = [None if x is None or maker is None else x.shape for x, maker in zip(tensors, makers)]
     ctx.save_for_backward(*(x if maker is None else None for x, maker in zip(tensors, makers)), *tensors[inputs:])
     ctx.age = max((maker.age for maker in makers if maker is not None), default=0) + (every is not None)
@@ -65,10 +62,12 @@ def load_state(node: Any, needed: Sequence[bool] = ()) -> list[Any]:
     pass, for other readers. Raises RuntimeError if the gradient itself is to be differentiated and a write would have
     to be replayed: a recomputed state has no history.
     """
-    saved = list(read_once(node))
+    if node.opened is None:  # activation checkpointing hands out saved tensors only once
+        node.opened = node.saved_tensors
+    saved = list(node.opened)
     for i, shape in enumerate(() if torch.compiler.is_compiling() else node.shapes):
         if shape is not None and (not needed or needed[i]):
-            saved[i] = _recomputed(_behind(node.next_functions[i], VIEWS)).view(shape)
+            saved[i] = _recomputed(_behind(node.next_functions[i])).view(shape)
     return saved
 
 
@@ -80,16 +79,9 @@ def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
     return saved
 
 
-def read_once(node: Any) -> tuple[Any, ...]:
-    """Return the saved tensors of a node, read only once: activation checkpointing hands them out only once."""
-    if node.opened is None:
-        node.opened = node.saved_tensors
-    return node.opened
-
-
 def is_kept(x: Tensor) -> bool:
     """Return whether a reader must keep x, because nothing can recompute it."""
-    return _maker(x, VIEWS) is None
+    return _maker(x) is None
 
 
 def cut(state: Any) -> Any:
@@ -103,28 +95,13 @@ def expect_first_derivative() -> None:
         raise RuntimeError("a recomputed state has first derivatives only: use recompute='none' to differentiate twice")
 
 
-def nearest(node: Any, replay: Callable[[Any], Tensor], reach: int) -> tuple[Tensor, list[Any]]:
-    """Return the nearest state before the write of `node`, and the nodes of the writes in between, oldest first.
-
-    A kernel replays these writes at once: at most `reach`, all with this `replay`. If no kept state is within reach,
-    the state before these writes is recomputed, and its node holds it as in `load_state`.
-    """
-    between: list[Any] = []
-    while (state := read_once(node)[0]) is None:
-        node = _behind(node.next_functions[0], PASSES_THROUGH)
-        if node.recomputed is not None or node.replay is not replay or len(between) == reach:
-            return _recomputed(node), between
-        between.insert(0, node)
-    return state, between
-
-
-def _maker(x: Tensor | None, through: tuple[str, ...], every: int | None = None) -> Any:
+def _maker(x: Tensor | None, every: int | None = None) -> Any:
     """Return the node that made x and can recompute it, with fewer than `every` writes; None if x must be kept."""
     if x is None or torch.compiler.is_compiling():  # a compiler sees no graph, and decides itself what to keep
         return None
     if x.grad_fn is None or x._version:  # changed in place since it was written, unseen by autograd
         return None
-    node = _behind((x.grad_fn, x.output_nr), through)
+    node = _behind((x.grad_fn, x.output_nr))
     if getattr(node, "replay", None) is None or (every is not None and node.age >= every):
         return None
     # Reading what a node of another checkpoint saved would run its layer again, whose weights may be sharded by then.
@@ -148,9 +125,9 @@ def _recomputed(node: Any) -> Tensor:
     return node.recomputed
 
 
-def _behind(edge: tuple[Any, int], through: tuple[str, ...]) -> Any:
-    """Return the node whose first output this edge is, or None, looking `through` nodes that only pass it on."""
+def _behind(edge: tuple[Any, int]) -> Any:
+    """Return the node whose first output this edge is, or None, looking through nodes that only pass it on."""
     node, output = edge
-    while node is not None and node.name() in through:
+    while node is not None and node.name() in PASSES_THROUGH:
         node, output = node.next_functions[output]
     return node if output == 0 else None

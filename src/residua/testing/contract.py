@@ -221,7 +221,7 @@ def forward_is_read_then_write(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def write_read_is_write_then_read(scheme: Scheme) -> None:
-    """The seam between two sublayers, which a kernel may fuse, changes no bit."""
+    """The seam between two sublayers, which a scheme may fuse, changes no bit."""
     stream = build(scheme)
     state = stream.expand(normal(2, 5, DIM))
     readers = [*stream.connections[1:], Readout(stream.collapse)]

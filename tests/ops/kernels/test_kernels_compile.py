@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,8 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) == 26
+    assert len(lines) == 8
     for line in lines:
         assert line["code"] > 1000
         assert line["wide_loads"] > 0, f"{line['kernel']} has no loads of 16 bytes"
-    # A replay is made of fused products and sums. If it had others, or if the compiler fused the rest of a kernel in
-    # another way beside it, gradients would have other bits than those from states that were kept.
-    pairs = [(kept, replayed) for kept, replayed in pairwise(lines) if replayed["replayed_writes"]]
-    assert len(pairs) == 5
-    for kept, replayed in pairs:
-        assert kept["kernel"] == replayed["kernel"]
-        assert kept["sums"] == replayed["sums"], f"{kept['kernel']} computes differently beside a replay"
+        assert line["stack"] <= 8, f"{line['kernel']} spills registers"

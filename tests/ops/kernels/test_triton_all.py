@@ -5,17 +5,13 @@ from functools import partial
 import pytest
 import torch
 
-from residua.ops import delta_write, hyper_mix, hyper_read, hyper_write, sinkhorn
-from residua.ops.write_read import boundary
-from support.kernel_cases import boundary_arguments, normal, results, write_arguments
+from residua.ops import hyper_mix, hyper_read, hyper_write, sinkhorn
+from support.kernel_cases import normal, results
 
 pytest.importorskip("triton")
 
 STREAMS, OUTPUT, MATRIX, ROWS = normal(3, 3, 300), normal(3, 300), normal(3, 3, 3, seed=2), normal(3, 3, seed=3)
 KERNELS = {
-    "delta_write": (partial(delta_write, k_norm="rms"), write_arguments(1, 3, 3, 300, torch.float32)),
-    "channel_boundary": (boundary, boundary_arguments(1, 3, 3, 300, None)),
-    "token_boundary": (boundary, boundary_arguments(2, 6, 3, 48, 4)),
     "hyper_read": (hyper_read, [STREAMS, ROWS]),
     "hyper_read-shared": (hyper_read, [STREAMS, ROWS[0]]),
     "hyper_mix": (hyper_mix, [STREAMS, MATRIX]),

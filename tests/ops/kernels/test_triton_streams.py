@@ -212,7 +212,7 @@ def test_what_the_kernels_do_not_take_is_an_error():
         write(x, y, None, h_post[:, :, :2])
 
 
-WITH_KERNELS = ("delta_write", "channel_boundary", "token_boundary", "hyper_read", "hyper_write", "sinkhorn")
+WITH_KERNELS = ("hyper_read", "hyper_write", "sinkhorn")
 
 
 def test_kernels_are_measured_beside_the_plain_definitions(monkeypatch):

@@ -1,9 +1,8 @@
-"""Register, prepare and launch kernels: operators, tile sizes, memory, and the check of their arguments."""
+"""Register, prepare and launch kernels: operators, memory, and the check of their arguments."""
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_CHANNELS = 16
+MAX_STREAMS = 16
 
 
 @triton.jit
@@ -20,60 +19,6 @@ def _probe():
 
 
 INTERPRETED = not isinstance(_probe, triton.JITFunction)  # triton was imported with TRITON_INTERPRET=1
-
-
-class Tiling(NamedTuple):
-    """`blocks` tiles of `rows` x `block` numbers cover (channels, dim); `block` and `rows` are powers of two."""
-
-    rows: int
-    block: int
-    blocks: int
-
-
-def tiling(channels: int, dim: int) -> Tiling:
-    """Choose the widest of at most 8 blocks of at least 128 numbers that waste at most an eighth of the lanes.
-
-    If no block does, the one that wastes least: 768 is 3 x 256 and 1024 one block, but 200 is 256.
-    """
-    whole = triton.next_power_of_2(dim)
-    candidates = [whole]
-    while candidates[-1] > 128 and triton.cdiv(dim, candidates[-1] // 2) <= 8:
-        candidates.append(candidates[-1] // 2)
-    waste = {block: triton.cdiv(dim, block) * block - dim for block in candidates}
-    block = next((block for block in candidates if 8 * waste[block] <= dim), min(candidates, key=waste.__getitem__))
-    return Tiling(triton.next_power_of_2(channels), block, triton.cdiv(dim, block))
-
-
-def whole_row(channels: int, dim: int) -> Tiling:
-    """Take the whole row as one block, whatever it wastes."""
-    return Tiling(triton.next_power_of_2(channels), triton.next_power_of_2(dim), 1)
-
-
-def num_warps(tile: Tiling, numbers: int) -> int:
-    """Return as many warps as leave each thread at most about `numbers` numbers of the tile and of one more row.
-
-    The callers' limits come from compiling for compute capability 9.0 at widths of 768 to 2048 and up to 8 channels:
-    the registers suffice or nearly do, and many bytes are under way at once.
-    """
-    threads = (tile.rows + 1) * tile.block * tile.blocks / numbers
-    return min(16, triton.next_power_of_2(max(1, math.ceil(threads / 32))))
-
-
-def programs(x: Tensor, tokens: int, per_processor: int) -> int:
-    """Return how many programs share the tokens: `per_processor` per multiprocessor, at most one per token.
-
-    Without a GPU, two, so that tests have programs of several tokens.
-    """
-    if not x.is_cuda:
-        return min(tokens, 2)
-    return min(tokens, per_processor * torch.cuda.get_device_properties(x.device).multi_processor_count)
-
-
-def chunk_length(x: Tensor, tokens: int, per_processor: int) -> int:
-    """Return how many consecutive tokens one program takes if `programs` programs share all tokens."""
-    if not x.is_cuda:
-        return 4
-    return max(16, triton.cdiv(tokens, programs(x, tokens, per_processor)))
 
 
 def token_rows(x: Tensor, width: int) -> Tensor:
@@ -126,10 +71,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int) 
 
 def expect_taken(rows: str, count: int, **tensors: Tensor | None) -> None:
     """Raise ValueError unless the kernels take `count` rows, TypeError unless they take the dtype of every tensor."""
-    if not 1 <= count <= MAX_CHANNELS:
+    if not 1 <= count <= MAX_STREAMS:
         name = next(iter(tensors))
         raise ValueError(
-            f"{name}: the Triton kernels take 1 to {MAX_CHANNELS} {rows}, got {count}: use implementation='reference'"
+            f"{name}: the Triton kernels take 1 to {MAX_STREAMS} {rows}, got {count}: use implementation='reference'"
         )
     for name, x in tensors.items():
         if x is not None and x.dtype not in DTYPES:

@@ -15,12 +15,21 @@ import triton.language as tl
 from torch import Tensor
 
 from residua.ops.kernels.launch import empty, expect_taken, launch, operator, runs, token_rows
-from residua.ops.kernels.tiles import load_row, store_row
 
 # One program is one token and one warp. It goes along the columns with the rows of all streams in registers: a product
 # of matrices this small is sums of rows times numbers, which need no other thread. Only sums along the columns do, for
 # the gradients of coefficients; each thread keeps its part of them until the last column. They fit into registers for
 # up to 8 streams, by compiling for compute capability 9.0; more streams work, but spill some in the backward write.
+
+
+@triton.jit
+def load_row(start, column, width):
+    return tl.load(start + column, mask=column < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(start, row, column, width):
+    tl.store(start + column, row.to(start.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
