@@ -168,11 +168,6 @@ class WrongGradient(Scaled):
         return super().write(self.Half.apply(y), carry)
 
 
-class OtherSeam(Scaled):
-    def write_read(self, y, carry, following, memory=None):
-        return following.read(self.write(1.001 * y, carry), memory)
-
-
 class TakesAnything(Scaled):
     def forward(self, state, sublayer, *, memory=None, attention_mask=None, documents=None):
         x, carry = self.read(state)
@@ -314,7 +309,6 @@ WRONG = [
     ("autocast_leaves_the_coefficients_in_float32", scheme_of(BfloatGain), "gain is computed in bfloat16"),
     ("every_parameter_matters_and_gets_a_gradient", scheme_of(Unused), "connections.0.other is not used"),
     ("gradients_are_those_of_finite_differences", scheme_of(WrongGradient), "differ from finite differences"),
-    ("write_read_is_write_then_read", scheme_of(OtherSeam), "of connection 0 differs from write, then read of Other"),
     ("a_sublayer_must_return_a_tensor_of_its_inputs_shape", scheme_of(TakesAnything), "taken without an error"),
     ("forward_is_read_then_write", scheme_of(Anew), "differs from read and write"),
     ("gradient_checkpointing_changes_no_bit", scheme_of(Anew), "checkpointing"),

@@ -77,12 +77,6 @@ class Connection(nn.Module, ABC):
     def write(self, y: Tensor, carry: Carry) -> State:
         """Return the next state, from the sublayer's output y: (batch, seq, dim) and the carry."""
 
-    def write_read(
-        self, y: Tensor, carry: Carry, following: "Connection | Readout", memory: Memory | None = None
-    ) -> tuple[Any, Carry]:
-        """Write y, then read for the `following` connection, whose memory this is. A scheme may fuse the two."""
-        return following.read(self.write(y, carry), memory)
-
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
         """Return the linear map that this connection applies to `state`, for spectra and telemetry.
 

@@ -4,8 +4,8 @@
              '------ connection 2 i ------'             '-- connection 2 i + 1 --'           connection 2 i + 2,
                     '----------------------------- layer i --------------------------------' or the readout
 
-A layer maps x to x, so that `write_read`, a write and the following read, can be one operation. Before the first layer,
-`expand` makes the state from the embeddings; after the last, the readout collapses it, then norm and head follow.
+A layer maps x to x. Before the first layer, `expand` makes the state from the embeddings; after the last, the readout
+collapses it, then norm and head follow.
 """
 
 import warnings
@@ -128,16 +128,12 @@ class Layer(GradientCheckpointingLayer):
         first, (second, memory), following = readers.attention.connection, readers.mlp, readers.following
         # A state may be wider than the weights of the sublayers.
         inputs = (part.to(context.dtype) for part in as_inputs(x))
-        x, middle = first.write_read(self.attention(*inputs, context=context), carry, second, memory)
-        y = self.mlp(*(part.to(context.dtype) for part in as_inputs(x)))
-        state = None
-        if wants_state:
-            state = second.write(y, middle)
-            x, last = following.connection.read(state, following.memory)
-        else:
-            x, last = second.write_read(y, middle, *following)
-        penalties = [first.penalty(carry.coefficients), second.penalty(middle.coefficients)] if self.training else []
-        return Passed(x, last, [penalty for penalty in penalties if penalty is not None], state)
+        x, middle = second.read(first.write(self.attention(*inputs, context=context), carry), memory)
+        state = second.write(self.mlp(*(part.to(context.dtype) for part in as_inputs(x))), middle)
+        x, last = following.connection.read(state, following.memory)
+        terms = [first.penalty(carry.coefficients), second.penalty(middle.coefficients)] if self.training else []
+        penalties = [term for term in terms if term is not None]
+        return Passed(x, last, penalties, state if wants_state else None)
 
 
 class Call(NamedTuple):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
-from residua.connections import Carry, Readout, Residual, Scheme, Stream, StreamMemory
+from residua.connections import Carry, Residual, Scheme, Stream, StreamMemory
 from residua.connections.base import as_inputs
 from residua.connections.memory import window_of
 from residua.connections.registry import written
@@ -217,23 +217,6 @@ def forward_is_read_then_write(scheme: Scheme) -> None:
         expect(equal(state, expected), "connection(state, sublayer) differs from read and write")
     out = stream.collapse(state)
     expect(torch.equal(out, outputs(stream, normal(2, 5, DIM))), "stream(x, sublayers) differs from its parts")
-
-
-@CONTRACT.add
-def write_read_is_write_then_read(scheme: Scheme) -> None:
-    """The seam between two sublayers, which a scheme may fuse, changes no bit."""
-    stream = build(scheme)
-    state = stream.expand(normal(2, 5, DIM))
-    readers = [*stream.connections[1:], Readout(stream.collapse)]
-    for i, (connection, following) in enumerate(zip(stream.connections, readers)):
-        x, carry = connection.read(state)
-        y = toy(x)
-        state = connection.write(y, carry)
-        fused = connection.write_read(y, carry, following)
-        words = f"write_read of connection {i} differs from write, then read of {type(following).__name__}"
-        expect(equal(fused, following.read(state)), words)
-    read = Readout(stream.collapse).read(state)[0]
-    expect(torch.equal(read, stream.collapse(state)), "the readout differs from collapse")
 
 
 @CONTRACT.add

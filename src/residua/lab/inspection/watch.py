@@ -33,10 +33,7 @@ class ConnectionRecord(NamedTuple):
 
 
 class StandIn:
-    """Reads and writes in place of a connection, whose methods are `inner_read` and `inner_write`.
-
-    It never fuses a write and a read into one kernel, because it looks at the state between them.
-    """
+    """Reads and writes in place of a connection, whose methods are `inner_read` and `inner_write`."""
 
     def __init__(self, connection: Any):
         self.connection = connection
@@ -48,21 +45,17 @@ class StandIn:
     def write(self, y: Tensor, carry: Carry) -> State:
         return self.inner_write(y, carry)
 
-    def write_read(self, y: Tensor, carry: Carry, following: Any, memory: Memory | None = None) -> tuple[Any, Carry]:
-        return following.read(self.write(y, carry), memory)
-
 
 @contextmanager
 def replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
     """Let stand-ins take the place of their connections, in whatever model these are."""
     try:
         for stand_in in stand_ins:
-            methods = {"read": stand_in.read, "write": stand_in.write, "write_read": stand_in.write_read}
-            vars(stand_in.connection).update(methods)
+            vars(stand_in.connection).update(read=stand_in.read, write=stand_in.write)
         yield
     finally:
         for stand_in in stand_ins:
-            for name in ("read", "write", "write_read"):
+            for name in ("read", "write"):
                 vars(stand_in.connection).pop(name, None)
 
 
