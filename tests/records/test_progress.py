@@ -41,6 +41,18 @@ def test_work_of_an_earlier_process_says_nothing_about_speed(capsys, clock):
     assert capsys.readouterr().err == "resumed  0:00:10 left\n"
 
 
+def test_the_time_in_which_processes_start_says_nothing_about_speed(capsys, clock):
+    with Progress("", 100) as bar:
+        clock[0] += 60  # until the first job reports its step 0
+        bar.skip(0)
+        bar.update(0, "started")
+        clock[0] += 10
+        bar.update(20, "going on")
+        bar.skip(10)  # a second job begins where it was interrupted
+        bar.update(30, "begun", line=True)
+    assert capsys.readouterr().err == "started\ngoing on  0:00:40 left\nbegun  0:00:35 left\n"
+
+
 @pytest.mark.parametrize("options", [{"enabled": False}, {"lines": False}])
 def test_nothing_is_shown_where_nothing_is_wanted(options, capsys):
     with Progress("title", 10, **options) as bar:

@@ -84,7 +84,9 @@ class Progress:
             self._bar.stop()
 
     def skip(self, work: float) -> None:
-        """Add work that was finished before this process began."""
+        """Add work that was finished before this process began. The clock starts with it, unless work was done here."""
+        if self._done == self._before:
+            self._started = time.monotonic()
         self._before += work
 
     def update(self, done: float, text: str, *, total: float | None = None, line: bool = False) -> None:
