@@ -33,7 +33,9 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     """Build the part of the stream of every layer, with the norms that the layers have."""
     _, stack = trunk(model, conversion.stack)
     anatomy = conversion.anatomy
-    sublayers = [(layer, sublayer) for layer, found in zip(stack, anatomy, strict=True) for sublayer in found]
+    if len(stack) != len(anatomy):
+        raise InputError(f"the connections are of {len(anatomy)} layers, the model has {len(stack)}")
+    sublayers = [(layer, sublayer) for layer, found in zip(stack, anatomy) for sublayer in found]
     borrowed = [
         Borrowed(layer, found.readers[0], cast=found.cast) if found.normed else nn.Identity()
         for layer, found in sublayers
