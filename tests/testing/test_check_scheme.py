@@ -168,6 +168,12 @@ class WrongGradient(Scaled):
         return super().write(self.Half.apply(y), carry)
 
 
+class WrongGainGradient(Scaled):
+    def read(self, state, memory=None):
+        x, carry = super().read(state, memory)
+        return x, Carry(state, Gain(WrongGradient.Half.apply(carry.coefficients.gain)))
+
+
 class TakesAnything(Scaled):
     def forward(self, state, sublayer, *, memory=None, attention_mask=None, documents=None):
         x, carry = self.read(state)
@@ -308,7 +314,12 @@ WRONG = [
     ("weights_and_state_may_differ_in_dtype", scheme_of(Widens), "beside parameters of"),
     ("autocast_leaves_the_coefficients_in_float32", scheme_of(BfloatGain), "gain is computed in bfloat16"),
     ("every_parameter_matters_and_gets_a_gradient", scheme_of(Unused), "connections.0.other is not used"),
-    ("gradients_are_those_of_finite_differences", scheme_of(WrongGradient), "differ from finite differences"),
+    ("gradients_are_those_of_finite_differences", scheme_of(WrongGradient), "finite differences: the embedding"),
+    (
+        "gradients_are_those_of_finite_differences",
+        scheme_of(WrongGainGradient),
+        "finite differences: connections.0.gain, connections.1.gain",
+    ),
     ("a_sublayer_must_return_a_tensor_of_its_inputs_shape", scheme_of(TakesAnything), "taken without an error"),
     ("forward_is_read_then_write", scheme_of(Anew), "differs from read and write"),
     ("gradient_checkpointing_changes_no_bit", scheme_of(Anew), "checkpointing"),
