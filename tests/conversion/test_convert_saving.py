@@ -311,7 +311,7 @@ def test_connections_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match="its connection differs"):
         residua.load_connection(converted("mhc"), tmp_path)
     deeper = llama(num_hidden_layers=4)
-    with pytest.raises(InputError, match="its layers differ .* are of 3 layers, the model has 4"):
+    with pytest.raises(InputError, match=r"its layers differ .* are of 3 layers, the model has 4"):
         residua.load_connection(deeper, tmp_path)
     wider = llama(hidden_size=32)
     with pytest.raises(InputError, match="beside other weights"):
