@@ -92,6 +92,7 @@ def test_values_are_of_the_declared_types():
         (["here", "--name", "x", "--seeds", "1", "0"], "--seeds must be at least 1, got 0"),
         (["here", "--name=--"], "--name must have a value, got --"),
         (["here", "--name", "x", "--devise", "cpu"], "unknown option --devise; did you mean --device?"),
+        (["here", "--nme", "x"], "unknown option --nme; did you mean --name?"),
     ],
 )
 def test_a_wrong_line_is_one_error(argv, message):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -41,6 +42,10 @@ class Parser(argparse.ArgumentParser):
         for argument in args:
             if argument.startswith("--") and argument.endswith("=--"):  # argparse would return a list as this value
                 self.error(f"argument {argument[:-3]} must have a value, got --")
+        for argument in takewhile(lambda argument: argument != "--", args):
+            misspelt = argument.startswith("--") and argument.partition("=")[0] not in self._option_string_actions
+            if misspelt and " " not in argument:  # argparse would first say that the right option is missing
+                self._refuse(argument)
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown[0])
