@@ -163,7 +163,7 @@ def shortened(command: list[str]) -> list[str]:
         case ["demo", *_]:
             return ["--steps", "2"]
         case ["study", "geometry"]:
-            return ["--steps", "4", "--seeds", "42", "--workers", "1"]
+            return ["--steps", "4", "--seeds", "42", "--processes", "1"]
         case ["study", "tune"]:
             return recipe
         case ["train", _] if "--resume" not in command:

@@ -16,8 +16,8 @@ class RecomputingScheme(Scheme):
     """A scheme whose write is linear in a state of several rows. The options change memory and speed, never numbers.
 
     recompute        "replay" keeps every `recompute_every`-th state and recomputes the others in the backward pass,
-                     equal to the last bit; "none" keeps all states. Second derivatives need "none". A compiled model
-                     and the Triton kernels always keep all
+                     equal to the last bit on a CPU, within rounding on a GPU; "none" keeps all states. Second
+                     derivatives need "none". A compiled model and the Triton kernels always keep all
     recompute_every  keep one state in this many, 1 to 64
     """
 
