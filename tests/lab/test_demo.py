@@ -89,9 +89,11 @@ def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_pat
     assert {name: (out / name / "metrics.jsonl").stat().st_mtime_ns for name in RECIPES} == metrics
     # The traces of the first time were made from the same checkpoints, so they stay, and the page comes out the same.
     assert (out / "explorer.html").read_bytes() == page
-    for steps, said in (("3", "train.steps must be 4, got 3"), ("8", "train.steps must be 4, got 8")):
+    for steps, said in (("3", "a new folder, got 3"), ("8", "a new folder, got 8")):
         assert main([*argv[:-1], steps]) == 2
-        assert said in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"--steps must be 4, as in {out}" in error
+        assert said in error
 
 
 @pytest.mark.slow

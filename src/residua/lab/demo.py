@@ -69,7 +69,8 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
         config = replace(config, data=replace(config.data, path=str(data.folder)))
         if (begun := out / name / "config.yaml").is_file():  # more steps would continue a schedule that has ended
             begun_steps = load_config(str(begun)).train.steps
-            require(config.train.steps == begun_steps, f"{begun}: train.steps", str(begun_steps), config.train.steps)
+            expected = f"{begun_steps}, as in {begun}, or --out a new folder"
+            require(config.train.steps == begun_steps, "--steps", expected, config.train.steps)
         jobs.append(Job(name, _train, (config, out / name), config.train.steps))
     say(f"training {len(jobs)} models side by side: {', '.join(configs)}")
     with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as runs:
