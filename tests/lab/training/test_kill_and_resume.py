@@ -120,6 +120,14 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(number, tmp_path, fi
     assert rows(folder) == rows(tmp_path / "undisturbed")
 
 
+def test_an_interrupted_run_of_a_caller_that_follows_its_steps_leaves_the_advice_to_it(tmp_path, fit, capsys):
+    steps = []
+    result = fit(tmp_path / "run", batches=ToyBatches(signals={6: signal.SIGINT}), progress=steps.append)
+    assert result["interrupted"] is True
+    assert steps
+    assert capsys.readouterr().err == ""
+
+
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path, fit):
     """nohup ignores SIGHUP, and the shell SIGINT of what runs in the background."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

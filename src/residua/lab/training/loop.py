@@ -83,7 +83,8 @@ def train(
         facts: metadata of the data for facts.json; its `fingerprint`, if any, must be the same on resume.
             Checkpoints keep it, and a `tokenizer_fingerprint`.
         end_of_text: the token before each document, for document masks: `model` gets `documents_apart` too.
-        progress: whether to show the progress, or a function to call instead with each step that is logged.
+        progress: whether to show the progress, or a function to call instead with each step that is logged. Its caller
+            says how an interrupted run goes on.
 
     Returns:
         The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of
@@ -194,7 +195,7 @@ def _train(
                 break
     result = row | {"checkpoint": str(saver.newest.path), "interrupted": step < config.steps}
     if result["interrupted"]:
-        if ranks.first:
+        if ranks.first and not callable(progress):
             say(f"stopped after step {step}, which is saved; continue with: {run.resume_command}")
         result["signal"] = max(ranks.gather(stop[0] if stop else 0))
     return result
