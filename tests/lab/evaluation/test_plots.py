@@ -31,6 +31,14 @@ def test_runs_without_a_single_finite_point_are_still_drawn(make_run, tmp_path):
     assert_pictures(draw(compare([a, b]), tmp_path), ["loss.png"])
 
 
+def test_a_run_with_one_validation_shows_its_training_losses_too(make_run):
+    run = make_run("a")
+    *rows, last = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([*(row for row in rows if "val_loss" not in row), last]) + "\n")
+    low, high = _losses(compare([run])).axes[0].get_ylim()
+    assert low < 4 + 3 / 100 < 4 + 3 / 50 < high
+
+
 def test_no_two_groups_look_alike(make_run):
     runs = [make_run("baseline"), *(make_run(f"r{i}", connection=f"scheme-{i}") for i in range(2 * len(COLOURS)))]
     looks = [tuple(sorted(style.items())) for _, style in _styles(compare(runs))]

@@ -45,7 +45,7 @@ def _losses(comparison: Comparison) -> Figure:
                 points, training = _columns(run.validation or run.training, axis), _columns(run.training, axis)
                 label = group.name if run is group.runs[0] else None
                 figures.curve(panel, points, seeds=[training], **style, linewidth=1.1, label=label)
-                shown[axis] += points
+                shown[axis] += points if len(points) > 1 else training
     _finish(figure, panels, shown, UNSETTLED_LOSS, "Strong: validation. Pale: training. One line per seed.")
     panels["step"].set_ylabel("Loss (nats per token)")
     return figure
