@@ -406,6 +406,7 @@ class DepthStack(nn.Module):
         if self.bug == "last source missing" and v.shape[2] > 1:
             v = v[:, :, :-1]
         keys = v * gain if self.bug == "key norm missing" else F.rms_norm(v, v.shape[-1:], gain, 1e-5)
+        keys = v if self.bug == "key norm and gain missing" else keys
         if self.bug == "values normalised":
             v = F.rms_norm(v, v.shape[-1:], None, 1e-5)
         scores = (keys * query).sum(-1)
@@ -454,6 +455,7 @@ STACKS = {
     "values normalised": ("forward", "the read of connection 1 differs: the values are normalised"),
     "scaled": ("forward", "the read of connection 1 differs: the logits are divided by sqrt"),
     "key norm missing": ("forward", "the read of connection 1 differs: the keys are not normalised"),
+    "key norm and gain missing": ("forward", "the read of connection 1 differs: the keys have no norm and no gain"),
     "last source missing": ("forward", "the read of connection 1 differs: the last source is missing"),
     "head sums": ("forward", "the head reads the sum of the sources"),
     "last write doubled": ("forward", f"{FIRST}the last write or the head"),

@@ -402,8 +402,12 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
                 mixtures[f"the {source} source is missing"] = read
             attend = getattr(connection, "attend", None)
             if attend is not None and getattr(attend, "heads", 0) == 1:
-                scores = (rows * attend.gain * attend.query).sum(-1)
-                mixtures["the keys are not normalised"] = (scores.softmax(-1).unsqueeze(-1) * rows).sum(-2)
+                for gain, mistake in (
+                    (attend.gain, "the keys are not normalised"),
+                    (1.0, "the keys have no norm and no gain"),
+                ):
+                    scores = (rows * gain * attend.query).sum(-1)
+                    mixtures[mistake] = (scores.softmax(-1).unsqueeze(-1) * rows).sum(-2)
             unit = (weights.unsqueeze(-1) * rms_norm(rows, None, 1e-5)).sum(-2)
             mixtures["the values are normalised, not the keys alone"] = unit
             scaled = (weights.log() / rows.shape[-1] ** 0.5).softmax(-1)
