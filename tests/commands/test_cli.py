@@ -108,7 +108,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("generate x --prompt a --top-k=-1", "--top-k must be 0 or more, got -1"),
         ("generate x --prompt a --max-new-tokens 0", "--max-new-tokens must be at least 1, got 0"),
         ("evaluate x y", "unexpected argument 'y'"),
-        ("evaluate no-such-folder", "no-such-folder must be a run folder"),
+        ("evaluate no-such-folder", "no-such-folder must be a run folder or one with a model of"),
         ("evaluate x --limit 3", "--limit needs --tasks beside it"),
         ("evaluate x --num-fewshot 1", "--num-fewshot needs --tasks beside it"),
         ("evaluate x --batch-size 1", "--batch-size needs --tasks beside it"),
