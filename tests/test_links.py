@@ -31,7 +31,7 @@ COMMANDS = {
     "sweep finished": ("sweep", ["study", "tune", *SWEEP]),
     "study": ("study", ["study", "run", "study.yaml", "--out", "study", "--data", "data", "--no-costs"]),
     "report": ("study", ["study", "report", "study"]),
-    "geometry": ("geometry", [*GEOMETRY, "--out", "geometry", "--workers", "1"]),
+    "geometry": ("geometry", [*GEOMETRY, "--out", "geometry", "--processes", "1"]),
 }
 OWNERS = ("checkpoints",)
 """Folders of a run that its owner may have linked to another disk."""

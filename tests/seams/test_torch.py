@@ -65,13 +65,13 @@ def test_every_private_name_that_we_use_is_in_the_table():
 
 def test_nodes_of_the_graph_have_the_names_by_which_writes_are_followed():
     """`residua.ops.recompute` walks from a write to the one before it, through views and FSDP2's nodes."""
-    from residua.ops.recompute import VIEWS
+    from residua.ops.recompute import PASSES_THROUGH
 
     x = torch.ones(2, 3, requires_grad=True)
     view = (2 * x).view(6)
-    assert view.grad_fn.name() in VIEWS
+    assert view.grad_fn.name() in PASSES_THROUGH
     node = find("torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction", SHARDING)
-    assert f"{node.__name__}Backward" in VIEWS
+    assert f"{node.__name__}Backward" in PASSES_THROUGH
     (before, output), *_ = view.grad_fn.next_functions
     assert (before.name(), output) == ("MulBackward0", 0)
 
