@@ -169,7 +169,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("study geometry quick --device tpu", "--device must be one of auto, cpu, cuda, got 'tpu'"),
         ("study geometry quick --steps 0", "steps"),
         ("study geometry quick --seeds -1", "--seeds"),
-        ("study geometry quick --workers 0", "--workers"),
+        ("study geometry quick --processes 0", "--processes must be"),
         ("study geometry reflection --models housholder", "an operator must be one of householder, "),
         ("study geometry reflection --steps 0", "steps"),
     ],
