@@ -418,14 +418,11 @@ def copying_table() -> str:
     return markdown([*header, "repeated labels", "all others"], lines)
 
 
-REMAINING = (
-    ("lambdas", "residual"),
-    ("residual+tc", "residual"),
-    ("lambdas+tc", "lambdas"),
-    ("ddl-tc-write-only", "residual+tc"),
-    ("ddl-tc-write-only", "lambdas+tc"),
-    ("ddl-tc", "ddl-tc-write-only"),
-)
+def remaining() -> list[tuple[str, str]]:
+    """The pairs that the study of one million parameters compares too."""
+    from residua.lab.study.definition import read_folder
+
+    return list(read_folder(HERE / "resbench-1M").primary["1M"])
 
 
 def split_losses(scheme: str) -> dict[int, tuple[float, ...]]:
@@ -447,10 +444,11 @@ def remaining_table() -> str:
     """What two schemes differ by at 0.3M on repeated labels and on all others, over the seeds that every row has."""
     from residua.records.statistics import welch
 
-    losses = {name: split_losses(name) for name in dict.fromkeys(chain.from_iterable(REMAINING))}
+    pairs = remaining()
+    losses = {name: split_losses(name) for name in dict.fromkeys(chain.from_iterable(pairs))}
     seeds = sorted(set.intersection(*(set(runs) for runs in losses.values())))
     lines = []
-    for pair in REMAINING:
+    for pair in pairs:
         sides = (zip(*(losses[name][seed] for seed in seeds)) for name in pair)
         contrasts = [welch(*both) for both in zip(*sides)]
         means = [f"{contrast.mean:+.3f}" for contrast in contrasts[:2]]
