@@ -13,7 +13,7 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 Checkpoint = Natural | Literal["best"]
 
 
-def expect_path(path: str, expected: str = "a run folder") -> None:
+def expect_path(path: str, expected: str = "a run folder or one with a model of transformers") -> None:
     """Raise InputError for a path that does not exist, before seconds of imports."""
     if not Path(path).exists():
         raise InputError(f"{path} must be {expected}, found no such file or folder")

@@ -58,7 +58,7 @@ def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None
         if scoring.tasks is None and getattr(scoring, option.name) != option.default:
             flag = option.name.replace("_", "-")
             raise InputError(f"--{flag} needs --tasks beside it, got none; give --tasks paper")
-    expect_path(run, "a run folder or one with a model of transformers")
+    expect_path(run)
     if scoring.tasks is None:
         return _validated(run, checkpoint, data)
     from residua.lab.evaluation.harness import score

@@ -17,7 +17,7 @@ def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_c
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
         remote_code: add the model's code: it then loads where residua is not installed (converted models: not imported)
     """
-    expect_path(run)
+    expect_path(run, "a run folder")
     new_folder(out, "DIR")  # raises before torch is imported
     from residua.lab.export import export, loading
 

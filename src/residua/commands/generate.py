@@ -45,7 +45,7 @@ def generate(
         seed: of the sampling
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
     """
-    expect_path(run, "a run folder or one with a model of transformers")
+    expect_path(run)
     from residua.lab.evaluation.generate import complete
     from residua.lab.experiment import open_model
 
