@@ -14,13 +14,13 @@ from residua.ops.precision import at_least_float32, linear, linear_at_least_floa
 Kind = TypeVar("Kind", bound=nn.Module)
 
 
-def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
-    """Return whether a call of `module` runs the forward of one of these classes, and nothing else.
+def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
+    """Return whether a call of `module` runs the forward of this class, and nothing else.
 
     False for an adapter or a quantised map in its place, a parametrisation (both have other types), and a hook, such as
     those that prune or gather parameters; some libraries put theirs in place of `forward`.
     """
-    return type(module) in kinds and is_unobserved(module)
+    return type(module) is kind and is_unobserved(module)
 
 
 class Projection(nn.Linear):
