@@ -104,17 +104,6 @@ def test_an_empty_metrics_file_is_a_run_that_has_just_begun(make_run):
     assert rows == [["residual", "seed 0", "–", "baseline", "1,234", "–", "–"]]
 
 
-def test_what_a_resumed_run_had_logged_beyond_its_checkpoint_is_void(make_run):
-    folder = make_run("a", steps=50)
-    with (folder / "metrics.jsonl").open("a") as file:
-        for step, loss in ((30, 1.0), (40, 2.0)):
-            print(json.dumps({"step": step, "tokens": 64 * step, "seconds": 9.0, "val_loss": loss}), file=file)
-    run = compare([folder]).groups[0].runs[0]
-    assert [(p.step, p.loss) for p in run.validation][-2:] == [(30, 1.0), (40, 2.0)]
-    assert [p.step for p in run.validation] == [10, 20, 30, 40]
-    assert [p.step for p in run.training] == [10, 20, 30]
-
-
 def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_run):
     crashed, finished = make_run("crashed", offset=1.0), make_run("finished")
     lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -153,7 +142,7 @@ def test_data_are_told_apart_by_their_fingerprint(make_run):
 def test_a_loss_that_is_not_finite_is_shown_and_never_hidden(make_run):
     a, b = make_run("a"), make_run("b", connection="ddl")
     with (b / "metrics.jsonl").open("a") as file:
-        print(json.dumps({"step": 100, "tokens": 6400, "seconds": 50.0, "val_loss": math.nan}), file=file)
+        print(json.dumps({"step": 110, "tokens": 6400, "seconds": 50.0, "val_loss": math.nan}), file=file)
     comparison = compare([a, b])
     _, rows = comparison.table()
     assert rows[1][2:4] == ["nan", "+nan"]

@@ -1,7 +1,7 @@
 """Read a run folder: its settings, losses and speed."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from residua.errors import InputError, require
 from residua.records import jsonlines
-from residua.records.folder import LOGGING_KEYS, RunFolder, read_object, read_settings
+from residua.records.folder import LOGGING_KEYS, RunFolder, flatten, read_object, read_settings
 
 
 class Point(NamedTuple):
@@ -50,12 +50,12 @@ class Run:
         for path in (run.config, run.metrics):
             if not path.is_file():
                 raise InputError(f"give a run folder, got {folder}, which has no {path.name}: train into it first")
-        settings = dict(_flatten(read_settings(run.config)))
+        settings = flatten(read_settings(run.config))
         facts = read_object(run.facts) if run.facts.is_file() else {}
-        training, validation, speeds = _read_metrics(run.metrics)
-
-        named = not settings.keys().isdisjoint(f"model.connection{part}" for part in ("", ".preset", ".scheme"))
-        require(named, f"{run.config}", "a configuration with model.connection", settings)
+        rows = jsonlines.read(run.metrics)
+        require(
+            bool(settings.get("model.connection")), f"{run.config}", "a configuration with model.connection", settings
+        )
         seed = settings.pop("train.seed", 0)
         settings = {key: value for key, value in settings.items() if key not in LOGGING_KEYS}
         if (fingerprint := facts.get("data", {}).get("fingerprint")) is not None:
@@ -67,17 +67,20 @@ class Run:
         if settings.get("model.base_sha256") is not None:
             settings.pop("model.base", None)
         # The first logged step is slow and would pull a mean down.
+        speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
         speed = median_high(speeds) if speeds else None
+        training, validation = _points(rows, "loss"), _points(rows, "val_loss")
         return cls(run.path, seed, settings, training, validation, speed, facts.get("parameters"))
 
     @property
     def connection(self) -> str:
         """The connection in short form: the name of the preset or scheme, with its options."""
-        prefix = "model.connection."
-        options = {key.removeprefix(prefix): v for key, v in self.settings.items() if key.startswith(prefix)}
-        name = options.pop("preset", None) or options.pop("scheme", None) or self.settings["model.connection"]
-        given = ", ".join(f"{option}={value}" for option, value in options.items())
-        return f"{name}({given})" if given else str(name)
+        connection = self.settings["model.connection"]
+        if not isinstance(connection, Mapping):
+            return str(connection)
+        name = connection.get("preset") or connection.get("scheme")
+        options = [f"{key}={value}" for key, value in connection.items() if key not in ("preset", "scheme")]
+        return f"{name}({', '.join(options)})" if options else str(name)
 
     @property
     def context(self) -> int | None:
@@ -90,33 +93,10 @@ class Run:
         return max((*self.training, *self.validation), key=lambda point: point.step, default=None)
 
 
-def _read_metrics(path: Path) -> tuple[tuple[Point, ...], tuple[Point, ...], list[float]]:
-    """Return training points, validation points and the logged speeds.
-
-    If the step decreases, the run was resumed there, and later points are dropped.
-    """
-    training: list[Point] = []
-    validation: list[Point] = []
-    speeds: list[float] = []
-    tokens, seconds = 0, 0.0
-    for row in jsonlines.read(path):
-        step = row["step"]
-        tokens, seconds = row.get("tokens", tokens), row.get("seconds", seconds)
-        for points, name in ((training, "loss"), (validation, "val_loss")):
-            while points and points[-1].step > step:
-                points.pop()
-            if name in row:
-                if points and points[-1].step == step:
-                    points.pop()
-                points.append(Point(step, tokens, seconds, math.nan if row[name] is None else row[name]))
-        if row.get("tokens_per_second") is not None:
-            speeds.append(row["tokens_per_second"])
-    return tuple(training), tuple(validation), speeds
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
+    """Return a loss along the rows of metrics that have it, NaN where it was not finite."""
+    return tuple(
+        Point(row["step"], row["tokens"], row["seconds"], math.nan if row[name] is None else row[name])
+        for row in rows
+        if name in row
+    )
