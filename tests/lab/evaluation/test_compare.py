@@ -97,6 +97,13 @@ def test_a_run_without_validation_has_no_difference_but_a_row(make_run):
     assert any("no validation loss" in note for note in comparison.notes)
 
 
+def test_runs_whose_evaluations_do_not_overlap_have_no_difference_and_the_reason_is_said(make_run):
+    comparison = compare([make_run("a", every=100), make_run("b", connection="ddl", steps=60, every=60)])
+    assert [row[3] for row in comparison.table().rows] == ["baseline", "–"]
+    (note,) = (note for note in comparison.notes if note.startswith("ddl: no difference"))
+    assert "evaluate more often with train.evaluate_every" in note
+
+
 def test_an_empty_metrics_file_is_a_run_that_has_just_begun(make_run):
     folder = make_run("a")
     (folder / "metrics.jsonl").write_text("")

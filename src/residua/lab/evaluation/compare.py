@@ -277,11 +277,19 @@ def _notes_of_runs(group: Group) -> Iterator[str]:
 
 def _notes_of_difference(comparison: Comparison, group: Group) -> Iterator[str]:
     baseline, difference = comparison.baseline, comparison.final_difference(group)
-    if baseline is None or difference is None:
+    if baseline is None or group is baseline:
+        return
+    sides = _matched(group, baseline)
+    if difference is None:
+        if all(sides):
+            yield (
+                f"{group.name}: no difference, as the tokens at which it and {baseline.name} were evaluated do not "
+                "overlap; evaluate more often with train.evaluate_every."
+            )
         return
     if group.runs[0].settings.get("data") != baseline.runs[0].settings.get("data"):
         yield f"{group.name} and {baseline.name} saw different data: their losses cannot be compared."
-    ends = {run.validation[-1].tokens for side in _matched(group, baseline) for run in side.values()}
+    ends = {run.validation[-1].tokens for side in sides for run in side.values()}
     if len(ends) > 1:
         yield (
             f"{group.name}: the difference is taken at {difference.at:,.0f} tokens, where the shortest run ends; "
