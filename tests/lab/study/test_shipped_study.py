@@ -44,7 +44,7 @@ def test_a_scheme_whose_heads_do_not_divide_a_width_is_not_at_that_size(stub):
     assert "heads" in str(plan.misfits["0.1M-wide", "mhar"])
     assert "mhar" in plan.schemes_at("0.1M")
     assert plan.schemes_at("0.1M-wide") == ["residual", "lambdas"]
-    tuned = {key: {"val_loss": 4.0} for key in (run.key for run in plan.tuning("0.1M", "mhar", {}))}
+    tuned = {key: {"val_loss": 4.0} for key in (run.key for run in plan.search("0.1M", "mhar", {})[0])}
     assert {run.size for run in plan.runs(tuned) if run.scheme == "mhar"} == {"0.1M"}
 
 

@@ -114,7 +114,7 @@ class Plan:
             if len(errors) == len(study.rungs):
                 raise next(iter(errors.values()))
             self.misfits |= errors
-        self.tuning(next(size.name for size in study.rungs.values() if size.tuned is None), study.baselines[0], {})
+        self.search(next(size.name for size in study.rungs.values() if size.tuned is None), study.baselines[0], {})
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -133,7 +133,7 @@ class Plan:
             chosen = {}
             for scheme in self.schemes_at(size):
                 if size in study.searches(size):
-                    yield from self.tuning(size, scheme, finished)
+                    yield from self.search(size, scheme, finished)[0]
                 if size in self.rungs and (point := self.chosen(size, scheme, finished)) is not None:
                     chosen[scheme] = point
                     yield from self.reported(size, scheme, point)
@@ -185,13 +185,37 @@ class Plan:
             return InputError(f"schemes.{scheme}: {error}")
         return None
 
-    def tuning(self, size: str, scheme: str, finished: Mapping[Any, Record]) -> list[Run]:
-        """The tuning runs of a scheme at a size that has a search, as far as the finished ones tell."""
-        return self._search(size, scheme, finished)[0]
+    def search(self, size: str, scheme: str, finished: Mapping[Any, Record]) -> tuple[list[Run], dict[str, Any] | None]:
+        """The tuning runs of a scheme at a size that has a search, as far as the finished ones tell; and the best point
+        once all of them are finished, None if all diverged."""
+        if (size, scheme) in self._done:
+            return self._done[size, scheme]
+        study, tuning = self.study, self.study.tuning_at(size)
+        before = study.searches(size)[:-1]
+        start = self.chosen(before[-1], scheme, finished) if before else {}
+        if start is None:
+            return [], None
+        rated = self._has_parameters(study.schemes[scheme].connection)
+        over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or rated}
+        expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
+        require(bool(over), "tuning.over", expected, dict(tuning.over))
+        search = Search(
+            over,
+            partial(self.config, size, scheme),
+            start,
+            budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
+            factors=tuning.factors,
+            finalists=tuning.finalists,
+            seeds=tuning.finalist_seeds if tuning.finalists > 1 else (),
+        )
+        runs, best = search.walk(partial(self._trial, size, scheme), finished)
+        if all(run.key in finished for run in runs):
+            self._done[size, scheme] = runs, best
+        return runs, best
 
     def chosen(self, size: str, scheme: str, finished: Mapping[Any, Record]) -> dict[str, Any] | None:
         """The best point of a scheme; None while its tuning is not finished, and where all of it diverged."""
-        return self._search(self.study.searches(size)[-1], scheme, finished)[1]
+        return self.search(self.study.searches(size)[-1], scheme, finished)[1]
 
     def reported(
         self,
@@ -211,38 +235,6 @@ class Plan:
         # Nobody looks at the curve of a run that tunes.
         evaluations = 1 if kind in ("tune", "final") else self.study.evaluations
         return Run(kind, size, scheme, point, self.config(size, scheme, point, seed, steps, evaluations))
-
-    def _search(
-        self, size: str, scheme: str, finished: Mapping[Any, Record]
-    ) -> tuple[list[Run], dict[str, Any] | None]:
-        """The tuning runs of a scheme, and its best point once all of them are finished."""
-        if (size, scheme) in self._done:
-            return self._done[size, scheme]
-        before = self.study.searches(size)[:-1]
-        start = self.chosen(before[-1], scheme, finished) if before else {}
-        if start is None:
-            return [], None
-        runs, best = self._started(size, scheme, start).walk(partial(self._trial, size, scheme), finished)
-        if all(run.key in finished for run in runs):
-            self._done[size, scheme] = runs, best
-        return runs, best
-
-    def _started(self, size: str, scheme: str, start: Mapping[str, Any]) -> Search:
-        """The search for the best point of a scheme. start: settings that an earlier search found."""
-        study, tuning = self.study, self.study.tuning_at(size)
-        rated = self._has_parameters(study.schemes[scheme].connection)
-        over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or rated}
-        expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
-        require(bool(over), "tuning.over", expected, dict(tuning.over))
-        return Search(
-            over,
-            partial(self.config, size, scheme),
-            start,
-            budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
-            factors=tuning.factors,
-            finalists=tuning.finalists,
-            seeds=tuning.finalist_seeds if tuning.finalists > 1 else (),
-        )
 
     def _trial(self, size: str, scheme: str, point: Mapping[str, Any], seed: int | None) -> Run:
         """A run of the search, or the run of a finalist with a seed."""
@@ -282,11 +274,8 @@ class Plan:
 
     def model(self, config: RunConfig) -> PreTrainedConfig:
         """The configuration of the model of a run. Raises InputError for a base that cannot be used."""
-        if isinstance(config.model, BaseModelConfig):
-            return self._converted(config)
-        return model_config(config)
-
-    def _converted(self, config: RunConfig) -> PreTrainedConfig:
+        if not isinstance(config.model, BaseModelConfig):
+            return model_config(config)
         settings = json.dumps(asdict(config.model), sort_keys=True)
         if settings not in self._bases:
             saved = build_model(config, self.prepared).config.to_json_string()  # says how it was converted
