@@ -64,6 +64,11 @@ class Difference:
     documents: Mapping[str, Contrast] = field(default_factory=dict)
 
     @property
+    def contrast(self) -> tuple[Any, ...]:
+        """Which two are compared, in either order, at which size and over how many seeds."""
+        return self.size, {self.scheme, self.baseline}, self.estimate and self.estimate.count
+
+    @property
     def p(self) -> float | None:
         """Of a difference of zero."""
         return self.estimate and self.estimate.p_value
@@ -291,7 +296,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
         if base is not None and base is not row:
             row.differences += _differences(row, base)
     answers = _answers(study, rows)
-    return Results(study, list(rows.values()), answers, _corrected(study, rows, answers))
+    return Results(study, list(rows.values()), answers, _primary(study, rows, answers))
 
 
 def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
@@ -302,36 +307,27 @@ def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list
     return groups
 
 
-def _corrected(
+def _primary(
     study: Study, rows: Mapping[tuple[str, str], Row], answers: Sequence[Answer]
 ) -> dict[tuple[str, str, str], Difference]:
-    """Return the primary contrasts and correct them.
+    """Return the primary contrasts whose rows are whole, over all seeds that a question has for them, and correct them.
 
     The same contrast elsewhere, in one order or the other and of as many seeds, has the same corrected p-value.
     """
     asked = [each.difference for each in answers if each.difference and each.measure == "tokens"]
-    primary = _primary(study, rows, {(each.size, each.scheme, each.baseline): each for each in asked})
-    for difference, value in zip(primary.values(), holm([each.p for each in primary.values()])):
-        difference.holm = value
-    for each in [*asked, *(each for row in rows.values() for each in row.differences if each.measure == "tokens")]:
-        pair = each.scheme, each.baseline
-        named = primary.get((each.size, *pair)) or primary.get((each.size, *reversed(pair)))
-        if named and each.estimate and each.estimate.count == named.estimate.count:
-            each.holm = named.holm
-    return primary
-
-
-def _primary(
-    study: Study, rows: Mapping[tuple[str, str], Row], asked: Mapping[tuple[str, str, str], Difference]
-) -> dict[tuple[str, str, str], Difference]:
-    """Return the primary contrasts whose rows are whole, over all seeds that a question has for them."""
+    over_all_seeds = {(each.size, each.scheme, each.baseline): each for each in asked}
     primary = {}
     for place in ((size, *pair) for size, pairs in study.primary.items() for pair in pairs):
         sides = [rows.get((place[0], name)) for name in place[1:]]
         if all(side is not None and side.whole for side in sides):
-            difference = asked.get(place) or _differences(*sides)[0]
+            difference = over_all_seeds.get(place) or _differences(*sides)[0]
             if difference.p is not None:
                 primary[place] = difference
+    elsewhere = [*asked, *(each for row in rows.values() for each in row.differences if each.measure == "tokens")]
+    for difference, value in zip(primary.values(), holm([each.p for each in primary.values()])):
+        for each in (difference, *elsewhere):
+            if each.contrast == difference.contrast:
+                each.holm = value
     return primary
 
 
