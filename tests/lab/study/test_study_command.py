@@ -124,11 +124,11 @@ def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path,
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"set": {**SMALLEST["set"], "train.weight_decay": 0.5}}, "another set ("),
-        ({"tokens_per_parameter": 0.03}, "another tokens_per_parameter (0.015), now 0.03"),
-        ({"schemes": {"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}}}, "another schemes.ddl ("),
-        ({"rungs": {"small": {**SMALLEST["rungs"]["small"], "model.num_hidden_layers": 2}}}, "another rungs.small ("),
-        ({"tuning": {**SMALLEST["tuning"], "length": 1.0}}, "another tuning.length (0.5), now 1.0"),
+        ({"set": {**SMALLEST["set"], "train.weight_decay": 0.5}}, "set was {"),
+        ({"tokens_per_parameter": 0.03}, "tokens_per_parameter was 0.015, is 0.03"),
+        ({"schemes": {"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}}}, "schemes.ddl was {"),
+        ({"rungs": {"small": {**SMALLEST["rungs"]["small"], "model.num_hidden_layers": 2}}}, "rungs.small was {"),
+        ({"tuning": {**SMALLEST["tuning"], "length": 1.0}}, "tuning.length was 0.5, is 1.0"),
         ({"seeds": [2, 3]}, "seeds must be at least [1, 2], as in"),
     ],
 )

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.errors import Diverged, InputError, require, shown
+from residua.errors import Diverged, require, shown
 from residua.lab.cost.counts import products_per_token
 from residua.lab.cost.steps import ROUNDS, WARMUP, measure, rate
 from residua.lab.evaluation.loss import transition
@@ -29,7 +29,7 @@ from residua.lab.study.results import read_runs
 from residua.lab.training import RunConfig
 from residua.records import jsonlines
 from residua.records.durable import remove, write_text
-from residua.records.folder import RunFolder, read_object, writable
+from residua.records.folder import RunFolder, read_object, refuse_changes, writable
 from residua.records.jobs import Executor, Job, Record, Records, open_runs, run_jobs
 from residua.records.jsonlines import finite
 from residua.records.progress import say
@@ -150,11 +150,8 @@ def joined(study: Study, out: Path) -> Study:
     if not (out / "study.json").is_file():
         return study
     before = read_folder(out)
-    settings, lists = _fixed(study), _growing(study)
-    for name, earlier in _fixed(before).items():
-        now = settings.get(name, earlier)
-        if now != earlier:
-            raise InputError(f"{out}: its runs have another {name} ({earlier}), now {now}; use another name or folder")
+    settings, lists = _fixed(before), _growing(study)
+    refuse_changes(settings, settings | {k: v for k, v in _fixed(study).items() if k in settings}, out, free=())
     for name, earlier in _growing(before).items():
         now = lists.get(name, earlier)
         require({*earlier} <= {*now}, name, f"at least {shown(earlier)}, as in {out}", now)
