@@ -1,5 +1,6 @@
 """The choice between a plain definition and its Triton kernel: explicit, and an error where it cannot be had."""
 
+import pkgutil
 import subprocess
 import sys
 
@@ -12,22 +13,21 @@ from residua.ops.dispatch import choose
 
 STATE = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
 Y, WEIGHTS = STATE[:, :, 0], STATE[..., 0]
-OPS = {  # the op, its arguments, and where its kernel is
-    "hyper_read": (hyper_read, (STATE, WEIGHTS), "streams"),
-    "hyper_mix": (hyper_mix, (STATE, STATE[..., :4]), "streams"),
-    "hyper_write": (hyper_write, (STATE, Y, None, WEIGHTS), "streams"),
-    "sinkhorn": (sinkhorn, (STATE[..., :4],), "sinkhorn"),
+OPS = {  # the op, its arguments, and its kernel
+    "hyper_read": (hyper_read, (STATE, WEIGHTS), "streams.hyper_read"),
+    "hyper_mix": (hyper_mix, (STATE, STATE[..., :4]), "streams.hyper_write"),
+    "hyper_write": (hyper_write, (STATE, Y, None, WEIGHTS), "streams.hyper_write"),
+    "sinkhorn": (sinkhorn, (STATE[..., :4],), "sinkhorn.sinkhorn"),
 }
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_public_op_runs_the_kernel_of_its_name_where_it_is_asked_to(name, monkeypatch):
+def test_the_public_op_runs_its_kernel_where_it_is_asked_to(name, monkeypatch):
     pytest.importorskip("triton")
-    op, arguments, module = OPS[name]
+    op, arguments, place = OPS[name]
     calls = []
-    kernels = __import__(f"residua.ops.kernels.{module}", fromlist=[name])
-    kernel = getattr(kernels, name)
-    monkeypatch.setattr(kernels, name, lambda *args, **options: calls.append(name) or kernel(*args, **options))
+    kernel = pkgutil.resolve_name(f"residua.ops.kernels.{place}")
+    monkeypatch.setattr(f"residua.ops.kernels.{place}", lambda *args: calls.append(name) or kernel(*args))
     expected = op(*arguments)
     for implementation in ("reference", "auto"):  # "auto" takes no kernel on the CPU
         for a, b in zip(op(*arguments, implementation=implementation), expected):
@@ -72,11 +72,20 @@ def test_auto_takes_kernels_where_they_can_run(monkeypatch):
     assert choose("auto", OnGPU(1, 2, 4, 8)) == "reference"
 
 
-def test_triton_without_a_gpu_is_an_error(monkeypatch):
+@pytest.mark.parametrize(
+    ("tensors", "error", "words"),
+    [
+        ([OnGPU(2, 4, 8), STATE], InputError, "tensors that are not on a CUDA device, got 'triton' and one on cpu"),
+        ([OnGPU(2, 0, 8)], ValueError, "other than 1 to 16 streams, got 'triton' and 0"),
+        ([OnGPU(2, 17, 8)], ValueError, "other than 1 to 16 streams, got 'triton' and 17"),
+        ([OnGPU(2, 4, 8), OnGPU(2, 8, dtype=torch.float64)], TypeError, "other dtypes than .*, got 'triton' and torch"),
+    ],
+)
+def test_tensors_that_no_kernel_takes_are_an_error(tensors, error, words, monkeypatch):
     launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    with pytest.raises(InputError, match="not on a CUDA device, got 'triton' and one on cpu"):
-        choose("triton", OnGPU(1, 2, 4, 8), STATE)
+    with pytest.raises(error, match=f"must be 'auto' or 'reference' for {words}"):
+        choose("triton", *tensors)
 
 
 @pytest.mark.processes

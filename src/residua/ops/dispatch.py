@@ -16,12 +16,14 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 def choose(implementation: Implementation, state: Tensor, *others: Tensor | None) -> Literal["reference", "triton"]:
     """Return the implementation that runs for these tensors; None among them is ignored.
 
-    "reference" is the plain PyTorch definition. "triton" is the kernel, and an error if it cannot run: raises
-    ModuleNotFoundError without triton, InputError for tensors that are not on a CUDA device. "auto" is "triton" if
-    triton is installed and the kernels take the tensors: all on a CUDA device, in float32, bfloat16 or float16, with 1
-    to 16 streams or rows in the last axis but one of `state`; otherwise, and inside a transform of `torch.func`, it is
-    "reference". Tensors on the meta device, which have shapes and no numbers, need no kernel. Raises ValueError for any
-    other name.
+    "reference" is the plain PyTorch definition. "triton" is the kernel. The kernels take tensors that are all on a CUDA
+    device, in float32, bfloat16 or float16, with 1 to 16 streams or rows in the last axis but one of `state`. "auto" is
+    "triton" if triton is installed and the kernels take the tensors; otherwise, and inside a transform of `torch.func`,
+    it is "reference". Tensors on the meta device, which have shapes and no numbers, need no kernel.
+
+    Raises:
+        ValueError: another name; or "triton" with other numbers of streams, or inside a transform.
+        ModuleNotFoundError, InputError, TypeError: "triton" is not installed, or does not take the device or dtype.
 
     Interpreted kernels (TRITON_INTERPRET=1 when triton was imported) run on every device, slowly; "auto" never takes
     them.
@@ -41,13 +43,15 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
         )
     from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_STREAMS
 
+    fits = 1 <= state.shape[-2] <= MAX_STREAMS
     if implementation == "auto":
-        fits = 1 <= state.shape[-2] <= MAX_STREAMS and all(x.dtype in DTYPES for x in tensors)
-        return "triton" if fits and not INTERPRETED else "reference"
-    for x in () if INTERPRETED else tensors:
-        if not x.is_cuda:
-            raise InputError(
-                f"implementation must be 'auto' or 'reference' for tensors that are not on a CUDA device, got 'triton' "
-                f"and one on {x.device}"
-            )
+        return "triton" if fits and not INTERPRETED and all(x.dtype in DTYPES for x in tensors) else "reference"
+    asked = "implementation must be 'auto' or 'reference' for"
+    if not fits:
+        raise ValueError(f"{asked} other than 1 to {MAX_STREAMS} streams, got 'triton' and {state.shape[-2]}")
+    for x in tensors:
+        if not x.is_cuda and not INTERPRETED:
+            raise InputError(f"{asked} tensors that are not on a CUDA device, got 'triton' and one on {x.device}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{asked} other dtypes than float32, bfloat16 and float16, got 'triton' and {x.dtype}")
     return "triton"

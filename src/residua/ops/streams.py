@@ -106,9 +106,9 @@ def hyper_mix(streams: Tensor, h_res: Tensor, *, implementation: Implementation 
     *leading, n, _ = streams.shape
     matrix = expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
     if choose(implementation, streams, h_res) == "triton":
-        from residua.ops.kernels.streams import hyper_mix as kernel
+        from residua.ops.kernels.streams import hyper_write as kernel
 
-        return kernel(streams, h_res)
+        return kernel(streams, None, h_res, None)
     return applied(_Mix, streams, matrix)
 
 
@@ -138,11 +138,11 @@ def hyper_write(
     weights = expand_leading("h_post", h_post, leading, (n,), "(..., n)")
     matrix = None if h_res is None else expand_leading("h_res", h_res, leading, (n, n), "(..., n, n)")
     if choose(implementation, streams, y, h_res, h_post) == "triton":
-        from residua.ops.kernels import streams as kernels
+        from residua.ops.kernels.streams import hyper_write as kernel
 
         if not rows:
-            return kernels.hyper_write(streams, y, h_res, h_post)
-        mixed = streams if h_res is None else kernels.hyper_mix(at_least_float32(streams), h_res)
+            return kernel(streams, y, h_res, h_post)
+        mixed = streams if h_res is None else kernel(at_least_float32(streams), None, h_res, None)
         return hyper_write(mixed, y, None, h_post).to(streams.dtype)
     return applied(_HyperWrite, streams, y, matrix, weights, recompute_every)
 

@@ -10,7 +10,7 @@ from support.kernel_cases import DEVICE, assert_as_good, normal, results
 
 triton = pytest.importorskip("triton")
 
-from residua.ops.kernels.sinkhorn import sinkhorn_backward_op, sinkhorn_op  # noqa: E402
+from residua.ops.kernels import sinkhorn as kernels  # noqa: E402
 
 kernel = partial(sinkhorn, implementation="triton")
 
@@ -75,10 +75,9 @@ def test_logits_and_gradients_of_any_strides():
     torch.testing.assert_close(ours, plain)
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 0)], ids=str)
-def test_no_numbers(shape):
-    for made in results(kernel, [normal(*shape)]):
-        assert made.shape == shape
+def test_no_numbers():
+    for made in results(kernel, [normal(0, 4, 4)]):
+        assert made.shape == (0, 4, 4)
 
 
 def test_the_logits_alone_are_kept_for_the_backward_pass():
@@ -90,16 +89,5 @@ def test_the_logits_alone_are_kept_for_the_backward_pass():
 
 
 def test_the_operator_is_registered_as_torch_demands():
-    torch.library.opcheck(sinkhorn_op, (normal(2, 3, 3).requires_grad_(), 2))
-    torch.library.opcheck(sinkhorn_backward_op, (normal(2, 3, 3), normal(2, 3, 3, seed=1), 2))
-
-
-def test_what_the_kernel_does_not_take_is_an_error():
-    with pytest.raises(ValueError, match=r"^logits must be \(\.\.\., n, n\) = \(2, 3, 3\), got \(2, 3, 4\)"):
-        kernel(normal(2, 3, 4))
-    with pytest.raises(ValueError, match=r"^iterations must be 1 or more, got 0"):
-        kernel(normal(3, 3), 0)
-    with pytest.raises(ValueError, match=r"1 to 16 rows, got 17: use implementation='reference'"):
-        kernel(normal(17, 17))
-    with pytest.raises(TypeError, match=r"logits: .*float64.*'reference'"):
-        kernel(normal(3, 3).double())
+    torch.library.opcheck(kernels.sinkhorn, (normal(2, 3, 3).requires_grad_(), 2))
+    torch.library.opcheck(kernels.sinkhorn_backward, (normal(2, 3, 3), normal(2, 3, 3, seed=1), 2))

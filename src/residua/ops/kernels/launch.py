@@ -1,4 +1,4 @@
-"""Register, prepare and launch kernels: operators, memory, and the check of their arguments."""
+"""Register, prepare and launch kernels: operators and memory."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -32,11 +32,6 @@ def token_rows(x: Tensor, width: int) -> Tensor:
     return rows if rows.stride(-1) == 1 and near else rows.contiguous()
 
 
-def packed(*tensors: Tensor) -> list[Tensor]:
-    """Return contiguous tensors, which kernels need except for `token_rows`."""
-    return [x.contiguous() for x in tensors]
-
-
 def empty(like: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate contiguous memory on the device of `like`, by default in its shape and dtype."""
     return torch.empty(like.shape if shape is None else shape, dtype=dtype or like.dtype, device=like.device)
@@ -67,18 +62,3 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int) 
     x = arguments[0]
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         kernel[grid](*arguments, num_warps=num_warps)
-
-
-def expect_taken(rows: str, count: int, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless the kernels take `count` rows, TypeError unless they take the dtype of every tensor."""
-    if not 1 <= count <= MAX_STREAMS:
-        name = next(iter(tensors))
-        raise ValueError(
-            f"{name}: the Triton kernels take 1 to {MAX_STREAMS} {rows}, got {count}: use implementation='reference'"
-        )
-    for name, x in tensors.items():
-        if x is not None and x.dtype not in DTYPES:
-            raise TypeError(
-                f"{name}: the Triton kernels take float32, bfloat16 and float16, got {x.dtype}: "
-                "use implementation='reference'"
-            )

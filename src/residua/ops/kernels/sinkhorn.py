@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.kernels.launch import empty, expect_taken, launch, operator, packed, runs
+from residua.ops.kernels.launch import empty, launch, operator, runs
 
 # One program, of one warp, holds the matrices of some tokens in registers for all iterations.
 #
@@ -117,27 +117,28 @@ def cut(n: int, tokens: int) -> tuple[int, int, int]:
 
 
 @operator("sinkhorn")
-def sinkhorn_op(logits: Tensor, iterations: int) -> Tensor:
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """Compute `ops.sinkhorn`, with one derivative: of the iterations, not of their limit."""
     matrices = empty(logits)
     if runs(logits):
         n = logits.shape[-1]
         tokens = logits.numel() // (n * n)
         programs, rows, share = cut(n, tokens)
-        arguments = (*packed(logits), matrices, tokens, iterations, n, rows, share)
+        arguments = (logits.contiguous(), matrices, tokens, iterations, n, rows, share)
         launch(_forward, (programs,), *arguments, num_warps=1)
     return matrices
 
 
 @operator("sinkhorn_backward")
-def sinkhorn_backward_op(grad: Tensor, logits: Tensor, iterations: int) -> Tensor:
+def sinkhorn_backward(grad: Tensor, logits: Tensor, iterations: int) -> Tensor:
     grad_logits = empty(logits)
     if runs(logits):
         n = logits.shape[-1]
         tokens = logits.numel() // (n * n)
         programs, rows, share = cut(n, tokens)
         divisors = empty(logits, (tokens, iterations, 2, n), torch.float32)
-        arguments = (*packed(grad, logits), divisors, grad_logits, tokens, iterations, n, rows, share)
-        launch(_backward, (programs,), *arguments, num_warps=1)
+        inputs = (grad.contiguous(), logits.contiguous(), divisors, grad_logits)
+        launch(_backward, (programs,), *inputs, tokens, iterations, n, rows, share, num_warps=1)
     return grad_logits
 
 
@@ -147,17 +148,7 @@ def _setup_context(ctx: Any, inputs, output):
 
 
 def _gradients(ctx: Any, grad):
-    return sinkhorn_backward_op(grad, *ctx.saved_tensors, ctx.iterations), None
+    return sinkhorn_backward(grad, *ctx.saved_tensors, ctx.iterations), None
 
 
-sinkhorn_op.register_autograd(_gradients, setup_context=_setup_context)
-
-
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Compute `ops.sinkhorn`, with one derivative, for matrices of up to 16 rows in float32, bfloat16 or float16.
-
-    The gradient differentiates the iterations, not their limit. Kept for the backward pass: the logits. Raises
-    ValueError for more rows, TypeError for other dtypes.
-    """
-    expect_taken("rows", logits.shape[-1] or 1, logits=logits)  # without rows there is nothing to compute
-    return sinkhorn_op(logits, iterations)
+sinkhorn.register_autograd(_gradients, setup_context=_setup_context)

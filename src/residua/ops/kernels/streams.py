@@ -3,6 +3,9 @@
 For one token of n streams of d numbers, a read moves n d + d of them forward and 2 n d + d backward, a mix 2 n d and
 3 n d, a write 2 n d + d and 3 n d + 2 d, or, without mixing, 2 n d + d and n d + 2 d. To these come the
 coefficients, at most n^2 + n numbers per token each way.
+
+Each has one derivative, and a gradient has the dtype of its tensor. The backward pass keeps the inputs, and the streams
+only with h_res.
 """
 
 import math
@@ -14,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops.kernels.launch import empty, expect_taken, launch, operator, runs, token_rows
+from residua.ops.kernels.launch import empty, launch, operator, runs, token_rows
 
 # One program is one token and one warp. It goes along the columns with the rows of all streams in registers: a product
 # of matrices this small is sums of rows times numbers, which need no other thread. Only sums along the columns do, for
@@ -288,7 +291,7 @@ def columns(x: Tensor) -> Columns:
 
 
 @operator("hyper_read")
-def read_op(streams: Tensor, h_pre: Tensor) -> Tensor:
+def hyper_read(streams: Tensor, h_pre: Tensor) -> Tensor:
     *leading, n, dim = streams.shape
     x = empty(streams, (*leading, dim))
     if runs(streams):
@@ -299,7 +302,7 @@ def read_op(streams: Tensor, h_pre: Tensor) -> Tensor:
 
 
 @operator("hyper_read_backward")
-def read_backward_op(grad: Tensor, streams: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]:
+def hyper_read_backward(grad: Tensor, streams: Tensor, h_pre: Tensor) -> tuple[Tensor, Tensor]:
     if not runs(streams):
         return streams.new_zeros(streams.shape), h_pre.new_zeros(h_pre.shape)
     *leading, n, dim = streams.shape
@@ -315,15 +318,15 @@ def _save_read(ctx: Any, inputs, output):
 
 
 def _read_gradients(ctx: Any, grad):
-    return read_backward_op(grad, *ctx.saved_tensors)
+    return hyper_read_backward(grad, *ctx.saved_tensors)
 
 
-read_op.register_autograd(_read_gradients, setup_context=_save_read)
+hyper_read.register_autograd(_read_gradients, setup_context=_save_read)
 
 
 @operator("hyper_write")
-def write_op(streams: Tensor, y: Tensor | None, h_res: Tensor | None, h_post: Tensor | None) -> Tensor:
-    """Return the written streams; None for h_res is the identity, None for y and h_post only mixes (`hyper_mix`)."""
+def hyper_write(streams: Tensor, y: Tensor | None, h_res: Tensor | None, h_post: Tensor | None) -> Tensor:
+    """Compute `ops.hyper_write`, or `ops.hyper_mix` with None for y and h_post."""
     *leading, n, dim = streams.shape
     written = empty(streams)
     if runs(streams):
@@ -336,7 +339,7 @@ def write_op(streams: Tensor, y: Tensor | None, h_res: Tensor | None, h_post: Te
 
 
 @operator("hyper_write_backward")
-def write_backward_op(
+def hyper_write_backward(
     grad: Tensor, streams: Tensor | None, y: Tensor | None, h_res: Tensor | None, h_post: Tensor | None
 ) -> list[Tensor]:
     """Return the gradients of the inputs that are not None; `streams` is None without h_res: its gradient is `grad`."""
@@ -364,29 +367,9 @@ def _save_write(ctx: Any, inputs, output):
 
 
 def _write_gradients(ctx: Any, grad):
-    grads = iter(write_backward_op(grad, *ctx.saved_tensors))
+    grads = iter(hyper_write_backward(grad, *ctx.saved_tensors))
     streams, *others = (None if x is None else next(grads) for x in ctx.saved_tensors)
     return grad if streams is None else streams, *others
 
 
-write_op.register_autograd(_write_gradients, setup_context=_save_write)
-
-
-# Each computes the op of the same name, with one derivative, for 1 to 16 streams in float32, bfloat16 or float16; a
-# gradient has the dtype of its tensor. Kept for the backward pass: the inputs, without h_res not the streams. Raises
-# ValueError for other numbers of streams, TypeError for other dtypes.
-
-
-def hyper_read(streams: Tensor, h_pre: Tensor) -> Tensor:
-    expect_taken("streams", streams.shape[-2], streams=streams, h_pre=h_pre)
-    return read_op(streams, h_pre)
-
-
-def hyper_mix(streams: Tensor, h_res: Tensor) -> Tensor:
-    expect_taken("streams", streams.shape[-2], streams=streams, h_res=h_res)
-    return write_op(streams, None, h_res, None)
-
-
-def hyper_write(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor) -> Tensor:
-    expect_taken("streams", streams.shape[-2], streams=streams, y=y, h_res=h_res, h_post=h_post)
-    return write_op(streams, y, h_res, h_post)
+hyper_write.register_autograd(_write_gradients, setup_context=_save_write)
