@@ -43,8 +43,9 @@ def published(stream, x: Tensor, sublayers: list, scheme: ManifoldHyperConnectio
         for connection, sublayer in zip(stream.connections, sublayers):
             m = connection.mappings
             flat = rms_norm(rows.flatten(), connection.state_norm.weight if split else 1.0)
-            alpha = torch.cat([a.expand(size) for a, size in zip(m.alpha, filter(None, m.sizes), strict=True)])
-            pre, post, res = (alpha * (m.phi.weight @ flat) + m.bias).split(m.sizes)
+            alpha = torch.cat([a.expand(size) for a, size in zip(m.alpha, m.sizes, strict=True)])
+            *pre, post, res = [*(alpha * (m.phi.weight @ flat) + m.bias).split(m.sizes), *[()] * (not connection.mixes)]
+            pre = pre[0] if pre else ()
             mixture = sum(1 / (1 + (-z).exp()) * row for z, row in zip(pre, rows)) if len(pre) else rows[0]
             y = sublayer(rms_norm(mixture.repeat(n if split else 1), connection.norm.weight)).view(
                 n if split else 1, -1

@@ -30,7 +30,7 @@ class StreamLogits(nn.Module):
 
     (batch, seq, n, dim) -> one tensor (batch, seq, size) for each group, in at least float32. The rows of W start from
     N(0, std^2), every s_g at `scale` and b_g at `biases[g]`. With `gain`, r is multiplied by a gain for each stream and
-    feature. arXiv 2512.24880 equations 7 and 8.
+    feature. `names` are those of W and s in a state dict. arXiv 2512.24880 equations 7 and 8.
     """
 
     def __init__(
@@ -43,38 +43,32 @@ class StreamLogits(nn.Module):
         scale: float,
         eps: float,
         gain: bool = False,
+        names: tuple[str, str] = ("project", "scale"),
     ):
         super().__init__()
+        self.names = names
         self.biases = [bias for group in biases for bias in group]
         self.sizes = [len(group) for group in biases]
         self.scale_start = scale
         self.eps = eps
         self.gain = Scale(1.0, num_streams * dim) if gain else None
-        self.project = WideProjection(num_streams * dim, sum(self.sizes), std=std)
-        self.scale = nn.Parameter(torch.empty(len(biases)))
+        self.add_module(names[0], WideProjection(num_streams * dim, sum(self.sizes), std=std))
+        self.register_parameter(names[1], nn.Parameter(torch.empty(len(biases))))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
         self.reset_parameters()
 
     @on_whole_tensors
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.scale, self.scale_start)
+        nn.init.constant_(getattr(self, self.names[1]), self.scale_start)
         with torch.no_grad():
             self.bias.copy_(torch.tensor(self.biases, dtype=self.bias.dtype, device="cpu"))
 
-    def forward(self, streams: Tensor) -> list[Tensor]:
-        flat = flattened(streams)
-        gain = None if self.gain is None else self.gain()
-        products = project_normalised(self.project, flat, self.eps, gain=gain)
-        return scaled_groups(products, self.sizes, self.scale, self.bias)
-
-
-def scaled_groups(products: Tensor, sizes: Sequence[int], scale: Tensor, bias: Tensor) -> list[Tensor]:
-    """Return s_g x_g + b_g for the groups x_g of `products`, (..., sum of `sizes`), in at least float32.
-
-    scale: a number for each group; bias: as wide as `products`.
-    """
-    shares, biases = products.split(sizes, -1), at_least_float32(bias).split(sizes)
-    return [s * share + b for s, share, b in zip(at_least_float32(scale).unbind(), shares, biases)]
+    def forward(self, streams: Tensor, gain: Tensor | None = None) -> list[Tensor]:
+        gain = gain if self.gain is None else self.gain()
+        project, scale = (getattr(self, name) for name in self.names)
+        products = project_normalised(project, flattened(streams), self.eps, gain=gain)
+        shares, biases = products.split(self.sizes, -1), at_least_float32(self.bias).split(self.sizes)
+        return [s * share + b for s, share, b in zip(at_least_float32(scale).unbind(), shares, biases)]
 
 
 class SigmoidCollapse(nn.Module):
