@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.ops.precision import at_least_float32, new_symbol, promote, without_autocast
-from residua.ops.recompute import expect_first_derivative, load_state, release, save_state
+from residua.ops.recompute import expect_first_derivative, release, save_state
 from residua.ops.shapes import expect_shape
 from residua.ops.transforms import Function, applied
 
@@ -165,9 +165,10 @@ def _step(state: Tensor, wide_state: Tensor, k: Tensor, beta: Tensor, error: Ten
     return torch.addcmul(wide_state, step, k.unsqueeze(-2)).to(state.dtype)
 
 
-def _replay(node) -> Tensor:
+def _replay(
+    state: Tensor, k: Tensor, scale: Tensor | None, ratio: Tensor | None, beta: Tensor, error: Tensor, *_: Tensor
+) -> Tensor:
     """Replay a write: return the state that it made."""
-    state, k, scale, _, beta, error, *_ = load_state(node)
     return _step(state, state.to(error.dtype), _direction(k, scale, error.dtype), beta, error)
 
 

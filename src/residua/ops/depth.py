@@ -4,13 +4,13 @@ The backward pass keeps the sources and recomputes the reads (`ops.recompute`).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from residua.ops.precision import new_symbol, promote, without_autocast
-from residua.ops.recompute import load_state, release, save_state
+from residua.ops.recompute import release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied
 
@@ -87,7 +87,8 @@ class _DepthRead(Function):
         weights = logits.softmax(-1)
         ctx.heads, ctx.normalise_values, ctx.eps = heads, normalise_values, eps
         ctx.mark_non_differentiable(weights)
-        save_state(ctx, query, logits, scales, *sources, inputs=0, replay=_read_again)
+        again = partial(_read_again, heads, normalise_values, eps)
+        save_state(ctx, query, logits, scales, *sources, inputs=0, replay=again)
         return _read(logits, scales, heads, normalise_values, sources), weights
 
     @staticmethod
@@ -124,11 +125,12 @@ class _DepthRead(Function):
         return grad_query.reshape(query.shape).to(query.dtype), None, None, None, *grads
 
 
-def _read_again(node: Any) -> Tensor:
-    query, logits, scales, *sources = load_state(node)
+def _read_again(
+    heads: int, normalise_values: bool, eps: float, query: Tensor, logits: Tensor, scales: Tensor, *sources: Tensor
+) -> Tensor:
     if torch.is_grad_enabled():
-        logits, scales = _logits(query, node.heads, node.eps, sources)
-    return _read(logits, scales, node.heads, node.normalise_values, sources)
+        logits, scales = _logits(query, heads, eps, sources)
+    return _read(logits, scales, heads, normalise_values, sources)
 
 
 def depth_mix(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -152,7 +154,7 @@ class _DepthMix(Function):
 
     @staticmethod
     def forward(ctx, weights: Tensor, *sources: Tensor) -> Tensor:
-        save_state(ctx, weights, *sources, inputs=0, replay=_mixed_again)
+        save_state(ctx, weights, *sources, inputs=0, replay=_DepthMix.plain)
         return _DepthMix.plain(weights, *sources)
 
     @staticmethod
@@ -169,10 +171,6 @@ class _DepthMix(Function):
             for i, source in enumerate(sources)
         ]
         return grad_weights, *grads
-
-
-def _mixed_again(node: Any) -> Tensor:
-    return _DepthMix.plain(*load_state(node))
 
 
 def _expect(sources: Sequence[Tensor], query: Tensor | None = None) -> None:

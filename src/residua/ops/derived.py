@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops.recompute import load_state, release, save_state
+from residua.ops.recompute import release, save_state
 from residua.ops.transforms import Function, applied
 
 
@@ -38,7 +38,7 @@ class _Derived(Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.function, ctx.precision = function, _precision(inputs[0].device)
-        save_state(ctx, *inputs, inputs=len(inputs), replay=_derived_again)
+        save_state(ctx, *inputs, inputs=len(inputs), replay=partial(_under, ctx.precision, function))
         return function(*inputs)
 
     @staticmethod
@@ -54,10 +54,9 @@ class _Derived(Function):
         return None, *(next(gradients) if need else None for need in needs)
 
 
-def _derived_again(node: Any) -> Tensor:
-    inputs = load_state(node)
-    with node.precision():
-        return node.function(*inputs)
+def _under(precision: Callable[[], AbstractContextManager], function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    with precision():
+        return function(*inputs)
 
 
 def _precision(device: torch.device) -> Callable[[], AbstractContextManager]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from residua.ops.norm import mean_square
 from residua.ops.precision import dot, new_symbol, promote
-from residua.ops.recompute import load_state, release, save_state
+from residua.ops.recompute import release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied
 
@@ -82,7 +82,7 @@ class _GatedDelta(Function):
         ctx.eps, ctx.erases = eps, erase is not None
         # If nothing is erased, only a replay needs the state.
         before = state if ctx.erases or recompute_every > 1 else None
-        save_state(ctx, before, y, erase, write, along, squared, replay=_replay, every=recompute_every)
+        save_state(ctx, before, y, erase, write, along, squared, replay=_step, every=recompute_every)
         return _step(state, y, erase, write, along, squared)
 
     @staticmethod
@@ -146,11 +146,6 @@ def _step(state, y, erase, write, along, squared) -> Tensor:
     if erase is not None:
         written = torch.addcmul(written, (erase.to(h.dtype) * along / squared).unsqueeze(-1), h, value=-1)
     return written.reshape(state.shape).to(state.dtype)
-
-
-def _replay(node: Any) -> Tensor:
-    """Replay a write: return the state that it made."""
-    return _step(*load_state(node))
 
 
 def _of(x: Tensor, channel: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from residua.ops.derived import derive
 from residua.ops.precision import at_least_float32, new_symbol, promote, without_autocast
-from residua.ops.recompute import is_kept, load_state, release, save_state
+from residua.ops.recompute import is_kept, release, save_state
 from residua.ops.transforms import Function, applied, transformed
 
 
@@ -85,7 +85,7 @@ class _LayerNorm(Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         result, mean, scale = torch.native_layer_norm(*_layer_norm_arguments(x, weight, bias), eps)
-        save_state(ctx, x, weight, bias, mean, scale, replay=_layer_norm_again)
+        save_state(ctx, x, weight, bias, mean, scale, replay=partial(_layer_normed, eps))
         ctx.eps = eps
         return result
 
@@ -105,9 +105,8 @@ def _layer_norm_arguments(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tens
     return x, [x.shape[-1]], weight, bias
 
 
-def _layer_norm_again(node) -> Tensor:
-    x, weight, bias, *_ = load_state(node)
-    return torch.native_layer_norm(*_layer_norm_arguments(x, weight, bias), node.eps)[0]
+def _layer_normed(eps: float, x: Tensor, weight: Tensor, bias: Tensor, *_: Tensor) -> Tensor:
+    return torch.native_layer_norm(*_layer_norm_arguments(x, weight, bias), eps)[0]
 
 
 class _NarrowRMSNorm(Function):

@@ -6,8 +6,8 @@ the same bits. Autograd's graph is the record of what to replay: the input of a 
 it, whose node holds the direction and the step.
 
 An autograd function saves its tensors with `save_state` in its forward pass, and gets them back with `release` in its
-backward pass. If its result can be recomputed, it also gives the function `replay`, which gets them with `load_state`.
-A cheap function of a state, such as its norm, can be replayed too (`ops.derived`).
+backward pass. If its result can be recomputed from them, it also gives the function that does, `replay`. A cheap
+function of a state, such as its norm, can be replayed too (`ops.derived`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ def save_state(
     ctx: Any,
     *tensors: Tensor | None,
     inputs: int = 1,
-    replay: Callable[[Any], Tensor] | None = None,
+    replay: Callable[..., Tensor] | None = None,
     every: int | None = None,
 ) -> None:
     """Save tensors for the backward pass of the function of `ctx`, except inputs that other nodes can recompute.
 
     inputs: how many of them, the first, are the first tensors that the function takes; None for one it does not need
-    replay: returns the first result of the function, given its node; readers of the result then need not keep it
+    replay: returns the first result of the function, given `tensors`; readers of the result then need not keep it
     every: for a write, one state in this many is kept along a chain; None for a reader and a cheap function
 
     Sets on the node: `shapes`, of the inputs to recompute; `age`, the writes to replay for its result; `replay`, None
@@ -55,27 +55,31 @@ def save_state(
     ctx.replay = replay if every is None or ctx.age < every else None
 
 
-def load_state(node: Any, needed: Sequence[bool] = ()) -> list[Any]:
+def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
     """Return the tensors that `save_state` was given, with inputs that were not kept recomputed.
 
-    needed: whether to recompute each input; all by default. The node that made an input holds it until its own backward
-    pass, for other readers. Raises RuntimeError if the gradient itself is to be differentiated and a write would have
-    to be replayed: a recomputed state has no history.
+    For the backward pass of `ctx`: every reader of its result has had it, so it is let go. The node that made an input
+    holds it until its own backward pass, for other readers.
+
+    needed: whether to recompute each input; all by default.
+
+    Raises:
+        RuntimeError: the gradient itself is to be differentiated, and a write would have to be replayed: a recomputed
+            state has no history.
     """
+    ctx.recomputed = None
+    saved = _loaded(ctx, needed)
+    ctx.opened = None
+    return saved
+
+
+def _loaded(node: Any, needed: Sequence[bool] = ()) -> list[Any]:
     if node.opened is None:  # activation checkpointing hands out saved tensors only once
         node.opened = node.saved_tensors
     saved = list(node.opened)
     for i, shape in enumerate(() if torch.compiler.is_compiling() else node.shapes):
         if shape is not None and (not needed or needed[i]):
             saved[i] = _recomputed(_behind(node.next_functions[i])).view(shape)
-    return saved
-
-
-def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
-    """Return the tensors as `load_state`, in the backward pass of `ctx`: every reader of its result has had it."""
-    ctx.recomputed = None
-    saved = load_state(ctx, needed)
-    ctx.opened = None
     return saved
 
 
@@ -119,9 +123,9 @@ def _recomputed(node: Any) -> Tensor:
     if torch.is_grad_enabled():
         if node.age:
             expect_first_derivative()
-        return node.replay(node)
+        return node.replay(*_loaded(node))
     if node.recomputed is None:
-        node.recomputed = node.replay(node)
+        node.recomputed = node.replay(*_loaded(node))
     return node.recomputed
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
 from residua.ops.precision import FEW_TOKENS, at_least_float32, promote, without_autocast
-from residua.ops.recompute import load_state, release, save_state
+from residua.ops.recompute import release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied, transformed
 
@@ -188,7 +188,7 @@ class _HyperWrite(Function):
     def forward(ctx, streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor, recompute_every: int) -> Tensor:
         # Without a matrix only a replay needs the streams.
         before = None if h_res is None and recompute_every == 1 else streams
-        save_state(ctx, before, y, h_res, h_post, inputs=2, replay=_hyper_written_again, every=recompute_every)
+        save_state(ctx, before, y, h_res, h_post, inputs=2, replay=_hyper_written, every=recompute_every)
         return _hyper_written(streams, y, h_res, h_post)
 
     @staticmethod
@@ -221,10 +221,6 @@ def _hyper_written(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Ten
         mixed = _product(matrix[0], mixed)
     rows = y if y.dim() == mixed.dim() else y.unsqueeze(-2)
     return torch.addcmul(mixed, h_post.unsqueeze(-1), rows).to(streams.dtype)
-
-
-def _hyper_written_again(node) -> Tensor:
-    return _hyper_written(*load_state(node))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
