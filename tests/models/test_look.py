@@ -13,7 +13,7 @@ from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt
 from support.tolerances import assert_close
 from support.variants import perturbed
 
-SPLITS = [(2, 7), (4, 1, 1, 1, 1, 1), (6, 1, 1, 1), (3, 3, 3)]
+SPLITS = [(1,) * 9, (2, 7), (4, 1, 1, 1, 1, 1), (6, 1, 1, 1), (3, 3, 3)]
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

@@ -280,14 +280,14 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
     """
     mask = _of_full_attention(mask)
     batch, length = x.shape[:2]
-    if mask is None or length == 1:  # a generated token is never padding
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return of_current(mask, length, cache)
+    if mask is None or length == 1:  # generate() prepares the others, and a generated token is never padding
         return None
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
         raise ValueError(
             f"attention_mask must be (batch, seq), got {type(mask).__name__}: this scheme needs the padding"
         )
-    if mask.dim() == 2:
-        return of_current(mask, length, cache)
     past = 0 if cache is None else cache.get_seq_length()
     rows = torch.arange(length, device=mask.device)
     tokens = _attended(mask[:, 0, rows, rows + past])
