@@ -9,8 +9,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
 
 from residua.connections.memory import window_of
-from residua.models.memory import CACHE, cache_slots
-from support.tiny_models import left_padded, prompt, tiny_config, tiny_model
+from residua.models.memory import CACHE, StreamLayer
+from support.tiny_models import left_padded, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import LOOKING_BACK, PRESETS
 
@@ -154,25 +154,14 @@ def test_reordering_a_cache_moves_everything_in_it(name):
     assert_close(model(token, cache=cache).logits, model(torch.cat([ids[order], token], 1)).logits[:, 5:])
 
 
-@pytest.mark.parametrize("name", LOOKING_BACK)
-def test_the_cache_has_room_for_every_look_back(name):
-    """Each part that looks back has its own slot, and there are no more slots than needed in the fullest layer."""
+@torch.no_grad()
+@every_kind
+def test_the_cache_has_a_state_for_every_look_back(name):
     model = tiny_model(name)
-    found = cache_slots(model.model.stream, 2)
-    assert sum(slot is not None for slot in found.parts) == sum(
-        window_of(part) > 0 for part in model.model.stream.parts
-    )
-    assert len(found.readouts) == 1
-    assert (found.readouts[0] is None) == (found.parts[-1] is None)
-    slots = [slot for slot in (*found.parts, *found.readouts) if slot is not None]
-    assert len(set(slots)) == len(slots)
-    assert found.per_layer == max(slot.conv_state for slot in slots) + 1 == model.config.number_of_conv_states
-    assert all(slot.layer < 2 for slot in slots)
-
-
-def test_schemes_that_look_back_on_nothing_use_the_plain_cache():
-    assert tiny_config("ddl-cc").layer_types == ["full_attention"] * 2
-    assert tiny_config("ddl-cc-ec").layer_types == ["hybrid"] * 2
+    layers = model(prompt(1, 3), use_cache=True)[CACHE].layers
+    states = [layer.number_of_states for layer in layers if isinstance(layer, StreamLayer)]
+    assert len(layers) == 2 + len(states)
+    assert sum(states) == sum(window_of(part) > 0 for part in model.model.parts)
 
 
 @torch.no_grad()
@@ -238,7 +227,7 @@ def test_documents_that_attention_would_mix_are_refused():
         model(ids, seq_idx=SEQ_IDX[0])
     with pytest.raises(ValueError, match=r"position_ids must be \(1 or batch, seq\), got \(9,\)"):
         model(ids, position_ids=torch.arange(9))
-    with pytest.raises(ValueError, match=r"attention_mask must be \(batch, seq\), got \(1, 1, 9, 9\).* with seq_idx"):
+    with pytest.raises(ValueError, match=r"got a mask that keeps some apart: .* packed documents with seq_idx"):
         model(ids, attention_mask=block)
     named = model(ids, attention_mask=block, seq_idx=SEQ_IDX).logits
     assert_close(named, model(ids, position_ids=POSITIONS).logits)

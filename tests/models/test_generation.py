@@ -11,7 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import residua
-from residua.models.memory import CACHE, cache_slots
+from residua.connections.memory import window_of
+from residua.models.memory import CACHE, stream_layer
 from support.converted_models import llama
 from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
 from support.tolerances import assert_close
@@ -220,12 +221,13 @@ def test_scores_and_states_can_be_asked_for(name):
 
 
 @torch.no_grad()
-def test_a_cache_without_room_for_convolutions_is_refused():
-    with pytest.raises(ValueError, match=r"must be a cache .* DynamicCache\(config=model.config\)"):
-        tiny_model("ddl-tc")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
-    with pytest.raises(ValueError, match=r"must be a cache .* DynamicCache\(config=model.config\)"):
-        lively("residual+kv3")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
-    tiny_model("ddl-cc")(prompt(1, 3), cache=DynamicCache(), use_cache=True)
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_a_cache_without_a_configuration_does_too(name):
+    model, ids = lively(name), prompt(2, 6)
+    assert torch.equal(generate(model, ids, **{CACHE: DynamicCache()}), greedily(model, ids, 6))
+    filled = lively("ddl-ec")(ids, use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match="filled by a model with another residual scheme"):
+        model(ids, cache=filled)
 
 
 @torch.no_grad()
@@ -234,8 +236,7 @@ def test_token_compression_remembers_a_vector_for_each_earlier_tap(name, vectors
     """Sums over the channels, in float32, in the place of the channels of the earlier tokens."""
     model = tiny_model(name, torch.bfloat16)
     cache = model(prompt(1, 6), use_cache=True)[CACHE]
-    slot = cache_slots(model.model.stream, 2).parts[1]
-    state = cache.layers[slot.layer].conv_states[slot.conv_state]
+    state = stream_layer(cache).conv_states[window_of(model.model.stream.expand) > 0]  # of the first connection
     assert state.numel() == vectors * model.config.hidden_size
     assert state.dtype == torch.float32
 

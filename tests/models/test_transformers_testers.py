@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.utils import logging
 
 from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
+from residua.models.memory import StreamLayer
 from support import transformers_testers
 
 PAGE = Path(__file__).parents[2] / "docs/transformers.md"
@@ -55,13 +56,12 @@ def test_llama_passes(llama):
 def test_a_preset_passes(case, llama, preset):
     class Case(case(ResiduaConfig, ResiduaModel, ResiduaForCausalLM, connection=preset)):
         def _check_past_key_values_for_generate(self, batch_size, cache, length, config):
-            """Convolution states differ in size from part to part; theirs are all alike."""
-            if not config.number_of_conv_states:
+            """The memory of the stream is one layer more, whose states differ in size from part to part."""
+            *layers, memory = cache.layers
+            if not isinstance(memory, StreamLayer):
                 return super()._check_past_key_values_for_generate(batch_size, cache, length, config)
-            for layer in cache.layers:
-                assert layer.keys.shape[:3] == (batch_size, config.num_attention_heads, length)
-                assert len(layer.conv_states) == config.number_of_conv_states
-                assert all(len(rows) == batch_size for rows in layer.conv_states.values())
+            assert all(x.keys.shape[:3] == (batch_size, config.num_attention_heads, length) for x in layers)
+            assert all(len(rows) == batch_size for rows in memory.conv_states.values())
 
     # Attention knows no scheme, so that one preset is enough for its implementations.
     found = transformers_testers.run(Case, leave_out="test_eager_matches_sdpa" if preset != PRESETS[0] else None)

@@ -14,13 +14,7 @@ from support.seams import Seam, check, find, reached
 MEMORY = "the memory of streams that look back is kept in it"
 OUTPUTS = "our outputs are of this kind"
 SEAMS = [
-    Seam("transformers.cache_utils.Cache", MEMORY, "update update_conv_state get_seq_length"),
-    Seam(
-        "transformers.cache_utils.Cache.update_conv_state",
-        MEMORY,
-        parameters="conv_states layer_idx state_idx",
-        ordered=True,
-    ),
+    Seam("transformers.cache_utils.Cache", MEMORY, "update get_seq_length"),
     Seam("transformers.cache_utils.Cache.update", MEMORY, parameters="key_states value_states layer_idx"),
     Seam(
         "transformers.cache_utils.DynamicCache",
@@ -38,7 +32,7 @@ SEAMS = [
     Seam(
         "transformers.cache_utils.LinearAttentionLayer",
         MEMORY,
-        "number_of_states conv_states is_conv_states_initialized has_previous_state",
+        "number_of_states conv_states has_previous_state record_past crop",
         "number_of_states",
         make=lambda kind: kind(number_of_states=2),
     ),
@@ -47,7 +41,12 @@ SEAMS = [
         MEMORY,
         parameters="conv_states state_idx conv_kernel_size",
     ),
-    Seam("transformers.cache_utils.LinearAttentionAndFullAttentionLayer", "caches of our models have such layers"),
+    Seam(
+        "transformers.GenerationMixin._prepare_cache_for_generation",
+        "our models add their memory to the cache there",
+        parameters="generation_config model_kwargs",
+        ordered=True,
+    ),
     Seam(
         "transformers.masking_utils.create_causal_mask",
         "our models ask it for their mask",

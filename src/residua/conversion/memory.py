@@ -10,37 +10,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from residua.connections.memory import positions_in, window_of
+from residua.connections.memory import positions_in
 from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, layer_streams
-from residua.errors import extra
 from residua.models.memory import (
-    CacheSlot,
     cache_for,
     cache_of,
     documents_of,
     expect_no_pages,
     expect_told_apart,
-    is_filled,
-    memory_at,
+    memories,
     padding_of,
 )
-
-with extra("lab"):
-    from transformers.cache_utils import Cache, LinearAttentionLayer
-
 
 NO_HIDDEN_STATES = "output_hidden_states must be False, since this scheme reads earlier tokens in every readout"
 
 
 TEXT_AND_IMAGE_AXES = 4
 """Positions of a token in a model of texts and images: in the text, in time, height and width."""
-
-
-class StreamLayer(LinearAttentionLayer):
-    """The layer of a cache that remembers the earlier tokens of a stream; the cache reorders and resets it."""
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("assisted generation and prompt lookup must be off, since this scheme reads earlier tokens")
 
 
 def attach(model: nn.Module, trunk: nn.Module) -> None:
@@ -79,7 +65,6 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if not getattr(stack[0], STREAM).looks_back:
         return None
     parts = [part for layer in stack for part in getattr(layer, STREAM).parts]
-    windowed = [part for part in parts if window_of(part)]
     names = inspect.signature(trunk.forward).parameters
     given = {**dict(zip(names, args)), **kwargs}
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -92,10 +77,8 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     expect_told_apart(parts, mask, documents)
     cache = cache_for(given, names, config, whole=trunk.training or documents is not None)
     padding = padding_of(tokens, mask, cache, documents)
-    layers = max(len(stack), config.get_text_config().num_hidden_layers)
-    layer = 0 if cache is None else _room(cache, len(windowed), layers)
-    slots = {part: CacheSlot(layer, index) for index, part in enumerate(windowed)}
-    return (), {**given, MEMORY: [memory_at(slots.get(part), cache, padding, documents) for part in parts]}
+    num_layers = max(len(stack), config.get_text_config().num_hidden_layers)
+    return (), {**given, MEMORY: memories(parts, cache, padding, documents, num_layers=num_layers)}
 
 
 def _documents(trunk: Any, tokens: Tensor, given: dict[str, Any], *, placed: bool) -> Tensor | None:
@@ -152,22 +135,3 @@ def read_out(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _flows(items: Iterable[Any]) -> bool:
     return any(isinstance(item, Flow) or (isinstance(item, (tuple, list)) and _flows(item)) for item in items)
-
-
-def _room(cache: Any, states: int, num_layers: int) -> int:
-    """Return the index of the layer of the cache that remembers this many parts; add it to a new cache."""
-    layers = getattr(cache, "layers", None)
-    if not isinstance(cache, Cache) or not isinstance(layers, list):
-        raise ValueError(f"cache must be a cache with layers, such as DynamicCache, got {type(cache).__name__}")
-    found = next((i for i, layer in enumerate(layers) if isinstance(layer, StreamLayer)), None)
-    if found is not None:
-        if layers[found].number_of_states != states:
-            raise ValueError("cache: this cache was filled by a model with another residual scheme")
-        return found
-    if layers and is_filled(cache):
-        raise ValueError("cache: this cache was filled without the memory of this model's residual scheme")
-    if cache.layer_class_to_replicate is not None:  # the cache adds a layer for every index that it has not got yet
-        while len(layers) < num_layers:
-            layers.append(cache.layer_class_to_replicate())
-    layers.append(StreamLayer(number_of_states=states))
-    return len(layers) - 1

@@ -7,7 +7,6 @@ from typing import Any
 from residua.connections import Scheme, describe, resolve
 from residua.errors import check_types, extra
 from residua.model_fields import ModelFields
-from residua.models.memory import states_per_layer
 
 with extra("lab"):
     from transformers import PreTrainedConfig
@@ -72,13 +71,10 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
     connection: str | dict | Scheme = "ddl"  # type: ignore[assignment]  # a mapping as soon as it is stored
 
     def __post_init__(self, **kwargs: Any):
-        scheme = self._describe_connection()
+        self._describe_connection()
         ModelFields.__post_init__(self)
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 8 * self.hidden_size // 3
-        for derived in ("layer_types", "number_of_conv_states"):  # a saved configuration's, perhaps of another scheme
-            kwargs.pop(derived, None)
-        self._count_states(scheme)
         vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
         if "model_type" not in kwargs:  # a saved configuration may name what another version of transformers takes
@@ -93,23 +89,13 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("connection", "num_hidden_layers", "key_value_kernel") and "layer_types" in vars(self):
-            scheme = self._describe_connection()
+        if name in ("connection", "num_hidden_layers") and "base_model_tp_plan" in vars(self):
+            self._describe_connection()
             check_types(self, ModelFields)
-            self._count_states(scheme)
 
-    def _describe_connection(self) -> Scheme:
-        """Store the scheme as a mapping with all its options. Return the scheme."""
-        scheme = causal_scheme(self.connection)
-        vars(self)["connection"] = describe(scheme)
-        return scheme
-
-    def _count_states(self, scheme: Scheme) -> None:
-        """Store how many convolution states the cache holds in every layer, besides keys and values."""
-        layers = self.num_hidden_layers
-        states = states_per_layer(scheme, self.hidden_size, layers, self.key_value_kernel)
-        vars(self)["layer_types"] = ["hybrid" if states else "full_attention"] * layers
-        vars(self)["number_of_conv_states"] = states
+    def _describe_connection(self) -> None:
+        """Store the scheme as a mapping with all its options."""
+        vars(self)["connection"] = describe(causal_scheme(self.connection))
 
     def _tensor_parallel_plan(self) -> dict[str, str] | None:
         """Return how to cut the trunk: into heads and rows of the MLP. Every rank has all connections.

@@ -1,20 +1,17 @@
 """The memory of short convolutions and running sums, kept in the cache of transformers next to the keys and values."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections import Scheme, Stream
-from residua.connections.ends import TokenConv
 from residua.connections.memory import expect_no_gap, expect_none, expect_separable, masked, window_of
 from residua.errors import extra
 
 with extra("lab"):
-    from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+    from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -87,67 +84,74 @@ def is_filled(cache: Any) -> bool:
         return any(any(layer.has_previous_state.values()) for layer in cache.layers)
 
 
-class CacheSlot(NamedTuple):
-    """The slot of the cache for one memory: the layer, and the index of its convolution state."""
+class StreamLayer(LinearAttentionLayer):
+    """The last layer of a cache: it remembers the earlier tokens of a stream, one state for each part that reads them.
 
-    layer: int
-    conv_state: int
-
-
-class CacheSlots(NamedTuple):
-    """A slot for each part of a model, None for parts that need no memory.
-
-    parts: expand, all connections, collapse. readouts: collapse after each layer but the last, for hidden states, which
-    are used only if a call asks for these. attentions: the convolution of keys and values of each layer, if there are.
+    readouts: those of the readouts after each layer but the last, for hidden states, are in a layer of their own.
     """
 
-    parts: list[CacheSlot | None]
-    readouts: list[CacheSlot | None]
-    attentions: list[CacheSlot | None]
+    def __init__(self, number_of_states: int, *, readouts: bool = False):
+        super().__init__(number_of_states=number_of_states)
+        self.readouts = readouts
 
-    @property
-    def per_layer(self) -> int:
-        """How many convolution states the fullest layer of the cache has."""
-        slots = (*self.parts, *self.readouts, *self.attentions)
-        return max((slot.conv_state + 1 for slot in slots if slot), default=0)
+    def crop(self, tokens_to_remove: int) -> None:
+        if not self.record_past:  # it was added after drafts were announced, by a model that has only a hook for it
+            raise ValueError(
+                "assisted generation and prompt lookup must be off, since this scheme reads earlier tokens"
+            )
+        super().crop(tokens_to_remove)
 
 
-def cache_slots(stream: Stream, num_layers: int, attentions: Sequence[nn.Module] = ()) -> CacheSlots:
-    """Return the slots for the first `num_layers` layers of a stream, spread over as many layers of the cache.
+def stream_layer(cache: Any, *, readouts: bool = False) -> StreamLayer | None:
+    """Return the layer of a cache that remembers the parts of a stream, or their readouts; None if it has none yet."""
+    kinds = (layer for layer in cache.layers if isinstance(layer, StreamLayer))
+    return next((layer for layer in kinds if layer.readouts == readouts), None)
 
-    attentions: the convolutions of keys and values of these layers.
+
+def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = False) -> StreamLayer:
+    """Return the layer of a cache that remembers so many parts of a stream, or their readouts; add it to a new cache.
+
+    num_layers: how many layers of the cache the model fills by itself.
+
+    Raises:
+        ValueError: the cache has no layers, or it holds tokens that this layer does not remember.
     """
-    parts = [stream.expand, *stream.connections[: 2 * num_layers], stream.collapse]
-    needs = [window_of(part) > 0 for part in parts] + [window_of(stream.collapse) > 0] * (num_layers - 1)
-    needs += [window_of(convolution) > 0 for convolution in attentions]
-    numbers = iter(range(len(needs)))
-    looking = [next(numbers) if need else None for need in needs]
-    slots = [None if i is None else CacheSlot(i % num_layers, i // num_layers) for i in looking]
-    first, last = len(parts), len(needs) - len(attentions)
-    return CacheSlots(slots[:first], slots[first:last], slots[last:])
-
-
-@lru_cache(maxsize=256)
-def states_per_layer(scheme: Scheme, dim: int, num_layers: int, key_value_kernel: int | None) -> int:
-    """Return how many convolution states the cache needs in every layer."""
-    with torch.device("meta"):
-        attentions = [] if key_value_kernel is None else [TokenConv(1, key_value_kernel)] * num_layers
-        return cache_slots(scheme.build(dim, 2 * num_layers), num_layers, attentions).per_layer
+    if not isinstance(getattr(cache, "layers", None), list):
+        raise ValueError(f"cache must be a cache with layers, such as DynamicCache, got {type(cache).__name__}")
+    layer = stream_layer(cache, readouts=readouts)
+    if layer is not None:
+        if layer.number_of_states != states:
+            raise ValueError("cache: this cache was filled by a model with another residual scheme")
+        return layer
+    if is_filled(cache):
+        raise ValueError(
+            "output_hidden_states: the readout looks back at earlier tokens, and the cache holds tokens that were "
+            "computed without; ask for hidden states from the first token"
+            if readouts
+            else "cache: this cache was filled without the memory of this model's residual scheme"
+        )
+    if cache.layer_class_to_replicate is not None:  # the cache adds a layer for every index that it has not got yet
+        while len(cache.layers) < num_layers:
+            cache.layers.append(cache.layer_class_to_replicate())
+    layer = StreamLayer(states, readouts=readouts)
+    layer.record_past = getattr(stream_layer(cache), "record_past", False)
+    cache.layers.append(layer)
+    return layer
 
 
 class CacheMemory:
     """The memory of one part of the stream during one forward pass (`connections.Memory`).
 
-    padding: (batch, seq), 0 at padding and 1 at tokens, or None. documents: (batch, seq), the number of each token's
-    document, or None. Without a cache there are no earlier tokens.
+    state: of the part in the layer of the cache. padding: (batch, seq), 0 at padding and 1 at tokens, or None.
+    documents: (batch, seq), the number of each token's document, or None. Without a layer there are no earlier tokens.
     """
 
-    def __init__(self, cache: Cache | None, slot: CacheSlot, padding: Tensor | None, documents: Tensor | None):
-        self.cache: Any = cache  # not used if `keeps` is False
-        self.slot = slot
+    def __init__(self, layer: StreamLayer | None, state: int, padding: Tensor | None, documents: Tensor | None):
+        self.layer: Any = layer  # not used if `keeps` is False
+        self.state = state
         self.padding = padding
         self.documents = documents
-        self.keeps = cache is not None
+        self.keeps = layer is not None
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         x = masked(x, self.padding)
@@ -159,99 +163,39 @@ class CacheMemory:
     # dropped together with rejected speculative tokens.
 
     def recall(self, like: Tensor) -> Tensor | None:
-        if hasattr(self.cache, "get_conv_state"):  # not in every version of transformers
-            rows = self.cache.get_conv_state(*self.slot)
-            return None if rows is None else rows[..., -1:].transpose(1, 2).unflatten(2, like.shape[2:])
-        rows = self._append(like[:, :0], 1)[:, -1:]  # zeros at the very start, or no row at all
-        return rows if rows.shape[1] else None
+        if not self.layer.has_previous_state[self.state]:
+            return None
+        return self.layer.conv_states[self.state][..., -1:].transpose(1, 2).unflatten(2, like.shape[2:])
 
     def keep(self, rows: Tensor) -> None:
         self._append(rows, 1)
 
     def _append(self, x: Tensor, window: int) -> Tensor:
         """Return the earlier rows in the cache, if any, then x; the cache keeps the last `window` rows."""
-        # The cache keeps (batch, channels, seq).
-        rows = x.flatten(2).transpose(1, 2)
-        extended = self.cache.update_conv_state(
-            rows, self.slot.layer, state_idx=self.slot.conv_state, conv_kernel_size=window
-        ).transpose(1, 2)
-        return extended.unflatten(2, x.shape[2:])
-
-
-class Memories(NamedTuple):
-    """The memories of one forward pass, as in `CacheSlots`; None for parts that need none.
-
-    readouts: empty unless hidden states are asked for, now or in an earlier pass with this cache.
-    """
-
-    parts: list[CacheMemory | None]
-    readouts: list[CacheMemory | None]
-    attentions: list[CacheMemory | None]
+        rows = x.flatten(2).transpose(1, 2)  # it keeps (batch, channels, seq)
+        extended = self.layer.update_conv_state(rows, state_idx=self.state, conv_kernel_size=window)
+        return extended.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
 def memories(
-    slots: CacheSlots,
-    cache: Cache | None,
+    parts: Iterable[nn.Module],
+    cache: Any,
     padding: Tensor | None,
     documents: Tensor | None,
-    x: Tensor,
     *,
-    hidden_states: bool,
-) -> Memories:
-    """Return one memory per slot; None for all if there is neither a cache nor padding nor documents.
+    num_layers: int,
+    readouts: bool = False,
+) -> list[CacheMemory | None]:
+    """Return one memory for each part; None for all if there is neither a cache nor padding nor documents.
 
-    Raises:
-        ValueError: a cache without convolution states, such as `DynamicCache()` without a configuration; hidden states
-            are asked for, and the cache holds tokens whose readouts were not.
+    Parts that read single tokens need none. num_layers, readouts: as of `make_room`. Raises ValueError as it does.
     """
-    if cache is not None and slots.per_layer:
-        hidden_states = _expect_readouts(slots, cache, hidden_states)
-        _fill_unused(cache, {*slots.parts, *(slots.readouts if hidden_states else ()), *slots.attentions}, x)
-    return Memories(
-        *(
-            [memory_at(slot, cache, padding, documents) for slot in some]
-            for some in (slots.parts, slots.readouts if hidden_states else [], slots.attentions)
-        )
-    )
-
-
-def _expect_readouts(slots: CacheSlots, cache: Any, hidden_states: bool) -> bool:
-    """Return whether the cache takes readouts, from now on or as before; raise ValueError as `memories`."""
-    room = [getattr(layer, "number_of_states", 0) for layer in cache.layers]
-    used = [slot for slot in (*slots.parts, *slots.readouts, *slots.attentions) if slot]
-    if any(slot.layer >= len(room) or slot.conv_state >= room[slot.layer] for slot in used):
-        raise ValueError(
-            "cache must be a cache that keeps convolution states, as DynamicCache(config=model.config) "
-            f"does, got {type(cache).__name__} without them"
-        )
-    contents = [_content(cache.layers[slot.layer], slot.conv_state) for slot in slots.readouts if slot]
-    if hidden_states and EMPTY in contents:
-        raise ValueError(
-            "output_hidden_states: the readout looks back at earlier tokens, and the cache holds tokens that were "
-            "computed without; ask for hidden states from the first token"
-        )
-    return hidden_states or FILLED in contents  # once begun, they go on: a token that is left out would be missing
-
-
-def _fill_unused(cache: Any, used: set[CacheSlot | None], x: Tensor) -> None:
-    """Give unused convolution states an empty tensor once, because `Cache.crop` slices all of them."""
-    for index, layer in enumerate(cache.layers):
-        for state in range(getattr(layer, "number_of_states", 0)):
-            if _content(layer, state) != NOTHING:
-                continue
-            if layer.is_conv_states_initialized[state] and not layer.conv_states[state].shape[1]:
-                layer.is_conv_states_initialized[state] = False  # the cache was reset, and may be used otherwise
-            if CacheSlot(index, state) not in used:
-                cache.update_conv_state(x.new_zeros(x.shape[0], 0, 1), index, state_idx=state, conv_kernel_size=1)
-
-
-def memory_at(
-    slot: CacheSlot | None, cache: Cache | None, padding: Tensor | None, documents: Tensor | None
-) -> CacheMemory | None:
-    """Return the memory of a slot; None without one, or if there is neither a cache nor padding nor documents."""
-    if slot is None or (cache is None and padding is None and documents is None):
-        return None
-    return CacheMemory(cache, slot, padding, documents)
+    looks_back = [window_of(part) > 0 for part in parts]
+    if not any(looks_back) or (cache is None and padding is None and documents is None):
+        return [None] * len(looks_back)
+    layer = None if cache is None else make_room(cache, sum(looks_back), num_layers, readouts=readouts)
+    states = iter(range(sum(looks_back)))
+    return [CacheMemory(layer, next(states), padding, documents) if looks else None for looks in looks_back]
 
 
 def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor | None) -> None:
@@ -380,13 +324,3 @@ def _of_full_attention(mask: Any) -> Any:
 def _attended(mask: Tensor) -> Tensor:
     """Return the entries that a mask, boolean or to be added, lets attention see, as a boolean mask."""
     return mask if mask.dtype == torch.bool else mask == 0
-
-
-NOTHING, EMPTY, FILLED = "nothing", "the empty tensor of an unused state", "rows of earlier tokens"
-
-
-def _content(layer: Any, state: int) -> str:
-    """Return the content of a convolution state in a layer of the cache: NOTHING, EMPTY or FILLED."""
-    if not layer.has_previous_state[state]:
-        return NOTHING
-    return FILLED if layer.conv_states[state].shape[1] else EMPTY

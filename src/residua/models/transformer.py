@@ -31,12 +31,14 @@ from residua.models.memory import (
     PAGES,
     cache_for,
     cache_of,
-    cache_slots,
     documents_of,
     expect_no_pages,
     expect_told_apart,
+    make_room,
     memories,
     of_current,
+    padding_of,
+    stream_layer,
 )
 from residua.models.mlp import MLP
 from residua.ops import at_least_float32
@@ -217,21 +219,26 @@ class ResiduaModel(ResiduaPreTrainedModel):
         self.embed_tokens = value  # type: ignore[assignment]
 
     @property
-    def convolutions(self) -> list[nn.Module]:
-        """The convolutions of keys and values, one for each layer; none if they are not convolved."""
-        layers: Any = self.layers
-        return [] if self.config.key_value_kernel is None else [layer.attention.convolution for layer in layers]
-
-    @property
     def parts(self) -> list[nn.Module]:
-        """All parts that may need a memory of earlier tokens."""
-        return [*self.stream.parts, *self.convolutions]
+        """All parts that may need a memory of earlier tokens: those of the stream, and convolutions of keys and values.
+
+        While an early exit drafts for assisted decoding, those of the first layers.
+        """
+        depth = self.config.num_hidden_layers
+        layers: Any = self.layers[:depth] if self.config.key_value_kernel is not None else ()
+        connections = self.stream.connections[: 2 * depth]
+        return [self.stream.expand, *connections, self.stream.collapse, *(x.attention.convolution for x in layers)]
+
+    def make_room(self, cache: Any) -> None:
+        """Give a new cache the layer in which parts that read earlier tokens keep them, if there are any."""
+        if states := sum(window_of(part) > 0 for part in self.parts):
+            make_room(cache, states, self.config.num_hidden_layers)
 
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -277,28 +284,28 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def _run(self, embeddings: Tensor, call: Call, chosen: set[int], output_states: bool) -> ResiduaModelOutput:
         """Run the trunk. chosen: the indices of the hidden states to return; the others are as in `forward`."""
         config = self.config
-        depth = config.num_hidden_layers  # fewer while an early exit drafts for assisted decoding
-        slots = cache_slots(self.stream, depth, self.convolutions[:depth])
-        remembered = memories(slots, call.cache, call.padding, call.documents, embeddings, hidden_states=bool(chosen))
+        depth = config.num_hidden_layers
+        remember = partial(memories, cache=call.cache, padding=call.padding, documents=call.documents, num_layers=depth)
+        first, *others = remember(self.parts)
+        begun = call.cache is not None and stream_layer(call.cache, readouts=True) is not None
+        readouts = remember([self.stream.collapse] * (depth - 1), readouts=True) if chosen or begun else []
         connections = [*self.stream.connections[: 2 * depth], Readout(self.stream.collapse)]
-        readers = list(map(Reader, connections, remembered.parts[1:]))
+        readers = list(map(Reader, connections, others))
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
-        state = self.stream.expand(embeddings.to(state_dtype), remembered.parts[0])
-        attention = call.attention
-        if remembered.attentions:
-            attention = attention._replace(memories=dict(enumerate(remembered.attentions)))
+        state = self.stream.expand(embeddings.to(state_dtype), first)
+        attention = call.attention._replace(memories=dict(enumerate(others[len(connections) :])))
         states, penalties = [state], []
         hidden_states: list[Tensor | None] = [embeddings]
 
         x, carry = readers[0].connection.read(state, readers[0].memory)
         for i, layer in enumerate(self.layers[:depth]):
-            reads_out = i < len(remembered.readouts)
+            reads_out = i < len(readouts)
             around = Readers(*readers[2 * i : 2 * i + 3])
             x, carry, layer_penalties, state = layer(x, carry, around, attention, reads_out or output_states)
             penalties += layer_penalties
             states.append(state)
-            wanted = reads_out and (i + 1 in chosen or remembered.readouts[i])
-            hidden = self.stream.collapse(state, remembered.readouts[i]).to(embeddings.dtype) if wanted else None
+            wanted = reads_out and (i + 1 in chosen or readouts[i])
+            hidden = self.stream.collapse(state, readouts[i]).to(embeddings.dtype) if wanted else None
             hidden_states.append(hidden)
         hidden_states[-1] = last = self.norm(x.to(embeddings.dtype))
 
@@ -315,7 +322,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def _call(
         self,
         embeddings: Tensor,
-        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        attention_mask: Tensor | None,
         position_ids: Tensor | None,
         caches: tuple[Cache | None, Any],
         use_cache: bool | None,
@@ -325,18 +332,27 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """Check the inputs of `forward` and complete them. caches: as from `cache_of`; options: the other keywords."""
         if position_ids is not None and position_ids.dim() != 2:
             raise ValueError(f"position_ids must be (1 or batch, seq), got {tuple(position_ids.shape)}")
-        if any(map(window_of, self.parts)):
+        looks_back = any(map(window_of, self.parts))
+        if looks_back:
             expect_no_pages(options)
         cache, pages = caches
         cached = bool(use_cache) or cache is not None
         documents = documents_of(embeddings, attention_mask, position_ids, options, cached=cached)
-        self._expect_told_apart(attention_mask, documents)
-        if documents is not None and position_ids is None:
-            position_ids = positions_in(documents)
+        if looks_back or documents is not None:
+            expect_told_apart(self.parts, attention_mask, documents)
+        if documents is not None:
+            position_ids = positions_in(documents) if position_ids is None else position_ids
+            if len(documents) > 1 and "flash" in (self.config._attn_implementation or ""):
+                raise ValueError(
+                    f"input_ids must be one row for packed documents, as flash attention needs it, got {len(documents)}"
+                )
         given = {"cache": cache, "use_cache": False if self.training and use_cache is None else use_cache}
         whole = documents is not None or (self.training and self.gradient_checkpointing)
         cache = cache_for(given, (), self.config, whole=whole)
-        mask, padding, positions = self._masks(embeddings, attention_mask, position_ids, cache)
+        by_row = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or looks_back else None
+        mask: Any = create_causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
+        positions = self._positions(embeddings, attention_mask if by_row else None, cache, position_ids)
 
         options = {**options, "position_ids": positions}
         attentions: list[Tensor] | None = [] if output_attentions else None
@@ -354,50 +370,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
         )
         return Call(context, attentions, cache, padding, documents)
 
-    def _expect_told_apart(self, mask: Tensor | dict[str, Tensor | None] | None, documents: Tensor | None) -> None:
-        """Raise ValueError if a part that reads earlier tokens could read across padding or packed documents, or
-        attention could: mask as in `forward`, documents as `documents_of` returns them.
-        """
-        if documents is None and not any(map(window_of, self.parts)):
-            return
-        if documents is None and isinstance(mask, Tensor) and mask.dim() > 2:
-            raise ValueError(
-                f"attention_mask must be (batch, seq), got {tuple(mask.shape)}: the residual scheme reads earlier "
-                "tokens; name packed documents with seq_idx, one number per token"
-            )
-        expect_told_apart(self.parts, mask, documents)
-        flash = "flash" in (self.config._attn_implementation or "")
-        if flash and documents is not None and documents.shape[0] > 1:
-            raise ValueError(
-                f"input_ids must be one row for packed documents, as flash attention needs it, got {documents.shape[0]}"
-            )
-
-    def _masks(
-        self,
-        embeddings: Tensor,
-        attention_mask: Tensor | dict[str, Tensor | None] | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-    ) -> tuple[Any, Tensor | None, Tensor]:
-        """Return the attention mask as the attention function needs it, the padding (batch, seq) of these tokens or
-        None, and their positions (1 or batch, seq), counted from the first token that is not padding.
-        """
-        length = embeddings.shape[1]
-        mask: Any
-        padding = None
-        if isinstance(attention_mask, dict):  # prepared by generate() for a cache that holds convolution states
-            mask, padding = attention_mask["full_attention"], attention_mask.get("linear_attention")
-        else:
-            if attention_mask is not None and attention_mask.dim() == 2:
-                padding = of_current(attention_mask, length, cache)
-            mask = create_causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
-        if position_ids is None:
-            if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-                position_ids = of_current((attention_mask.long().cumsum(-1) - 1).clamp_min(0), length, cache)
-            else:
-                past = cache.get_seq_length() if cache is not None else 0
-                position_ids = (torch.arange(length, device=embeddings.device) + past).unsqueeze(0)
-        return mask, padding, position_ids
+    def _positions(self, x: Tensor, mask: Tensor | None, cache: Cache | None, position_ids: Tensor | None) -> Tensor:
+        """Return the positions (1 or batch, seq) of these tokens, counted from the first token that is not padding."""
+        if position_ids is not None:
+            return position_ids
+        length = x.shape[1]
+        if mask is not None:
+            return of_current((mask.long().cumsum(-1) - 1).clamp_min(0), length, cache)
+        past = cache.get_seq_length() if cache is not None else 0
+        return (torch.arange(length, device=x.device) + past).unsqueeze(0)
 
 
 def total_penalty(penalties: list[Tensor], padding: Tensor | None) -> Tensor | None:
@@ -463,6 +444,15 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         # An assistant may have drawn the id that fills a batch: after the first token, it is a token like others.
         return mask.cummax(1).values if generation_config.is_assistant else mask
 
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        cache, _ = cache_of(model_kwargs)
+        if cache is not None:  # drafts are announced to layers that are there, and these keep what may be taken back
+            self.model.make_room(cache)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+        return result
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return (batch, seq, vocab_size), given the trunk's last hidden state (batch, seq, hidden_size)."""
         return scaled_logits(self.lm_head(hidden), self.config)
@@ -471,7 +461,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
