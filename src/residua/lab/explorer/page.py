@@ -1,7 +1,8 @@
 """Assemble the page: markup, style, modules and data in ONE file that makes no request and needs no server.
 
-The browser gets the modules as one script, small data as JSON, and large data (arrays, the plotting library) gzipped
-and in base64, unpacked by the views that need it. This module does not depend on what the views show.
+The browser gets the modules as data: addresses in an import map, small data as JSON, and large data (arrays, the
+plotting library) gzipped and in base64, unpacked by the views that need it. This module does not depend on what the
+views show.
 """
 
 import base64
@@ -9,10 +10,11 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from residua.errors import extra
 from residua.records.durable import write_text
@@ -22,14 +24,12 @@ if TYPE_CHECKING:
 
 ASSETS = Path(__file__).parent / "assets"
 RESULTS = Path(__file__).parent / "results.json"
-ENTRY = "main.js"
 STYLES = ("style.css", "learn.css", "panels.css")
 
+# What stays as it is in the address of a module, beside letters and digits.
+LITERAL = " !$'()*+,-./:;=?@[]^_`{|}~"
 # Stored types of arrays: a browser's typed arrays of numbers have no wider integers.
 STORED = {"bool": "uint8", "int64": "int32", "uint32": "int32", "uint64": "int32"}
-
-_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.-]+\.js)";$', re.MULTILINE)
-_EXPORT = re.compile(r"^export ((?:async )?function\*?|const|class) (\w+)", re.MULTILINE)
 
 
 def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str, "numpy.ndarray"]) -> Path:
@@ -43,8 +43,9 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
     path = Path(out)
     plots = bool(payload.get("traces") or payload.get("comparison"))
     data = [
-        _json("payload", payload),
-        _json("results", json.loads(RESULTS.read_text(encoding="utf-8"))),
+        _json('type="importmap"', {"imports": modules(ASSETS)}),
+        _json('type="application/json" id="payload"', payload),
+        _json('type="application/json" id="results"', json.loads(RESULTS.read_text(encoding="utf-8"))),
         *(_array(key, array) for key, array in arrays.items()),
         *([_packed('id="plotly"', _plotly())] if plots else []),
     ]
@@ -52,55 +53,31 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
         "title": html.escape(str(payload.get("title") or "residua")),
         "style": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES),
         "data": "\n".join(data),
-        "script": bundle(ASSETS, ENTRY),
     }
     template = (ASSETS / "index.html").read_text(encoding="utf-8")
     # One pass, so that inserted text is never searched for placeholders.
-    page = re.sub(r"<!-- (title|style|data|script) -->", lambda match: parts[match[1]], template)
+    page = re.sub(r"<!-- (title|style|data) -->", lambda match: parts[match[1]], template)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path.resolve(), page)  # the name is the user's: a link is followed
     return path
 
 
-def bundle(folder: Path, entry: str) -> str:
-    """Return the modules that `entry` needs as one script, each in its own function, after the modules it imports.
+def modules(folder: Path) -> dict[str, str]:
+    """Return the modules of a folder as data: addresses, by the names under which they import each other.
 
-    A module may contain `import {a, b as c} from "./file.js";` and `export function|const|class name` at the start of a
-    line, and no other module syntax.
+    Modules import `from "./file.js"`. From a data: address only a bare name can be resolved, so the page has "file.js".
     """
-    return "\n".join(_modules(folder, entry, set()))
+    sources = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.js"))}
+    bare = {name: source.replace('from "./', 'from "') for name, source in sources.items()}
+    return {name: f"data:text/javascript;charset=utf-8,{quote(source, LITERAL)}" for name, source in bare.items()}
 
 
-def _modules(folder: Path, name: str, bundled: set[str]) -> Iterator[str]:
-    """Yield the functions of the module `name` and of the modules it needs that are not `bundled` yet."""
-    if name in bundled:
-        return
-    bundled.add(name)
-    code = (folder / name).read_text(encoding="utf-8")
-    for _, source in _IMPORT.findall(code):
-        yield from _modules(folder, source, bundled)
-    exports = [exported for _, exported in _EXPORT.findall(code)]
-    code = _IMPORT.sub(lambda match: f"const {{{_renamed(match[1])}}} = {_scope(match[2])};", code)
-    code = _EXPORT.sub(r"\1 \2", code)
-    # Inside a script element these would end it, or hide its end.
-    code = code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-    yield f"const {_scope(name)} = (() => {{\n{code}\nreturn {{{', '.join(exports)}}};\n}})();"
-
-
-def _renamed(names: str) -> str:
-    return re.sub(r"\s+as\s+", ": ", names)
-
-
-def _scope(name: str) -> str:
-    return "module_" + re.sub(r"\W", "_", name.removesuffix(".js"))
-
-
-def _json(name: str, value: Any) -> str:
-    """Return a JSON element in which no text can begin a tag or an entity."""
+def _json(attributes: str, value: Any) -> str:
+    """Return a script element with a value as JSON, in which no text can begin a tag or an entity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return f'<script type="application/json" id="{name}">{text}</script>'
+    return f"<script {attributes}>{text}</script>"
 
 
 def _array(key: str, array: "numpy.ndarray") -> str:
