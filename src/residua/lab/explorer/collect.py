@@ -17,9 +17,8 @@ import torch
 from residua.errors import InputError, extra
 from residua.lab.experiment import is_model_folder, open_model, trace_model
 from residua.lab.explorer.comparison import comparison_payload
-from residua.lab.inspection import archive
-from residua.lab.inspection.summary import overview, sublayer_statistics, summary, warnings
-from residua.lab.inspection.trace import Trace
+from residua.lab.inspection.summary import checks, overview, sublayer_statistics, summary, warnings
+from residua.lab.inspection.trace import Trace, trace_file
 from residua.lab.training import latest_checkpoint
 from residua.records import jsonlines
 from residua.records.progress import say
@@ -143,14 +142,14 @@ def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
             raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
         return _of_file
     if is_model_folder(path):
-        if reading.prompt is None and (reading.again or not archive.place(path, None).is_file()):
+        if reading.prompt is None and (reading.again or not trace_file(path, None).is_file()):
             raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
         return _measured if reading.again else _of_file
     return _of_run
 
 
 def _of_file(path: Path, reading: Reading) -> Source:
-    file = archive.place(path, None) if path.is_dir() else path
+    file = trace_file(path, None) if path.is_dir() else path
     trace = Trace.load(file)
     return Source(_name(file, trace), trace, file=file)
 
@@ -159,7 +158,7 @@ def _of_run(folder: Path, reading: Reading) -> Source:
     """Return the trace of a run's newest checkpoint, or what is asked for; make what the run does not have."""
     if not reading.again:
         newest = latest_checkpoint(folder)
-        if newest and (file := archive.place(folder, newest.step)).is_file():
+        if newest and (file := trace_file(folder, newest.step)).is_file():
             return Source(folder.resolve().name, Trace.load(file), folder, file)
     return _measured(folder, reading)
 
@@ -195,25 +194,9 @@ def _described(source: Source, name: str) -> dict[str, Any]:
         "facts": trace.facts,
         "tokens": trace.tokens,
         "warnings": warnings(trace),
-        "checked": _checked(trace),
+        "checked": [check.holds for check in checks(trace)],
         "arrays": {},
     }
-
-
-def _checked(trace: Trace) -> list[str]:
-    """Return the statements that hold for a trace without warnings, as far as it has the values for them."""
-    facts, values = trace.facts, trace.values
-    statements = ["all numbers are finite", "the connection is causal"]
-    if any(gate["range"] for gate in facts["gates"].values()):
-        statements.append("no gate is stuck at its start or saturated")
-    if "h_res" in values and values["h_res"].shape[-1] > 1:
-        kept = f" and stayed {facts['constraint']}" if facts["constraint"] else ""
-        statements.append(f"the mixing has left the identity{kept}")
-    if "stream_similarity" in values:
-        statements.append("the streams are not copies of one another")
-    if "compress_share" in values and values["compress_share"].shape[1] > 1:
-        statements.append("no compressor reads one channel alone")
-    return statements
 
 
 def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] | None]]:

@@ -1,6 +1,6 @@
 """Summarise a trace: warnings, and tables of its sublayers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +24,37 @@ COPIES = 1e-5
 """Distance of the mean cosine between streams from 1, about what float32 can tell, below which they are copies."""
 CONSTRAINT = 0.05
 """Largest mean error of a constraint that rounding or too few iterations can explain."""
+NOT_CAUSAL = "not causal: the coefficients of a token depend on later tokens, so losses of this model mean nothing"
+ALL_COPIES = "the streams are copies of one another before and after every sublayer: together they hold what one holds"
+
+
+class Check(NamedTuple):
+    """A statement that holds for a trace unless there are `warnings`, one sentence each."""
+
+    holds: str
+    warnings: Sequence[str]
 
 
 def warnings(trace: Trace) -> list[str]:
     """Return what a reader of the numbers must know first, one sentence each; empty if nothing is wrong."""
-    checks = (_not_finite, _causality, _gates, _mixing, _streams, _compressors)
-    return [sentence for check in checks for sentence in check(trace)]
+    return [sentence for check in checks(trace) for sentence in check.warnings]
+
+
+def checks(trace: Trace) -> Iterator[Check]:
+    """Check a trace as far as it has the values."""
+    facts, values = trace.facts, trace.values
+    yield Check("all numbers are finite", _not_finite(trace))
+    yield Check("the connection is causal", [] if facts["causal"] else [NOT_CAUSAL])
+    if any(gate["range"] or gate["start"] is not None for gate in facts["gates"].values()):
+        yield Check("no gate is stuck at its start or saturated", [*_gates(trace)])
+    if "h_res" in values and values["h_res"].shape[-1] > 1:
+        kept = f" and stayed {facts['constraint']}" if facts["constraint"] else ""
+        yield Check(f"the mixing has left the identity{kept}", [*_mixing(trace)])
+    if "stream_similarity" in values:
+        copies = (1 - values["stream_similarity"].mean(1) < COPIES).all()
+        yield Check("the streams are not copies of one another", [ALL_COPIES] if copies else [])
+    if "compress_share" in values and values["compress_share"].shape[1] > 1:
+        yield Check("no compressor reads one channel alone", [*_compressors(trace)])
 
 
 def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
@@ -193,7 +218,7 @@ def _where(condition: Tensor) -> list[int]:
     return condition.nonzero().flatten().tolist()
 
 
-def _not_finite(trace: Trace) -> Iterator[str]:
+def _not_finite(trace: Trace) -> list[str]:
     values = trace.values
     broken = []
     for name, value in values.items():
@@ -203,21 +228,11 @@ def _not_finite(trace: Trace) -> Iterator[str]:
         if not numbers.isfinite().all():
             broken.append(name)
     if not broken:
-        return
-    state = ~values["state_norm"].isfinite().all(1)
-    where = _where(state)
-    place = ""
-    if where:
-        before = where[0]
-        place = (
-            "; the state from the start" if before == 0 else f"; the state after {trace.facts['sublayers'][before - 1]}"
-        )
-    yield f"not finite: {', '.join(broken[:5])}{' and more' if len(broken) > 5 else ''}{place}"
-
-
-def _causality(trace: Trace) -> Iterator[str]:
-    if not trace.facts["causal"]:
-        yield "not causal: the coefficients of a token depend on later tokens, so losses of this model mean nothing"
+        return []
+    places = ["from the start", *(f"after {name}" for name in trace.facts["sublayers"])]
+    where = _where(~values["state_norm"].isfinite().all(1))
+    place = f"; the state {places[where[0]]}" if where else ""
+    return [f"not finite: {', '.join(broken[:5])}{' and more' if len(broken) > 5 else ''}{place}"]
 
 
 def _gates(trace: Trace) -> Iterator[str]:
@@ -243,8 +258,6 @@ def _gates(trace: Trace) -> Iterator[str]:
 
 def _mixing(trace: Trace) -> Iterator[str]:
     values = trace.values
-    if "h_res" not in values or values["h_res"].shape[-1] < 2:
-        return
     without = set(trace.facts["left_out"].get("h_res", []))
     same = _where(_from_identity(values["h_res"]).mean(1) < IDENTITY)
     same = [i for i in same if i not in without]
@@ -259,16 +272,8 @@ def _mixing(trace: Trace) -> Iterator[str]:
             yield f"the mixing matrix is not {constraint}: {name} is {worst:.2g} on average: {_named(trace, off)}"
 
 
-def _streams(trace: Trace) -> Iterator[str]:
-    similarity = trace.values.get("stream_similarity")
-    if similarity is not None and (1 - similarity.mean(1) < COPIES).all():
-        yield "the streams are copies of one another before and after every sublayer: together they hold what one holds"
-
-
 def _compressors(trace: Trace) -> Iterator[str]:
-    share = trace.values.get("compress_share")
-    if share is None or share.shape[1] < 2:
-        return
+    share = trace.values["compress_share"]
     for channel in range(share.shape[1]):
         alone = _where(share[:, channel] > MOST)
         if alone:

@@ -3,6 +3,7 @@
 `trace` runs the model once, through the public read and write of its connections, and keeps only small arrays.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from residua.connections import PRESETS, GateFacts, Mixing, RankOne, describe
 from residua.errors import InputError
-from residua.lab.inspection import archive
 from residua.lab.inspection.depth import DepthReads
 from residua.lab.inspection.measure import gates, measured, norm, stream_similarity
 from residua.lab.inspection.spectrum import alignment, effective_rank, matrix_products, rank_one_products
@@ -22,9 +22,13 @@ from residua.lab.inspection.watch import ConnectionRecord
 from residua.records.durable import unlinked
 from residua.records.progress import say
 from residua.records.provenance import circumstances
+from residua.records.tensors import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+VERSION = 1
+"""Of the format of trace files."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,20 @@ class Trace:
         return torch.stack([enlarging, (beta < identity) & ~enlarging, between, reflecting], -1).float().mean(1)
 
     def save(self, path: str | Path) -> Path:
-        """Write one safetensors file. Raises OSError."""
-        return archive.write(path, self.facts, self.tokens, self.values)
+        """Write `values` as one safetensors file, with `facts` and `tokens` as JSON in its metadata. Raises OSError."""
+        path = Path(path)
+        metadata = {
+            "residua_trace": str(VERSION),
+            "facts": json.dumps(self.facts, allow_nan=False),
+            "tokens": json.dumps(self.tokens),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, self.values, metadata)
+        return path
 
     def keep(self, folder: str | Path) -> Path | None:
         """Save the trace in the folder of its run or model; where that cannot be written, say so and return None."""
-        path = archive.place(folder, self.facts["checkpoint"])
+        path = trace_file(folder, self.facts["checkpoint"])
         try:
             unlinked(path.parent)
             return self.save(path)
@@ -114,8 +126,20 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read a trace file. Raises InputError if it is not a trace, is damaged, or has another version."""
-        return cls(*archive.read(path))
+        """Read a trace file. Raises InputError if it is missing, damaged, of another version, or not a trace."""
+        values, metadata = read_tensors(path, "a trace", "residua explore RUN writes one")
+        version = metadata.get("residua_trace")
+        if version != str(VERSION):
+            other = "other tensors" if version is None else f"version {version}"
+            raise InputError(
+                f"{path} must be a trace of version {VERSION}, got {other}; residua explore RUN writes one"
+            )
+        return cls(json.loads(metadata["facts"]), json.loads(metadata["tokens"]), values)
+
+
+def trace_file(folder: str | Path, step: int | None) -> Path:
+    """Return the path of the trace of a step in a run folder, or of the one trace of a folder without checkpoints."""
+    return Path(folder) / "analysis" / ("trace.safetensors" if step is None else f"trace-step-{step}.safetensors")
 
 
 def trace(
@@ -151,7 +175,7 @@ def trace(
     counted = losses[:-1]
     process = circumstances(ids.device)
     model_facts = {
-        "version": archive.VERSION,
+        "version": VERSION,
         **{name: process[name] for name in ("residua", "commit", "date")},
         "preset": next((name for name, preset in PRESETS.items() if preset == scheme), None),
         "scheme": describe(scheme),
