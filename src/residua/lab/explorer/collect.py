@@ -6,7 +6,7 @@ for all but beta, and arrays that still do not fit only at the sampled tokens. T
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -16,7 +16,7 @@ import torch
 
 from residua.errors import InputError, extra
 from residua.lab.experiment import is_model_folder, open_model, trace_model
-from residua.lab.explorer.comparison import comparison_payload
+from residua.lab.explorer.comparison import comparison_payload, thinned
 from residua.lab.inspection.summary import checks, overview, sublayer_statistics, summary, warnings
 from residua.lab.inspection.trace import Trace, trace_file
 from residua.lab.training import latest_checkpoint
@@ -69,11 +69,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """A trace with its name on the page, the folder of its run or model if known, and its file if it has one."""
+    """A trace with its name on the page, the path that was given for it, and its file if it has one."""
 
     name: str
     trace: Trace
-    folder: Path | None = None
+    path: Path | None = None
     file: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -105,12 +105,15 @@ def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[
     paths = list({Path(path).resolve(): Path(path) for path in paths}.values())
     if len(paths) > MOST_RUNS:
         raise InputError(f"one page takes at most {MOST_RUNS} runs and traces, got {len(paths)}")
-    makers = [_maker(path, reading) for path in paths]
-    runs = [path for path, make in zip(paths, makers) if make is _of_run]
+    files = [_kept_trace(path, reading) for path in paths]
+    runs = [path for path in paths if not (path.is_file() or is_model_folder(path))]
     # Read everything first, so that a mistake in the last path is found before a minute of work.
     comparison = comparison_payload(runs) if len(runs) > 1 else None
-    traces = {path: make(path, reading) for path, make in zip(paths, makers) if make is _of_file}
-    return [traces.get(path) or make(path, reading) for path, make in zip(paths, makers)], comparison
+    traces = [file and Trace.load(file) for file in files]
+    return [
+        _measured(path, reading) if trace is None else Source(_name(path, trace), trace, path, file)
+        for path, file, trace in zip(paths, files, traces)
+    ], comparison
 
 
 def page_of(
@@ -118,7 +121,17 @@ def page_of(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the payload and the arrays of a page for these traces and this comparison."""
     names = _distinct([source.name for source in sources])
-    described = [_described(source, name) for source, name in zip(sources, names)]
+    described: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "facts": source.trace.facts,
+            "tokens": source.trace.tokens,
+            "warnings": warnings(source.trace),
+            "checked": [check.holds for check in checks(source.trace)],
+            "arrays": {},
+        }
+        for name, source in zip(names, sources)
+    ]
     shown = list(dict.fromkeys(source.name for source in sources))
     title = ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "residua"
     payload = {"title": title, "traces": described, "comparison": comparison}
@@ -135,32 +148,20 @@ def page_of(
     return payload, arrays
 
 
-def _maker(path: Path, reading: Reading) -> Callable[[Path, Reading], Source]:
-    """Return what makes the source of a path, once it is known to be possible."""
+def _kept_trace(path: Path, reading: Reading) -> Path | None:
+    """Return the trace file of a path, None where a trace has to be made. Raises InputError if it cannot be made."""
     if path.is_file():
         if reading.again:
             raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
-        return _of_file
+        return path
     if is_model_folder(path):
-        if reading.prompt is None and (reading.again or not trace_file(path, None).is_file()):
+        file = trace_file(path, None)
+        if reading.prompt is None and (reading.again or not file.is_file()):
             raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
-        return _measured if reading.again else _of_file
-    return _of_run
-
-
-def _of_file(path: Path, reading: Reading) -> Source:
-    file = trace_file(path, None) if path.is_dir() else path
-    trace = Trace.load(file)
-    return Source(_name(file, trace), trace, file=file)
-
-
-def _of_run(folder: Path, reading: Reading) -> Source:
-    """Return the trace of a run's newest checkpoint, or what is asked for; make what the run does not have."""
-    if not reading.again:
-        newest = latest_checkpoint(folder)
-        if newest and (file := trace_file(folder, newest.step)).is_file():
-            return Source(folder.resolve().name, Trace.load(file), folder, file)
-    return _measured(folder, reading)
+        return None if reading.again else file
+    newest = None if reading.again else latest_checkpoint(path)
+    kept = newest and trace_file(path, newest.step)
+    return kept if kept and kept.is_file() else None
 
 
 def _measured(folder: Path, reading: Reading) -> Source:
@@ -169,12 +170,15 @@ def _measured(folder: Path, reading: Reading) -> Source:
     if not reading.again:
         say(f"{folder}: measuring its connections on held-out text")
     trace = trace_model(opened, reading.prompt, tokens=reading.tokens)
-    return Source(folder.resolve().name, trace, folder, trace.keep(folder))
+    return Source(_name(folder, trace), trace, folder, trace.keep(folder))
 
 
 def _name(path: Path, trace: Trace) -> str:
+    """Return the name of a folder; of a file the run and the step, if its trace has them."""
     run, step = trace.facts["run"], trace.facts["checkpoint"]
-    return path.name.removesuffix(".safetensors") if run is None else run if step is None else f"{run}, step {step}"
+    if run is None or path.is_dir():
+        return path.resolve().name.removesuffix(".safetensors")
+    return run if step is None else f"{run}, step {step}"
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -185,18 +189,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
         counts[name] = counts.get(name, 0) + 1
         result.append(f"{name} ({counts[name]})" if names.count(name) > 1 else name)
     return result
-
-
-def _described(source: Source, name: str) -> dict[str, Any]:
-    trace = source.trace
-    return {
-        "name": name,
-        "facts": trace.facts,
-        "tokens": trace.tokens,
-        "warnings": warnings(trace),
-        "checked": [check.holds for check in checks(trace)],
-        "arrays": {},
-    }
 
 
 def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] | None]]:
@@ -248,12 +240,11 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
     """Return the gates over training, if they were logged: `steps` (N), and `training.beta.mean` and others (N,
     sublayers).
     """
-    if source.folder is None:
-        return {}
-    rows = jsonlines.read(source.folder / "connections.jsonl")
+    folder = source.path
+    rows = jsonlines.read(folder / "connections.jsonl") if folder is not None and folder.is_dir() else []
     if len(rows) < 2:
         return {}
-    rows = [rows[round(i)] for i in np.linspace(0, len(rows) - 1, min(ROWS, len(rows)))]
+    rows = thinned(rows, ROWS)
     arrays: dict[str, np.ndarray] = {}
     for gate in source.trace.facts["gates"]:
         arrays[f"training.{gate}.steps"] = np.array([row["step"] for row in rows], dtype=np.float32)

@@ -43,7 +43,7 @@ def _group(group: Group, record: dict[str, Any]) -> dict[str, Any]:
         {
             "run": run.folder.name,
             "seed": run.seed,
-            "validation": _thinned([_plain(point) for point in run.validation], POINTS),
+            "validation": thinned([_plain(point) for point in run.validation], POINTS),
             "training": [_plain(point) for point in _averaged(run.training, POINTS)],
         }
         for run in group.runs
@@ -64,7 +64,7 @@ def _against(comparison: Comparison) -> dict[str, Any]:
             rows = {axis: [_plain(d) for d in comparison.differences(group, axis)] for axis in AXES}
             reached[group.name] = comparison.final_difference(group)
             final[group.name] = _plain(reached[group.name])
-        differences[group.name] = {axis: _thinned(rows_of_axis, DIFFERENCES) for axis, rows_of_axis in rows.items()}
+        differences[group.name] = {axis: thinned(rows_of_axis, DIFFERENCES) for axis, rows_of_axis in rows.items()}
     clear = [name for name, difference in reached.items() if difference and difference.clear]
     return {"differences": differences, "final": final, "clear": clear, "notes": list(comparison.notes)}
 
@@ -95,7 +95,7 @@ def _averaged(points: Sequence[Point], most: int) -> list[Point]:
     ]
 
 
-def _thinned(rows: list[Any], most: int) -> list[Any]:
+def thinned(rows: list[Any], most: int) -> list[Any]:
     """Return at most `most` rows, evenly spaced, including the first and the last."""
     if len(rows) <= most:
         return rows
