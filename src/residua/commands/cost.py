@@ -63,8 +63,7 @@ def step(
     config = configuration.load(needed="which run's step to measure")
     if config is None:
         return None
-    from residua.lab.cost.schemes import measure_schemes, table
-    from residua.lab.cost.steps import WARMUP
+    from residua.lab.cost.steps import WARMUP, measure_schemes, table
     from residua.records.jsonlines import JsonLines
     from residua.records.progress import Progress
 

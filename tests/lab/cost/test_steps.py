@@ -9,11 +9,9 @@ from residua.commands import cost
 from residua.commands.signature import run_function
 from residua.errors import InputError, RunError
 from residua.lab.cost import measured_memory
-from residua.lab.cost import schemes as cost_schemes
 from residua.lab.cost import steps as cost_steps
 from residua.lab.cost.measured_memory import peak_of
-from residua.lab.cost.schemes import measure_schemes
-from residua.lab.cost.steps import MeasuredStep
+from residua.lab.cost.steps import MeasuredStep, measure_schemes
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
 from support.converted_models import save_base
@@ -113,7 +111,7 @@ def test_the_table_has_a_line_for_each_scheme_and_the_run_has_its_own(capsys, mo
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is(arguments, message, monkeypatch):
-    monkeypatch.setattr(cost_schemes, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(cost_steps, "measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(InputError, match=message):
         command(*arguments)
 

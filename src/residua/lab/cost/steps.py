@@ -1,6 +1,7 @@
 """Measure the training step of a run under several schemes: time in interleaved rounds, arithmetic, memory."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,16 +14,20 @@ from residua.conversion.opening import new_model
 from residua.errors import extra
 from residua.lab.cost.counts import elementwise, products_per_token
 from residua.lab.cost.measured_memory import peak_of, storages_kept
-from residua.lab.cost.timing import compare, cuda_clock, process_clock
+from residua.lab.cost.timing import Quartiles, compare, cuda_clock, process_clock
+from residua.lab.experiment import model_config
 from residua.lab.training import BaseModelConfig, RunConfig, pick_device
 from residua.lab.training.step import Step
+from residua.records.jobs import Record
 from residua.records.provenance import circumstances
+from residua.records.table import Table
 from residua.records.threads import threads
 
 with extra("lab"):
     from transformers import PreTrainedConfig
 
 ROUNDS, WARMUP = 45, 2
+BASELINE = "residual"
 
 
 class MeasuredStep:
@@ -60,7 +65,7 @@ def measure(
     peak: bool = True,
     compiled: bool = False,
     advance: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Measure the step of every scheme at one size; one record each, complete in itself.
 
     time     of a step, in rounds in which all schemes take turns, so that a busy machine slows all of them: process
@@ -113,6 +118,55 @@ def measure(
             }
         )
     return records
+
+
+def measure_schemes(
+    config: RunConfig,
+    schemes: Sequence[str | dict[str, Any]],
+    *,
+    rounds: int,
+    peak: bool,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Record]:
+    """Measure the step of a run under the plain residual and under each of these schemes, as `measure` does.
+
+    vectors   kept for the backward pass per token and layer, of the model's width, in the run's precision
+
+    Raises:
+        InputError: a scheme cannot be built with the sizes of the run.
+        RunError: a step runs out of memory.
+    """
+    configs = {}
+    for scheme in (BASELINE, *schemes):
+        run = replace(config, model=replace(config.model, connection=scheme))
+        configs[scheme if isinstance(scheme, str) else json.dumps(scheme)] = run, model_config(run)
+    records = measure(configs, BASELINE, rounds=rounds, peak=peak, advance=advance)
+    train = config.train
+    for record in records:
+        sizes = configs[record["scheme"]][1].get_text_config()
+        numbers = train.batch_size * train.sequence_length * sizes.num_hidden_layers * sizes.hidden_size
+        record["vectors"] = record["kept_bytes"] / (numbers * getattr(torch, train.precision).itemsize)
+        record["train"] = asdict(train)
+    return records
+
+
+def table(records: Sequence[Record]) -> Table:
+    """Return the times, and the vectors beyond those of the first scheme, which is the plain residual."""
+    first = records[0]
+    rows = []
+    for record in records:
+        ratio = Quartiles(**record["time_ratio"])
+        rows.append(
+            [
+                record["scheme"],
+                f"{1e3 * record['step_seconds']:.1f}",
+                f"{ratio:.3f}",
+                f"{record['vectors']:.2f}",
+                f"{record['vectors'] - first['vectors']:+.2f}",
+                "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:,.0f}",
+            ]
+        )
+    return Table(["scheme", "ms", f"times {first['scheme']}", "vectors kept", "above", "peak MiB"], rows)
 
 
 def rate(config: RunConfig, model: PreTrainedConfig) -> float:
