@@ -407,11 +407,11 @@ def check_ddp(place: Place) -> int:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "--"]
         for connection, precision, bound in (("ddl-tc", "float32", 1e-4), ("mhc", "bfloat16", 1e-2)):
             losses = []
-            for parallel, start in (("none", [sys.executable, "-m"]), ("ddp", torchrun)):
-                folder = Path(home, f"{connection}-{parallel}")
+            for name, start in (("alone", [sys.executable, "-m"]), ("ddp", torchrun)):
+                folder = Path(home, f"{connection}-{name}")
                 argv = ["residua", "train", "--config", "tiny", "--run", str(folder), *common]
                 argv += ["--data.path", str(data), "--model.connection", connection]
-                argv += ["--train.precision", precision, "--train.parallel", parallel]
+                argv += ["--train.precision", precision]
                 subprocess.run([*start, *argv], check=True)
                 losses.append([row["loss"] for row in jsonlines.read(folder / "metrics.jsonl")])
             gap = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))

@@ -47,7 +47,6 @@ def test_the_help_says_what_each_key_is():
     ("key", "choices"),
     [
         ("train.precision", "float32|bfloat16"),
-        ("train.parallel", "auto|ddp|none"),
         ("train.device", "auto|cpu|cuda"),
         ("train.compile", "true|false"),
         ("model.qk_norm", "post_rope|pre_rope|null"),

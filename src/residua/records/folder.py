@@ -32,7 +32,6 @@ FREE_KEYS = LOGGING_KEYS | {
     "train.keep_best",
     "train.keep_checkpoints",
     "train.log_every",
-    "train.parallel",
     "train.threads",
 }
 """Settings that may change when a run resumes, as no step's numbers depend on them. The data may move, because their

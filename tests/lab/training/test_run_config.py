@@ -98,7 +98,6 @@ MISTAKES = [
     (["--train.min_lr_ratio=2"], "train.min_lr_ratio must be a number in [0, 1], got 2.0"),
     (["--train.warmup_steps=500"], "train.warmup_steps must be 0 to train.steps (400), got 500"),
     (["--train.seed=-1"], "train.seed must be 0 or more, got -1"),
-    (["--train.parallel=fsdp"], "train.parallel must be one of auto, ddp, none, got 'fsdp'"),
     (
         ["--train.optimizer=muon", "--model.mup=true"],
         "train.optimizer must be adamw with model.mup, whose rates are for Adam, got 'muon'",

@@ -166,7 +166,6 @@ class TrainConfig:
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16 runs under autocast, weights in float32")
     compile: bool = setting(False, "torch.compile the model; layer by layer if several processes train")
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers and recompute the rest")
-    parallel: Literal["auto", "ddp", "none"] = setting("auto", "under torchrun: ddp, the choice of auto")
     threads: Annotated[Count, at_most(1024)] | None = setting(
         None, "threads of PyTorch on the CPU; null for PyTorch's choice"
     )

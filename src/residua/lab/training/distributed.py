@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -201,28 +201,19 @@ class ParallelModel(NamedTuple):
 
     forward: Callable[..., Any]
     accumulating: Callable[[bool], AbstractContextManager]
-    kind: Literal["none", "ddp"]
 
 
 def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> ParallelModel:
-    """Distribute a plain model over the ranks as in `train.parallel`, and compile or recompute it as configured.
+    """Wrap a plain model in DDP if there are ranks, and compile or recompute it as configured.
 
     Parameters keep their names. The layers, which are compiled one by one, are the modules named in the model's
     `_no_split_modules`.
-
-    Raises:
-        InputError: the ranks cannot train this model with these settings.
     """
-    kind = {"auto": "ddp" if ranks.world_size > 1 else "none"}.get(config.parallel, config.parallel)
-    if kind == "none" and ranks.world_size > 1:
-        raise InputError(f"train.parallel must be auto or ddp for {ranks.world_size} processes, got none")
-    if not ranks.joined:
-        kind = "none"
     if config.activation_checkpointing:
         recompute_layers(model)
-    if kind == "none":
+    if not ranks.joined:
         forward = torch.compile(model) if config.compile else model
-        return ParallelModel(forward, lambda last: nullcontext(), kind)
+        return ParallelModel(forward, lambda last: nullcontext())
 
     if config.compile:
         for layer in layers_of(model) or [model]:
@@ -231,7 +222,7 @@ def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: t
 
     devices = [torch.cuda.current_device()] if device.type == "cuda" else None
     ddp_model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    return ParallelModel(ddp_model, lambda last: nullcontext() if last else ddp_model.no_sync(), kind)
+    return ParallelModel(ddp_model, lambda last: nullcontext() if last else ddp_model.no_sync())
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -219,8 +219,7 @@ def _write_facts(
     and adds to `resumed`. Raises OSError.
     """
     size = sum(parameter.numel() for parameter in take_step.parameters)
-    process = circumstances(take_step.device)
-    process |= {"processes": take_step.ranks.world_size, "parallel": take_step.parallel.kind}
+    process = circumstances(take_step.device) | {"processes": take_step.ranks.world_size}
     if checkpoint and checkpoint.settings["train.steps"] != config.steps:
         process["steps_before"] = checkpoint.settings["train.steps"]
     content = {"parameters": size, "data": facts, **process}

@@ -59,7 +59,7 @@ class Step:
         loss: `loss(model, *batch)` returns the mean loss of a micro-batch, and the penalty in it or None.
 
     Raises:
-        InputError: the ranks cannot train this model with these settings.
+        InputError: the ranks cannot share the sequences of a step.
     """
 
     def __init__(
