@@ -18,7 +18,7 @@ import pytest
 from residua.commands.cli import main
 from residua.errors import InputError, RunError
 from residua.lab.data import PreparedData, open_corpus, prepare, progress, writer
-from residua.lab.data.encode import Encoder, Group
+from residua.lab.data.encode import Encoder
 from residua.lab.data.staging import Staging
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.data.writer import ShardWriter
@@ -80,8 +80,8 @@ def staging(out):
 def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, capsys):
     save, out = Staging.save, tmp_path / "out"
 
-    def interrupted(staging, state):
-        save(staging, state)
+    def interrupted(staging, splits):
+        save(staging, splits)
         os.kill(os.getpid(), signal.SIGINT)
 
     command = ["prepare", "--source", str(folder), "--out", str(out), "--tokenizer", "byte", "--shard-tokens", "9000"]
@@ -137,7 +137,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed,
         assert process.exitcode == -signal.SIGKILL
         assert [path.name for path in tmp_path.iterdir()] == [".out.preparing"]
         state = staging(out) / "progress.json"
-        sizes.append(json.loads(state.read_text())["size"] if state.exists() else 0)
+        sizes.append(json.loads(state.read_text())["splits"]["train"]["bytes"] if state.exists() else 0)
     assert sizes[0] == 0 < sizes[1] < sizes[2] < sizes[3]
     prepare(folder, out, **SETTINGS[settings])
     assert contents(out) == undisturbed[settings]
@@ -307,11 +307,10 @@ def test_an_encoder_holds_few_groups_at_a_time():
     def groups():
         for number in range(50):
             taken.append(number)
-            yield Group([b"text %d" % number], number)
+            yield [b"text %d" % number]
 
-    for position, (encoded, group) in enumerate(Encoder(byte_tokenizer(), np.dtype("<u2")).map(groups())):
-        assert position == group.size
-        assert bytes(encoded.ids[:-1].tolist()) == b"text %d" % group.size
+    for position, (encoded,) in enumerate(Encoder(byte_tokenizer(), np.dtype("<u2")).map(groups())):
+        assert encoded.text == bytes(encoded.ids[:-1].tolist()) == b"text %d" % position
         assert len(taken) <= position + 4
 
 

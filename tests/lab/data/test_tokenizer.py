@@ -24,8 +24,7 @@ def text_encoder(tokenizer):
     encoder = Encoder(tokenizer, np.dtype("<u4"))
 
     def encode(texts):
-        encoded = encoder([text.encode() for text in texts])
-        documents = np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1])
+        documents = [encoded.ids for encoded in encoder([text.encode() for text in texts])]
         assert all(document[-1] == tokenizer.eos_token_id for document in documents)
         return [document[:-1].tolist() for document in documents]
 

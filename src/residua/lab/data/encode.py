@@ -4,7 +4,6 @@ import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import NamedTuple
 
 from residua.errors import extra
@@ -18,24 +17,12 @@ AHEAD = 2
 """Groups that are encoded while an earlier one is written."""
 
 
-class Group(NamedTuple):
-    """Documents that are tokenized together."""
-
-    texts: list[bytes]
-    """UTF-8."""
-    size: int
-    """The part of `Corpus.size` that these texts complete."""
-
-
 class Encoded(NamedTuple):
-    """The ids of a group of documents, concatenated, each document followed by the end of text.
+    """A document: its text in UTF-8, the `text_key` of that, and its ids, followed by the end of text."""
 
-    `lengths` (int64) are the tokens of each document with its end of text, `keys` (uint64) their `text_key`.
-    """
-
+    text: bytes
+    key: int
     ids: np.ndarray
-    lengths: np.ndarray
-    keys: np.ndarray
 
 
 def text_key(text: bytes) -> int:
@@ -56,22 +43,20 @@ class Encoder:
         self._backend.no_padding()
         self._end_of_text, self._dtype = tokenizer.eos_token_id, dtype
 
-    def __call__(self, texts: list[bytes]) -> Encoded:
+    def __call__(self, texts: list[bytes]) -> list[Encoded]:
         encodings = self._backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-        lengths = np.fromiter((len(encoding) + 1 for encoding in encodings), np.int64, len(texts))
-        end = (self._end_of_text,)
-        ids = chain.from_iterable(chain(encoding.ids, end) for encoding in encodings)
-        keys = np.fromiter(map(text_key, texts), np.uint64, len(texts))
-        return Encoded(np.fromiter(ids, self._dtype, int(lengths.sum())), lengths, keys)
+        return [
+            Encoded(text, text_key(text), np.array([*encoding.ids, self._end_of_text], self._dtype))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
 
-    def map(self, groups: Iterable[Group]) -> Iterator[tuple[Encoded, Group]]:
-        """Encode the groups in order, with few of them in memory at a time."""
+    def map(self, groups: Iterable[list[bytes]]) -> Iterator[list[Encoded]]:
+        """Encode groups of texts in order, with few of them in memory at a time."""
         with ThreadPoolExecutor(AHEAD) as pool:
             waiting = deque()
-            for group in groups:
-                waiting.append((pool.submit(self, group.texts), group))
+            for texts in groups:
+                waiting.append(pool.submit(self, texts))
                 if len(waiting) > AHEAD:
-                    encoded, first_group = waiting.popleft()
-                    yield encoded.result(), first_group
-            for encoded, group in waiting:
-                yield encoded.result(), group
+                    yield waiting.popleft().result()
+            for encoded in waiting:
+                yield encoded.result()

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -16,11 +16,11 @@ from typing import Any
 
 from residua.errors import InputError, extra, require
 from residua.lab.data import writer
-from residua.lab.data.corpus import Corpus, Document
+from residua.lab.data.corpus import Corpus
 from residua.lab.data.progress import text_progress
-from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData
+from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData, SplitFiles
 from residua.lab.data.sources import open_corpus
-from residua.lab.data.split import split_documents
+from residua.lab.data.split import Split, split_documents
 from residua.lab.data.staging import staging
 from residua.lab.data.tokenizer import (
     byte_tokenizer,
@@ -100,15 +100,15 @@ def prepare(
         "shard_tokens": shard_tokens,
     }
     with staging(out, plan) as stage:
-        if stage.saved is None:
+        if stage.saved:
+            codec = load_tokenizer(stage.folder / "tokenizer")
+        else:
             codec = codec or _train(corpus, vocab_size, validation_fraction, progress)
             save_tokenizer(codec, stage.folder / "tokenizer")
-        else:
-            codec = load_tokenizer(stage.folder / "tokenizer")
         dtype = DTYPES[_dtype(codec)]
-        result = writer.write_shards(corpus, codec, dtype, stage, validation_fraction, shard_tokens, progress)
+        splits, text = writer.write_shards(corpus, codec, dtype, stage, validation_fraction, shard_tokens, progress)
         facts = {"validation_fraction": validation_fraction, "tokenizer": _tokenizer_name(tokenizer)}
-        index = _index(corpus, codec, tokenizer_hash(stage.folder / "tokenizer"), facts, result)
+        index = _index(corpus, codec, tokenizer_hash(stage.folder / "tokenizer"), splits, text, facts)
         write_text(stage.folder / "index.json", json.dumps(index, indent=2) + "\n")
     data = PreparedData.open(out)
     if tokenizer == "bpe" and data.vocab_size < vocab_size:
@@ -129,9 +129,9 @@ def _tokenizer_name(tokenizer: str) -> str:
 
 
 def _train(corpus: Corpus, vocab_size: int, validation_fraction: float, progress: bool) -> PreTrainedTokenizerFast:
-    with text_progress("tokenizer", corpus.size, 0, progress) as advance:
-        documents = split_documents(_watched(corpus, advance), validation_fraction)
-        training = (document.text for split, document in documents if split == "train")
+    with text_progress("tokenizer", corpus, corpus.size, 0, progress) as documents:
+        sides = split_documents(documents, validation_fraction)
+        training = (document.text for side, document in sides if side == "train")
         if corpus.local:
             sample = islice(training, 0, None, -(-corpus.size // BPE_TEXT))
         else:
@@ -144,11 +144,16 @@ def _dtype(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def _index(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, sha256: str, facts: dict[str, Any], result: writer.WriteResult
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerFast,
+    tokenizer_sha256: str,
+    splits: Mapping[Split, SplitFiles],
+    text_sha256: str,
+    facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    parts = result.splits.values()
+    parts = splits.values()
     documents = sum(part.documents for part in parts)
-    for split, part in result.splits.items():
+    for split, part in splits.items():
         if part.tokens < 2:
             raise InputError(
                 f"{corpus.name}: too small: of {documents} document(s) nothing is left for {split}; give more text"
@@ -159,20 +164,20 @@ def _index(
         "dtype": _dtype(tokenizer),
         "vocab_size": vocabulary(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
-        "splits": {split: asdict(part) for split, part in result.splits.items()},
+        "splits": {split: asdict(part) for split, part in splits.items()},
         "facts": {
             "source": corpus.name,
             **corpus.facts,
-            "sha256": result.sha256,
+            "sha256": text_sha256,
             "documents": documents,
             "bytes": sum(part.bytes for part in parts),
             "tokens": sum(part.tokens for part in parts),
-            "train_tokens": result.splits["train"].tokens,
-            "validation_tokens": result.splits["validation"].tokens,
+            "train_tokens": splits["train"].tokens,
+            "validation_tokens": splits["validation"].tokens,
             "vocab_size": vocabulary(tokenizer),
             **facts,
         },
-        "tokenizer_sha256": sha256,
+        "tokenizer_sha256": tokenizer_sha256,
     }
 
 
@@ -183,9 +188,3 @@ def _leading(texts: Iterable[str], size: int) -> Iterator[str]:
         size -= len(text.encode())
         if size <= 0:
             return
-
-
-def _watched(documents: Iterable[Document], advance: Callable[[int], None]) -> Iterator[Document]:
-    for document in documents:
-        yield document
-        advance(document.size)

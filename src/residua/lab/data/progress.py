@@ -1,9 +1,10 @@
 """Progress of a preparation in bytes of text, on standard error."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from residua.lab.data.corpus import Document
 from residua.records.progress import Progress
 
 UPDATE_SECONDS = 1.0
@@ -20,23 +21,27 @@ def size_text(count: float) -> str:
 
 
 @contextmanager
-def text_progress(title: str, total: int, done: int, enabled: bool) -> Iterator[Callable[[int], None]]:
-    """Show the progress of reading `total` bytes of text (0 if unknown), after `done` bytes of an earlier call.
+def text_progress(
+    title: str, documents: Iterable[Document], total: int, done: int, enabled: bool
+) -> Iterator[Iterator[Document]]:
+    """Show how much of `total` bytes of text (0 if unknown) is read, after `done` bytes of an earlier call.
 
-    Yields the function that advances it.
+    Yields an iterator over the documents.
     """
     start = last_update = time.monotonic()
     earlier_bytes = done
 
-    def advance(size: int) -> None:
+    def reading() -> Iterator[Document]:
         nonlocal done, last_update
-        done += size
-        now = time.monotonic()
-        if now - last_update >= UPDATE_SECONDS:
-            last_update = now
-            share = f" of {size_text(total)} ({done / total:.1%})" if total else ""
-            speed = size_text((done - earlier_bytes) / (now - start))
-            bar.update(done, f"prepare: {title}: {size_text(done)} of text{share}, {speed}/s")
+        for document in documents:
+            yield document
+            done += document.size
+            now = time.monotonic()
+            if now - last_update >= UPDATE_SECONDS:
+                last_update = now
+                share = f" of {size_text(total)} ({done / total:.1%})" if total else ""
+                speed = size_text((done - earlier_bytes) / (now - start))
+                bar.update(done, f"prepare: {title}: {size_text(done)} of text{share}, {speed}/s")
 
     with Progress("", total, done=done, enabled=enabled) as bar:
-        yield advance
+        yield reading()

@@ -6,7 +6,7 @@ For a large text, its progress.json notes what is safely on the disk.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from residua.errors import InputError, RunError
 from residua.lab.data.shards import SplitFiles
+from residua.lab.data.split import Split
 from residua.records.durable import remove, sync, unlinked, write_text
 from residua.records.folder import LEASE, LOCK, hold
 from residua.records.progress import say
@@ -22,39 +23,25 @@ from residua.records.reading import read_json
 PROGRESS = "progress.json"
 
 
-@dataclass(frozen=True)
-class State:
-    """The part of a text whose tokens are on the disk.
-
-    documents: their number.
-    size: the part of `Corpus.size` that they complete.
-    """
-
-    documents: int
-    size: int
-    splits: dict[str, SplitFiles]
-
-
-def damage_error(path: Path) -> InputError:
-    return InputError(f"{path}: part of an unfinished preparation is damaged or gone; remove {path.parent}")
-
-
+@dataclass
 class Staging:
-    """The folder of an unfinished preparation. `saved` is the state in its progress.json, None without one."""
+    """The folder of an unfinished preparation, and the part of every split that `save` noted, empty at first."""
 
-    def __init__(self, folder: Path, plan: dict[str, Any], saved: State | None):
-        self.folder, self.plan, self.saved = folder, plan, saved
+    folder: Path
+    plan: dict[str, Any]
+    saved: Mapping[Split, SplitFiles]
 
-    def save(self, state: State) -> None:
-        write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, **asdict(state)}))
-        self.saved = state
+    def save(self, splits: Mapping[Split, SplitFiles]) -> None:
+        parts = {name: asdict(split) for name, split in splits.items()}
+        write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, "splits": parts}))
+        self.saved = splits
 
     def close(self) -> None:
         """Say what is kept for the next call, or remove the folder."""
-        if self.saved is None:
+        if not self.saved:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
-            tokens = sum(split.tokens for split in self.saved.splits.values())
+            tokens = sum(split.tokens for split in self.saved.values())
             say(f"prepare: {tokens:,} tokens are kept in {self.folder}: the same command continues from there")
 
 
@@ -67,9 +54,9 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
     """
     folder = unlinked(out.with_name(f".{out.name}.preparing"))
     with hold(folder, markers=None):
-        stage = Staging(folder, plan, _read_state(folder, plan))
+        stage = Staging(folder, plan, _read_progress(folder, plan))
         try:
-            if stage.saved is None:
+            if not stage.saved:
                 for path in folder.iterdir():
                     if path.name not in (LOCK, LEASE):
                         remove(path)
@@ -80,7 +67,7 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
             os.replace(folder, out)
             for name in (PROGRESS, LOCK, LEASE):
                 (out / name).unlink(missing_ok=True)
-            stage.saved = None
+            stage.saved = {}
             sync(out.parent)
         except OSError as error:
             raise RunError(f"{out}: writing failed: {error.strerror}") from error
@@ -88,14 +75,13 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
             stage.close()
 
 
-def _read_state(folder: Path, plan: dict[str, Any]) -> State | None:
-    """Return the state of an earlier preparation, if any. Raises InputError if it has another plan."""
+def _read_progress(folder: Path, plan: dict[str, Any]) -> Mapping[Split, SplitFiles]:
+    """Return what an earlier preparation noted, if any. Raises InputError if it has another plan."""
     path = folder / PROGRESS
     if not path.exists():
-        return None
-    saved = read_json(path)
-    old_plan = saved.pop("plan")
-    splits = {name: SplitFiles.read(split) for name, split in saved.pop("splits").items()}
+        return {}
+    progress = read_json(path)
+    old_plan = progress["plan"]
     different_keys = [key for key in old_plan | plan if old_plan.get(key) != plan.get(key)]
     if different_keys:
         changes = ", ".join(f"{key} {old_plan.get(key)} there, {plan.get(key)} here" for key in different_keys)
@@ -103,4 +89,4 @@ def _read_state(folder: Path, plan: dict[str, Any]) -> State | None:
             f"{folder}: an unfinished preparation with other settings or another text ({changes}); give the same to "
             "continue it, or remove that folder"
         )
-    return State(**saved, splits=splits)
+    return {name: SplitFiles.read(split) for name, split in progress["splits"].items()}
