@@ -61,12 +61,12 @@ def steps(rounds: int, length: int, warmup: int) -> dict:
         config = load_config("tiny", overrides)
         for number in range(rounds):
             batches = Timed(Batches(data.train, config.train.batch_size, config.train.sequence_length, 0))
-            model = build_model(config, data)
+            model = build_model(config, data.tokenizer())
             train(model, batches, config.train, Path(home) / f"run-{number}", progress=False)
             ours.append(batches.seconds(warmup))
 
             batches = Timed(batches.batches)
-            model = build_model(config, data).train()
+            model = build_model(config, data.tokenizer()).train()
             optimizer = make_optimizer(model, config.train)
             for step in range(length):
                 inputs, labels = batches.at(step)
@@ -100,7 +100,14 @@ def observing(rounds: int, length: int, warmup: int) -> dict:
                 config = load_config("tiny-ddl-cc-ec", [*overrides, f"--train.connections_every={every}"])
                 batches = Timed(Batches(data.train, config.train.batch_size, config.train.sequence_length, 0))
                 folder = Path(home) / f"run-{number}-{every}"
-                train(build_model(config, data), batches, config.train, folder, observe=gate_quantiles, progress=False)
+                train(
+                    build_model(config, data.tokenizer()),
+                    batches,
+                    config.train,
+                    folder,
+                    observe=gate_quantiles,
+                    progress=False,
+                )
                 found.append(batches.seconds(warmup))
     shares = [observed / plain - 1 for plain, observed in zip(*seconds.values())]
     return {"measured": "observing", "share_of_a_step": statistics.median(shares), "shares": shares,

@@ -113,7 +113,7 @@ def test_a_connection_becomes_an_object_once(prepared, monkeypatch):
     monkeypatch.setitem(SCHEMES, "counted", Counted)
     Counted.instances.clear()
     given = load_config("tiny", [f"--data.path={prepared.folder}", '--model.connection={"scheme": "counted"}'])
-    build_model(resolved(given), prepared)
+    build_model(resolved(given), prepared.tokenizer())
     assert len(Counted.instances) == 3
 
 
@@ -207,21 +207,21 @@ def test_a_relative_data_path_is_found_from_everywhere(config, prepared, tmp_pat
 
 
 def test_the_vocabulary_is_the_datas_rounded_up_and_never_smaller(config, prepared):
-    assert build_model(config, prepared).config.vocab_size == 320
+    assert build_model(config, prepared.tokenizer()).config.vocab_size == 320
     exact = replace(config, model=replace(config.model, vocab_size=257))
-    assert build_model(exact, prepared).config.vocab_size == 257
+    assert build_model(exact, prepared.tokenizer()).config.vocab_size == 257
     with pytest.raises(InputError, match="at least the 257 tokens"):
-        build_model(replace(config, model=replace(config.model, vocab_size=256)), prepared)
+        build_model(replace(config, model=replace(config.model, vocab_size=256)), prepared.tokenizer())
 
 
 def test_an_untrained_model_depends_on_the_seed_alone(config, prepared):
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
-    first = build_model(config, prepared)
+    first = build_model(config, prepared.tokenizer())
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.rand(7)
-    same = build_model(config, prepared)
-    other = build_model(replace(config, train=replace(config.train, seed=1)), prepared)
+    same = build_model(config, prepared.tokenizer())
+    other = build_model(replace(config, train=replace(config.train, seed=1)), prepared.tokenizer())
     assert torch.equal(first.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 

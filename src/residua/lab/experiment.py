@@ -29,7 +29,7 @@ from residua.conversion.configuration import ConvertedConfig
 from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
-from residua.lab.data.tokenizer import SavedTokenizer, copy_tokenizer, load_tokenizer
+from residua.lab.data.tokenizer import copy_tokenizer, load_tokenizer, saved_tokenizer, vocabulary
 from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_batches
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
@@ -57,7 +57,7 @@ from residua.records.provenance import physical_memory
 from residua.records.threads import threads
 
 with extra("lab"):
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # An embedding with a multiple of 64 rows is faster on accelerators; rows beyond the tokenizer's are never labels.
 VOCABULARY_MULTIPLE = 64
@@ -165,7 +165,7 @@ def run(
             if not ranks.first:
                 data = PreparedData.open(_place_of_data(config.data, run_folder.path))
             further = _further_validation(config.data, data)
-            model = _model_to_train(config, data, run_folder, ranks, verify_base=ranks.first and has_digest)
+            model = _model_to_train(config, data.tokenizer(), run_folder, ranks, verify=ranks.first and has_digest)
             _require_memory(config, model, shard.rows_here)
             if ranks.first:
                 for remark in _remarks(config, data):
@@ -266,11 +266,11 @@ def _further_validation(config: DataConfig, data: PreparedData) -> dict[str, Pre
 
 
 def _model_to_train(
-    config: RunConfig, data: PreparedData, run: RunFolder, ranks: Ranks, *, verify_base: bool
+    config: RunConfig, tokenizer: PreTrainedTokenizerFast, run: RunFolder, ranks: Ranks, *, verify: bool
 ) -> ResiduaForCausalLM | PreTrainedModel:
     """Build the model of a run. Keep the configuration of a converted one in its folder before the first step."""
     begun = bool(saved_steps(run.path))
-    model = build_model(config, data, run.model if begun else None, verify_base=verify_base)
+    model = build_model(config, tokenizer, run.model if begun else None, verify_base=verify)
     if isinstance(config.model, BaseModelConfig):
         if ranks.first and not begun:
             with writable(run.model, "a place for the model's configuration"):
@@ -315,70 +315,59 @@ def _require_memory(config: RunConfig, model: PreTrainedModel, rows: int) -> Non
 
 
 def build_model(
-    config: RunConfig, data: PreparedData | SavedTokenizer, kept: Path | None = None, *, verify_base: bool = True
+    config: RunConfig, tokenizer: PreTrainedTokenizerFast, kept: Path | None = None, *, verify_base: bool = True
 ) -> ResiduaForCausalLM | PreTrainedModel:
     """Build the model of a run as it is before the first step. No global random state changes.
 
-    From scratch, its weights depend only on `train.seed`. Without `model.vocab_size`, use the vocabulary of the data or
-    the tokenizer, rounded up to a multiple of 64. With a base, its weights are the base's.
+    From scratch, its weights depend only on `train.seed`. Without `model.vocab_size`, use the vocabulary of the data's
+    tokenizer, rounded up to a multiple of 64. With a base, its weights are the base's.
 
     kept: where the run keeps the configuration of its model, if a checkpoint will be loaded. A base is then not needed,
         unless it is frozen and thus not in the checkpoint.
     verify_base: read the weights of the base once more to compare their digest.
 
     Raises:
-        InputError: the model's vocabulary is smaller than the data's, or the base cannot be used.
+        InputError: the model's vocabulary is smaller than the tokenizer's, or the base cannot be used.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
         if isinstance(config.model, BaseModelConfig):
-            return _built_on_base(config.model, config.train.sequence_length, data, kept, verify_base)
-        return _built_from_scratch(config.model, data)
+            return _built_on_base(config.model, config.train.sequence_length, tokenizer, kept, verify_base)
+        return _built_from_scratch(config.model, tokenizer)
 
 
-def _built_from_scratch(config: ModelConfig, data: PreparedData | SavedTokenizer) -> ResiduaForCausalLM:
-    architecture = copy.deepcopy(config.architecture)
-    architecture.vocab_size = _rounded_up(data.vocab_size) if config.vocab_size is None else config.vocab_size
-    if architecture.vocab_size < data.vocab_size:
-        raise InputError(
-            f"model.vocab_size must be at least the {data.vocab_size} tokens of the data in {data.folder}, "
-            f"got {architecture.vocab_size}; leave it out to take the data's"
-        )
-    architecture.eos_token_id = architecture.pad_token_id = data.eos_token_id
+def _built_from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> ResiduaForCausalLM:
+    architecture, needed = copy.deepcopy(config.architecture), vocabulary(tokenizer)
+    architecture.vocab_size = _rounded_up(needed) if config.vocab_size is None else config.vocab_size
+    expected = f"at least the {needed} tokens of the data's tokenizer, or left out"
+    require(architecture.vocab_size >= needed, "model.vocab_size", expected, architecture.vocab_size)
+    architecture.eos_token_id = architecture.pad_token_id = tokenizer.eos_token_id
     architecture.bos_token_id = None
     return ResiduaForCausalLM(architecture)
 
 
 def _built_on_base(
-    config: BaseModelConfig, length: int, data: PreparedData | SavedTokenizer, kept: Path | None, verify: bool
+    config: BaseModelConfig, length: int, tokenizer: PreTrainedTokenizerFast, kept: Path | None, verify: bool
 ) -> PreTrainedModel:
     if kept is not None and not config.freeze_base:
         return rebuild_base(kept)
     if verify:
         expect_digest(Path(config.base), config.base_sha256)
     model = open_base(Path(config.base), config.connection, config.start)
-    if isinstance(data, PreparedData):
-        _expect_tokenizer_of_base(config.base, data)
+    base = load_tokenizer(config.base)
+    same = base.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    if not same or base.eos_token != tokenizer.eos_token:
+        raise InputError(
+            "the data must be tokens of the tokenizer in model.base, got those of another; prepare the text with: "
+            f"residua prepare --tokenizer {config.base}"
+        )
     longest = context_of(model) or length
     require(length <= longest, "train.sequence_length", f"at most the positions of the base ({longest})", length)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if rows < data.vocab_size:
-        raise InputError(f"model.base must have at least {data.vocab_size} rows in its embedding, found {rows}")
+    rows, needed = model.get_input_embeddings().weight.shape[0], vocabulary(tokenizer)
+    require(rows >= needed, "model.base", f"a model with at least {needed} rows in its embedding", rows)
     if config.freeze_base:
         freeze_base(model)
     return model
-
-
-def _expect_tokenizer_of_base(folder: str, data: PreparedData) -> None:
-    """Raise InputError unless the data are tokens of the base's tokenizer."""
-    base = load_tokenizer(folder)
-    actual = data.tokenizer()
-    same = base.backend_tokenizer.to_str() == actual.backend_tokenizer.to_str() and base.eos_token == actual.eos_token
-    if not same:
-        raise InputError(
-            f"{data.folder} must hold tokens of the tokenizer in model.base, found those of another; prepare the text "
-            f"with: residua prepare --tokenizer {folder}"
-        )
 
 
 def model_config(config: RunConfig) -> PreTrainedConfig:
@@ -431,12 +420,12 @@ def open_run(
     config = load_config(str(folder / "config.yaml"))
     state = _checkpoint(folder, checkpoint)
     place = _place_of_data(config.data, folder) if data is None else Path(data)
-    tokenizer = SavedTokenizer.open(RunFolder(folder).tokenizer)
+    tokenizer = saved_tokenizer(RunFolder(folder).tokenizer)
     model = build_model(config, tokenizer, RunFolder(folder).model)
     load_checkpoint(state, model)
     return OpenRun(
         model=model.to(pick_device(device)).eval(),
-        tokenizer=tokenizer.load(),
+        tokenizer=tokenizer,
         folder=folder,
         step=state.step,
         bfloat16=config.train.precision == "bfloat16",

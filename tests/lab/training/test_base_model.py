@@ -79,13 +79,13 @@ def test_a_frozen_base_needs_a_connection_that_learns(config, tmp_path):
 
 
 def test_the_first_step_has_the_loss_of_the_base(config, base, prepared, tmp_path, rows):
-    model = build_model(resolved(config), prepared)
+    model = build_model(resolved(config), prepared.tokenizer())
     ids = torch.arange(12)[None]
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-5)
     low = changed(config, connection=None)
     assert resolved(low).model.connection == "residual"
-    assert torch.equal(build_model(resolved(low), prepared)(ids).logits, plain(ids).logits)
+    assert torch.equal(build_model(resolved(low), prepared.tokenizer())(ids).logits, plain(ids).logits)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_over_a_frozen_base_the_checkpoints_hold_the_connections(config, base, p
     assert all(".stream." in name for name in load_file(newest / "model.safetensors"))
     opened = open_run(tmp_path / "run", device="cpu")
     assert evaluate(opened)["val_loss"] == whole["val_loss"]
-    fresh, trained = build_model(resolved(config), prepared).state_dict(), opened.model.state_dict()
+    fresh, trained = build_model(resolved(config), prepared.tokenizer()).state_dict(), opened.model.state_dict()
     moved = {name for name, tensor in trained.items() if not torch.equal(tensor, fresh[name])}
     assert moved
     assert all(".stream." in name for name in moved)
@@ -146,12 +146,12 @@ def test_a_converted_base_goes_on_as_it_is(config, base, prepared, tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     config = resolved(changed(config, base=str(tmp_path), connection=None))
     assert config.model.connection["scheme"] == "ihc"
-    built = build_model(config, prepared)
+    built = build_model(config, prepared.tokenizer())
     assert conversion_of(built) == conversion_of(model)
     assert all(torch.equal(tensor, built.state_dict()[name]) for name, tensor in model.state_dict().items())
-    build_model(changed(config, connection="ihc"), prepared)
+    build_model(changed(config, connection="ihc"), prepared.tokenizer())
     with pytest.raises(InputError, match=r"model\.connection must be null, since the base is converted already"):
-        build_model(changed(config, connection="hc"), prepared)
+        build_model(changed(config, connection="hc"), prepared.tokenizer())
 
 
 class PenalConnection(ResidualConnection):
@@ -171,21 +171,21 @@ def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeyp
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     residua.register("penal", Penal)
     with pytest.raises(InputError, match=r"model\.connection must be a scheme without a penalty.* leaves out$"):
-        build_model(resolved(changed(config, connection="penal", start="fresh")), prepared)
+        build_model(resolved(changed(config, connection="penal", start="fresh")), prepared.tokenizer())
 
 
 def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
     def refused(match, data=prepared, **model):
         with pytest.raises(InputError, match=match):
-            build_model(resolved(changed(config, **model)), data)
+            build_model(resolved(changed(config, **model)), data.tokenizer())
 
     refused("start='fresh'", connection="ddl")
     refused("its option penalty", connection="edelta", start="fresh")
     refused("found no config.json|No such file", base=str(tmp_path / "nothing"))
     with pytest.raises(InputError, match=r"at most the positions of the base \(64\), got 65"):
-        build_model(resolved(replace(config, train=replace(config.train, sequence_length=65))), prepared)
+        build_model(resolved(replace(config, train=replace(config.train, sequence_length=65))), prepared.tokenizer())
     other = prepare(write_texts(tmp_path / "text"), tmp_path / "data", vocab_size=257, progress=False)
-    refused(r"must hold tokens of the tokenizer in model\.base.*residua prepare --tokenizer", data=other)
+    refused(r"must be tokens of the tokenizer in model\.base.*residua prepare --tokenizer", data=other)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_the_section_of_a_base_has_its_own_keys(base):
 
 
 def test_connections_of_a_base_learn_at_a_rate_of_their_own(config, prepared):
-    model = build_model(resolved(config), prepared)
+    model = build_model(resolved(config), prepared.tokenizer())
     groups = parameter_groups(model, 0.1, connection_lr_factor=30.0)
     own = {id(parameter) for parameter in connection_parameters(model)}
     assert own == {id(parameter) for name, parameter in model.named_parameters() if ".stream." in name}

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 from residua.errors import InputError, extra
 from residua.lab.data.split import Split
-from residua.lab.data.tokenizer import SavedTokenizer, tokenizer_hash
+from residua.lab.data.tokenizer import saved_tokenizer, tokenizer_hash
 from residua.records.durable import file_sha256
 from residua.records.reading import read_json
 
@@ -161,7 +161,7 @@ class PreparedData:
         return data
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return SavedTokenizer.open(self.folder / "tokenizer").load()
+        return saved_tokenizer(self.folder / "tokenizer")
 
     def verify(self) -> None:
         """Read every shard. Raises InputError if a sha256 is wrong."""

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from residua.errors import InputError, extra, first_line, require
@@ -111,33 +110,17 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-@dataclass(frozen=True)
-class SavedTokenizer:
-    """A tokenizer that `save_tokenizer` wrote, checked but not loaded.
-
-    `vocab_size` is the largest id plus one.
+def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Load what `save_tokenizer` wrote, from tokenizer.json and its end of text only; a class that the files name is
+    ignored. Raises InputError if it is damaged or has no end of text.
     """
-
-    folder: Path
-    vocab_size: int
-    eos_token_id: int
-
-    @classmethod
-    def open(cls, folder: Path) -> "SavedTokenizer":
-        """Check a saved tokenizer. Raises InputError if it is damaged or has no end of text."""
-        try:
-            ids = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
-            end_of_text = ids[read_json(folder / "tokenizer_config.json")["eos_token"]]
-        except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
-            raise InputError(
-                f"{folder}: not a readable tokenizer ({first_line(error)}); prepare the data again"
-            ) from None
-        return cls(folder, max(ids.values()) + 1, end_of_text)
-
-    def load(self) -> PreTrainedTokenizerFast:
-        """Load it from tokenizer.json and its end of text only; a class that the files name is ignored."""
-        backend = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-        return _with_end_of_text(backend, backend.id_to_token(self.eos_token_id))
+    try:
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        end_of_text = read_json(folder / "tokenizer_config.json")["eos_token"]
+        _ = backend.get_vocab()[end_of_text]
+    except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
+        raise InputError(f"{folder}: not a readable tokenizer ({first_line(error)}); prepare the data again") from None
+    return _with_end_of_text(backend, end_of_text)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -278,7 +278,7 @@ class Plan:
             return model_config(config)
         settings = json.dumps(asdict(config.model), sort_keys=True)
         if settings not in self._bases:
-            saved = build_model(config, self.prepared).config.to_json_string()  # says how it was converted
+            saved = build_model(config, self.prepared.tokenizer()).config.to_json_string()  # says how it was converted
             self._bases[settings] = ConvertedConfig.from_dict(json.loads(saved))
         return self._bases[settings]
 
