@@ -40,13 +40,12 @@ from residua.lab.training import (
     RunConfig,
     RunFolder,
     claim,
-    latest_checkpoint,
     load_checkpoint,
     load_config,
     pick_device,
     train,
 )
-from residua.lab.training.checkpoint import Checkpoint, best_checkpoint, open_checkpoint, saved_steps
+from residua.lab.training.checkpoint import Checkpoint, find_checkpoint, saved_steps
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, join
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.documents import documents_apart
@@ -418,7 +417,7 @@ def open_run(
     if not (folder / "config.yaml").is_file():
         raise InputError(f"{folder} must be a run folder, found no config.yaml; residua train --run makes one")
     config = load_config(str(folder / "config.yaml"))
-    state = _checkpoint(folder, checkpoint)
+    state = find_checkpoint(folder, checkpoint)
     place = _place_of_data(config.data, folder) if data is None else Path(data)
     tokenizer = saved_tokenizer(RunFolder(folder).tokenizer)
     model = build_model(config, tokenizer, RunFolder(folder).model)
@@ -546,21 +545,6 @@ def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | N
         facts={**recorded.facts, "lens": likeliest},
         values={**recorded.values, "lens_loss": lens.loss[1:]},
     )
-
-
-def _checkpoint(folder: Path, step: int | Literal["best"] | None) -> Checkpoint:
-    """Open the checkpoint of a step, the one with the lowest validation loss, or the newest. Raises InputError."""
-    if step is None:
-        wanted, checkpoint = "a checkpoint", latest_checkpoint(folder)
-    else:
-        wanted, path = f"a checkpoint of step {step}", folder / "checkpoints" / f"step-{step}"
-        if step == "best":
-            wanted, path = "a checkpoint with a validation loss", best_checkpoint(folder / "checkpoints") or path
-        checkpoint = open_checkpoint(path) if path.is_dir() else None
-    if checkpoint is None:
-        steps = ", ".join(map(str, saved_steps(folder)))
-        raise InputError(f"{folder} must hold {wanted}, found {f'those of steps {steps}' if steps else 'none'}")
-    return checkpoint
 
 
 def _rounded_up(vocab_size: int) -> int:

@@ -44,7 +44,7 @@ DEATHS = {
     "before the optimizer": (checkpoint_module, "save_file", 6, die),
     "before the manifest": (checkpoint_module, "file_sha256", 6, die),
     "before the name is given": (durable, "publish", 3, die),
-    "before the oldest is dropped": (checkpoint_module, "_remove", 4, die),
+    "before the oldest is dropped": (checkpoint_module, "_remove", 1, die),
     "while the oldest is dropped": (shutil, "rmtree", 1, _half_removed),
 }
 

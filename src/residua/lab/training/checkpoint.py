@@ -12,11 +12,11 @@ ignored.
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,6 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
 
 def write_checkpoint(checkpoint: Checkpoint, tensors: Tensors) -> Checkpoint:
     """Write a checkpoint whole or not at all; return it with the entries of its files. Raises OSError."""
-    _remove(checkpoint.path)  # if it exists it is damaged, because the run resumed from an earlier step
     files = {}
     with unfinished(checkpoint.path) as temporary:
         for kind in (WEIGHTS, OPTIMIZER):
@@ -104,25 +103,24 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.chmod(mode)
 
 
-def drop_old(folder: Path, step: int, *, keep: int, keep_best: bool, damaged: Collection[int] = ()) -> None:
-    """Drop all checkpoints up to `step` except the newest `keep`, and the best if `keep_best`. Raises OSError.
-
-    damaged: the steps of damaged checkpoints, which are also dropped.
-    """
-    candidates = [path for path in _step_folders(folder) if int(_step(path)) <= step]
-    undamaged = [path for path in candidates if int(_step(path)) not in damaged]
-    survivors = {*undamaged[:keep], _best(undamaged) if keep_best else None}
-    for path in candidates:
+def drop_old(folder: Path, *, keep: int, keep_best: bool) -> None:
+    """Drop all checkpoints except the newest `keep`, and the best if `keep_best`. Raises OSError."""
+    paths = [*_saved(folder).values()]
+    survivors = {*paths[:keep], _best(paths) if keep_best else None}
+    for path in paths:
         if path not in survivors:
             _remove(path)
 
 
-def best_checkpoint(folder: Path) -> Path | None:
+def drop_later(folder: Path, step: int) -> None:
+    """Drop the checkpoints after `step`, where a run resumes: they are damaged. Raises OSError."""
+    for later, path in _saved(folder).items():
+        if later > step:
+            _remove(path)
+
+
+def _best(paths: Collection[Path]) -> Path | None:
     """Return the checkpoint with the lowest validation loss, the newest of equals; its files are not checked."""
-    return _best(_step_folders(folder))
-
-
-def _best(paths: Sequence[Path]) -> Path | None:
     losses = {}
     for path in paths:
         try:
@@ -131,6 +129,24 @@ def _best(paths: Sequence[Path]) -> Path | None:
             continue
     comparable = {path: loss for path, loss in losses.items() if loss is not None and loss == loss}
     return min(comparable, key=comparable.get, default=None)
+
+
+def find_checkpoint(folder: Path, which: int | Literal["best"] | None) -> Checkpoint:
+    """Open the checkpoint of a run at a step, the one with the lowest validation loss, or the newest complete one.
+
+    Raises InputError if there is none, or it is damaged.
+    """
+    saved = _saved(folder / "checkpoints")
+    if which is None:
+        expected, checkpoint = "a checkpoint", latest_checkpoint(folder)
+    else:
+        expected = "a checkpoint with a validation loss" if which == "best" else f"a checkpoint of step {which}"
+        path = _best(saved.values()) if which == "best" else saved.get(which)
+        checkpoint = path and open_checkpoint(path)
+    if checkpoint is None:
+        steps = f"those of steps {', '.join(map(str, sorted(saved)))}" if saved else "none"
+        raise InputError(f"{folder} must hold {expected}, found {steps}")
+    return checkpoint
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -166,7 +182,7 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     Prints one line for each damaged checkpoint that it skips.
     """
     attempts: set[Path] = set()
-    while path := next((path for path in _step_folders(Path(folder) / "checkpoints") if path not in attempts), None):
+    while path := next((x for x in _saved(Path(folder) / "checkpoints").values() if x not in attempts), None):
         attempts.add(path)
         try:
             return open_checkpoint(path)
@@ -278,22 +294,17 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 def saved_steps(folder: str | Path) -> list[int]:
     """Return the steps of the checkpoints in a run folder, in order; their files are not checked."""
-    return sorted(int(_step(path)) for path in _step_folders(Path(folder) / "checkpoints"))
+    return sorted(_saved(Path(folder) / "checkpoints"))
 
 
-def _step(path: Path) -> str:
-    return path.name.removeprefix("step-")
-
-
-def _step_folders(folder: Path) -> list[Path]:
-    """Return the folders named as checkpoints, the newest first."""
-    paths = (path for path in folder.glob("step-*") if _step(path).isdecimal())
-    return sorted(paths, key=lambda path: int(_step(path)), reverse=True)
+def _saved(folder: Path) -> dict[int, Path]:
+    """Return the folders named as checkpoints by their steps, the newest first."""
+    paths = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
+    return {int(step): paths[step] for step in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
 
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint; a kill leaves a stale partial folder, never a checkpoint with files missing."""
-    if path.exists() or path.is_symlink():
-        trash = partial(path)
-        os.replace(path, trash)
-        remove(trash)
+    trash = partial(path)
+    os.replace(path, trash)
+    remove(trash)

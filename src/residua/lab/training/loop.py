@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
-from residua.lab.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, saved_steps
+from residua.lab.training.checkpoint import Checkpoint, drop_later, latest_checkpoint, load_checkpoint, saved_steps
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks
 from residua.lab.training.folder import claim, more_steps
 from residua.lab.training.log import RunLog
@@ -271,6 +271,7 @@ def _restore(run: RunFolder, settings: Mapping[str, Any], take_step: Step, confi
                 refuse_changes(newest.settings, settings, newest.path, free=FREE_KEYS | more)
                 if more:
                     say(_changed_schedule(newest.step, config))
+                drop_later(run.checkpoints, newest.step)
     checkpoint = ranks.gather(newest)[0]
     if checkpoint is None:
         return None

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from residua.errors import RunError
-from residua.lab.training.checkpoint import Checkpoint, drop_old, saved_steps, snapshot, write_checkpoint
+from residua.lab.training.checkpoint import Checkpoint, drop_old, snapshot, write_checkpoint
 from residua.lab.training.step import Step
 from residua.records.folder import RunFolder
 
@@ -27,8 +27,6 @@ class Saver:
         self._run, self._settings, self._step, self._ranks = run, settings, take_step, take_step.ranks
         self._place = run.checkpoints.resolve()  # the user may link it to another disk before the run begins
         self._retention = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
-        # The run resumes from the newest complete checkpoint, so later ones are damaged.
-        self._damaged = {step for step in saved_steps(run.path) if newest is None or step > newest.step}
         self.newest = newest
 
     @contextmanager
@@ -58,5 +56,4 @@ class Saver:
                 checkpoint = write_checkpoint(checkpoint, tensors)
             self.newest = checkpoint
             if self._ranks.first:
-                self._damaged.discard(step)
-                drop_old(self._run.checkpoints, step, damaged=self._damaged, **self._retention)
+                drop_old(self._run.checkpoints, **self._retention)
