@@ -147,22 +147,16 @@ def run(
         stack.enter_context(threads(config.train.threads))
         ranks = stack.enter_context(join(config.train.device))
         has_digest = getattr(config.model, "base_sha256", None) is not None  # otherwise it is computed just now
-        with ranks.raise_together():
-            if ranks.first:
-                config = resolved(config)
-        config = ranks.gather(config)[0]
-        resume = resume or (ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file())  # torchrun started again
-        run_folder = RunFolder(Path(folder), asdict(config), resume)
-        with ranks.raise_together():
-            if ranks.first:
-                run_folder = stack.enter_context(claim(folder, asdict(config), resume=resume))
+        begun = None
         with ranks.raise_together():
             shard = BatchShard.of(config.train, ranks)
             if ranks.first:
-                data = _prepare_data(config.data, run_folder, progress=progress is True)
+                config = resolved(config)
+                again = ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file()  # torchrun starts it again
+                run_folder = stack.enter_context(claim(folder, asdict(config), resume=resume or again))
+                begun = config, run_folder, _prepare_data(config.data, run_folder, progress=progress is True)
+        config, run_folder, data = ranks.gather(begun)[0]
         with ranks.raise_together():
-            if not ranks.first:
-                data = PreparedData.open(_place_of_data(config.data, run_folder.path))
             further = _further_validation(config.data, data)
             model = _model_to_train(config, data.tokenizer(), run_folder, ranks, verify=ranks.first and has_digest)
             _require_memory(config, model, shard.rows_here)
