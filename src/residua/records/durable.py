@@ -21,7 +21,7 @@ def unlinked(path: Path) -> Path:
     """Return `path`, a file or folder inside the folder of a run, a study or a sweep, before it is written to.
 
     Somebody else may have made that folder, so a link in it is never followed for writing. The folder itself, and the
-    checkpoints of a run, may be links: their owner makes them, see `training.saving`.
+    checkpoints of a run, may be links: their owner makes them.
 
     Raises:
         InputError: it is a link.

@@ -25,7 +25,6 @@ class Saver:
         newest: Checkpoint | None,
     ):
         self._run, self._settings, self._step, self._ranks = run, settings, take_step, take_step.ranks
-        self._place = run.checkpoints.resolve()  # the user may link it to another disk before the run begins
         self._retention = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
         self.newest = newest
 
@@ -51,8 +50,6 @@ class Saver:
         tensors = snapshot(self._step.model, self._step.optimizer, self._step.device, self._ranks)
         with self._ranks.raise_together(), self.writing(step):
             if self._ranks.first:
-                if self._run.checkpoints.resolve() != self._place:
-                    raise OSError(f"{self._run.checkpoints} has become a link")
                 checkpoint = write_checkpoint(checkpoint, tensors)
             self.newest = checkpoint
             if self._ranks.first:
