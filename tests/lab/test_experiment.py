@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import residua.lab.experiment
 from residua import Carry, Connection, Residual, Scheme, Stream
 from residua.commands.cli import main
 from residua.connections import PRESETS, SCHEMES, RMSNorm
@@ -324,35 +323,6 @@ def test_a_run_without_its_tokenizer_is_refused(damage, replaced):
         (tokenizer / "tokenizer_config.json").write_text(text.replace("<|endoftext|>", "nowhere"))
     with pytest.raises(InputError, match="not a readable tokenizer"):
         open_run(replaced, device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value", "said"),
-    [
-        ("model", "vocab_size", 1000, "the data have 257 tokens, so 743 of the 1000 rows are never trained"),
-        ("model", "rope_ratio", 0, "0 rotates no dimension of a head"),
-        ("model", "rope_ratio", 0.1, "0.1 rotates no dimension of a head"),
-        ("model", "rope_ratio", 0.25, ""),
-        ("model", "vocab_size", 320, ""),
-    ],
-)
-def test_what_is_unusual_in_a_configuration_is_said(section, key, value, said, config, tmp_path, capsys):
-    config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-    run(replace(config, train=replace(config.train, steps=1)), tmp_path / "run", progress=False)
-    err = capsys.readouterr().err
-    assert said in err
-    assert len(err.splitlines()) == bool(said)
-
-
-def test_a_batch_that_no_memory_holds_is_refused_with_what_it_would_take(config, tmp_path, monkeypatch):
-    """Its list of windows filled the memory for minutes before."""
-    large = replace(config, train=replace(config.train, batch_size=900_000_000))
-    # Two token ids of 8 bytes, and 16 and 320 numbers of 4.
-    message = f"train.batch_size must .* got 900000000: .* take {900_000_000 * 16 * (16 + 4 * (16 + 320)):,} bytes"
-    with pytest.raises(InputError, match=message):
-        run(large, tmp_path / "run", progress=False)
-    monkeypatch.setattr(residua.lab.experiment, "physical_memory", lambda: 2 * 16 * (16 + 4 * (16 + 320)))
-    run(config, tmp_path / "run", progress=False)
 
 
 def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, capsys, monkeypatch):

@@ -7,7 +7,7 @@
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -51,8 +51,6 @@ from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.documents import documents_apart
 from residua.records.durable import remove, unfinished
 from residua.records.folder import read_object, writable
-from residua.records.progress import say
-from residua.records.provenance import physical_memory
 from residua.records.threads import threads
 
 with extra("lab"):
@@ -159,10 +157,6 @@ def run(
         with ranks.raise_together():
             further = _further_validation(config.data, data)
             model = _model_to_train(config, data.tokenizer(), run_folder, ranks, verify=ranks.first and has_digest)
-            _require_memory(config, model, shard.rows_here)
-            if ranks.first:
-                for remark in _remarks(config, data):
-                    say(remark)
             length, seed = config.train.sequence_length, config.train.seed
             batches = Batches(data.train, shard.rows_here, length, seed, rank=shard.member, world_size=shard.members)
         subject, end_of_text = Subject.of(model), _end_of_text(config, data)
@@ -272,39 +266,6 @@ def _model_to_train(
                     model.config.save_pretrained(model_folder)
         model.config.get_text_config().use_cache = False  # a cache would be filled in every step
     return model
-
-
-def _remarks(config: RunConfig, data: PreparedData) -> Iterator[str]:
-    """Yield warnings about settings that have no effect or a surprising one."""
-    if isinstance(config.model, BaseModelConfig):
-        return
-    rows, needed = config.model.vocab_size, _rounded_up(data.vocab_size)
-    if rows is not None and rows > needed:
-        yield (
-            f"model.vocab_size: the data have {data.vocab_size} tokens, so {rows - data.vocab_size} of the {rows} rows "
-            f"are never trained; leave it out for {needed}"
-        )
-    head_dim = config.model.head_dim or config.model.hidden_size // config.model.num_attention_heads
-    if config.model.rope_ratio * head_dim < 2:
-        yield (
-            f"model.rope_ratio: {config.model.rope_ratio:g} rotates no dimension of a head; only the causal mask tells "
-            "the model the order of tokens"
-        )
-
-
-def _require_memory(config: RunConfig, model: PreTrainedModel, rows: int) -> None:
-    """Raise InputError if no machine like this one can hold the tokens, one state and the logits of a micro-batch."""
-    device = pick_device(config.train.device)
-    memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else physical_memory()
-    vocabulary, dim = model.get_input_embeddings().weight.shape
-    number_size = 2 if config.train.precision == "bfloat16" else 4
-    needed = rows * config.train.sequence_length * (2 * 8 + number_size * (dim + vocabulary))
-    if needed > memory:
-        raise InputError(
-            f"train.batch_size must leave a micro-batch that fits into memory, got {config.train.batch_size}: the "
-            f"tokens, one state and the logits of {rows} x {config.train.sequence_length} take {needed:,} bytes, "
-            f"{device.type} has {memory:,}; use a smaller one and train.gradient_accumulation"
-        )
 
 
 def build_model(

@@ -1,7 +1,6 @@
 """Record which code produced a number, on which machine, and when."""
 
 import functools
-import math
 import os
 import platform
 import subprocess
@@ -16,13 +15,6 @@ import torch
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def physical_memory() -> float:
-    """Return the bytes of memory of this machine; infinity if unknown."""
-    if not {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= getattr(os, "sysconf_names", {}).keys():
-        return math.inf
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
