@@ -29,7 +29,7 @@ from residua.conversion.configuration import ConvertedConfig
 from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
-from residua.lab.data.tokenizer import copy_tokenizer, load_tokenizer, saved_tokenizer, vocabulary
+from residua.lab.data.tokenizer import load_tokenizer, save_tokenizer, saved_tokenizer, vocabulary
 from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_batches
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
@@ -207,7 +207,7 @@ def resolved(config: RunConfig) -> RunConfig:
 
 
 def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> PreparedData:
-    """Open the data of a run, or prepare them in its folder. Copy their tokenizer there before the first step."""
+    """Open the data of a run, or prepare them in its folder. Save their tokenizer there before the first step."""
     if config.path is not None:
         data = PreparedData.open(_place_of_data(config, run.path))
     else:
@@ -216,7 +216,9 @@ def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> Prep
         data = open_or_prepare(config, run.path / "data", progress=progress)
     if not saved_steps(run.path):
         with writable(run.tokenizer, "a place for the tokenizer of the run"):
-            copy_tokenizer(data.folder / "tokenizer", run.tokenizer)
+            remove(run.tokenizer)
+            with unfinished(run.tokenizer) as tokenizer_folder:
+                save_tokenizer(data.tokenizer(), tokenizer_folder)
     return data
 
 

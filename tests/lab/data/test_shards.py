@@ -229,8 +229,8 @@ def edit_tokenizer(folder):
     [
         (truncate, r"train-00001\.bin must have 2000 bytes, got 1001"),
         (lambda f: (f / "train-00002.bin").unlink(), r"train-00002\.bin must have \d+ bytes, got None"),
-        (edit_token, r"train-00001\.bin: its sha256 is not"),
-        (large_token, r"validation-00000\.bin: its sha256 is not"),
+        (edit_token, r"train-00001\.bin was edited or damaged, its sha256 is not"),
+        (large_token, r"validation-00000\.bin was edited or damaged"),
         (edit_tokenizer, "tokenizer/ is gone or did not make the tokens"),
         (lambda f: shutil.rmtree(f / "tokenizer"), "tokenizer/ is gone or did not make the tokens"),
         (lambda f: (f / "index.json").unlink(), "must hold prepared data"),

@@ -156,7 +156,12 @@ class PreparedData:
             validation=Tokens(folder, splits["validation"].shards, DTYPES[index["dtype"]]),
             validation_bytes=splits["validation"].bytes,
         )
-        if data._check_sizes() <= VERIFY_ON_OPEN:
+        files = data._files()
+        for path, _, size in files:
+            actual = path.stat().st_size if path.is_file() else None
+            if actual != size:
+                raise InputError(f"{path} must have {size} bytes, got {actual}; prepare the data again")
+        if sum(size for _, _, size in files) <= VERIFY_ON_OPEN:
             data.verify()
         return data
 
@@ -165,25 +170,19 @@ class PreparedData:
 
     def verify(self) -> None:
         """Read every shard. Raises InputError if a sha256 is wrong."""
-        for tokens in (self.train, self.validation):
-            for shard in tokens.shards:
-                path = self.folder / shard.file
-                if file_sha256(path) != shard.sha256:
-                    raise InputError(
-                        f"{path}: its sha256 is not the one in index.json: it was edited or damaged, prepare the data "
-                        "again"
-                    )
+        for path, sha256, _ in self._files():
+            if file_sha256(path) != sha256:
+                raise InputError(
+                    f"{path} was edited or damaged, its sha256 is not the one in index.json; prepare the data again"
+                )
 
-    def _check_sizes(self) -> int:
-        total = 0
-        for tokens in (self.train, self.validation):
-            for shard in tokens.shards:
-                path, expected = self.folder / shard.file, shard.tokens * tokens.dtype.itemsize
-                size = path.stat().st_size if path.is_file() else None
-                if size != expected:
-                    raise InputError(f"{path} must have {expected} bytes, got {size}; prepare the data again")
-                total += size
-        return total
+    def _files(self) -> list[tuple[Path, str, int]]:
+        """Return the shards: path, sha256 and bytes of each."""
+        return [
+            (self.folder / shard.file, shard.sha256, shard.tokens * tokens.dtype.itemsize)
+            for tokens in (self.train, self.validation)
+            for shard in tokens.shards
+        ]
 
 
 def _fingerprint(content: list[Any]) -> str:

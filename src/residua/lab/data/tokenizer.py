@@ -12,7 +12,6 @@ from pathlib import Path
 
 from residua.errors import InputError, extra, first_line, require
 from residua.lab.data.hub import download_tokenizer
-from residua.records.durable import remove, unfinished
 from residua.records.reading import read_json, read_json_files
 
 with extra("lab"):
@@ -24,8 +23,6 @@ SMALLEST_BPE = 257
 """256 bytes and the end of text."""
 LARGEST_BPE = 1_000_000
 """Beyond every tokenizer in use. The trainer reserves memory for the whole vocabulary, and aborts if there is none."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-"""The files that `save_tokenizer` writes."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -121,14 +118,6 @@ def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
         raise InputError(f"{folder}: not a readable tokenizer ({first_line(error)}); prepare the data again") from None
     return _with_end_of_text(backend, end_of_text)
-
-
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy a saved tokenizer to `folder` in one step, replacing an older one. Raises OSError."""
-    remove(folder)
-    with unfinished(folder) as temporary:
-        for name in TOKENIZER_FILES:
-            (temporary / name).write_bytes((source / name).read_bytes())
 
 
 def _byte_level(model: models.Model) -> Tokenizer:
