@@ -296,7 +296,7 @@ def test_the_general_block_checks_its_options():
     for options, words in [
         ({"beta_init": 3.0}, r"beta_init must be a number in \[0, 2\], got 3.0"),
         ({"beta_init": float("nan")}, r"beta_init must be a number in \[0, 2\], got nan"),
-        ({"k_norm": "l2"}, "k_norm must be None or one of rms, add, clamp, rms_d, got 'l2'"),
+        ({"k_norm": "l2"}, "k_norm must be one of rms, add, clamp, rms_d, got 'l2'"),
     ]:
         with pytest.raises(ValueError, match=words):
             DeltaResidual(4, 1, nn.Flatten(-2), **options)(torch.ones(2, 1, 4))

@@ -29,13 +29,13 @@ def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
     k: (..., dim). Returns (..., dim) in the same dtype; the norm is computed in at least float32. At k~ = 0 each form
     has the finite derivative I / eps (I / (eps sqrt(dim)) for `rms_d`). Raises ValueError for other names.
     """
-    if k_norm not in K_NORMS:
-        raise ValueError(f"k_norm must be one of {', '.join(K_NORMS)}, got {k_norm!r}")
     return applied(_Unit, k, k_norm, new_symbol(eps))
 
 
 def _inverse_norm(raw: Tensor, k_norm: KNorm, eps: float) -> tuple[Tensor, Tensor | None]:
     """Return 1 / m for the norm m that divides k~, and (m / n) dm/dn for its derivative, None for 1. (..., 1) each."""
+    if k_norm not in K_NORMS:
+        raise ValueError(f"k_norm must be one of {', '.join(K_NORMS)}, got {k_norm!r}")
     square = raw.square().sum(-1, keepdim=True)
     if k_norm == "rms":
         return torch.rsqrt(square + eps**2), None
@@ -82,13 +82,12 @@ class _DeltaWrite(Function):
     With G = dL/dX', r = v - k^T X and p = k^T G (one number per value channel):
     dX = G - beta k p^T, dv = beta p, dbeta = p . r, dk = beta (G r - X p).
 
-    Of `recompute_every` states in a row only the first is kept (`ops.recompute`). For second derivatives autograd
-    computes the gradient from the plain form.
+    Of `recompute_every` states in a row only the first is kept (`ops.recompute`).
     """
 
     @staticmethod
     def plain(state, k, v, beta, k_norm, eps, recompute_every):
-        return _plain(state, k, v, beta, k_norm, eps)
+        return _written(state, k, v, beta, k_norm, eps)[0]
 
     @staticmethod
     def forward(ctx, state, k, v, beta, k_norm, eps, recompute_every):
@@ -106,13 +105,8 @@ class _DeltaWrite(Function):
         state, raw, scale, ratio, beta, error, *again = release(ctx)
         if not again:
             expect_first_derivative()
-        elif torch.is_grad_enabled():
-            # Views, because one input may have been computed from another, and no gradient must pass between them here.
-            inputs = [x.view_as(x) for x in (state, raw, *again)]
-            leaves = [x for x, need in zip(inputs, ctx.needs_input_grad) if need]
-            written = _plain(inputs[0], inputs[1], inputs[2], inputs[3], *ctx.k_norm)
-            gradients = iter(torch.autograd.grad(written, leaves, grad, create_graph=True))
-            return *(next(gradients) if need else None for need in ctx.needs_input_grad[:4]), None, None, None
+        elif torch.is_grad_enabled():  # for a second derivative these must be functions of the inputs
+            _, scale, ratio, beta, error = _written(state, raw, *again, *ctx.k_norm)
         # State and gradient are widened where they are read: a compiler would keep widened copies of twice the bytes.
         k = _direction(raw, scale, error.dtype)
         needs_state, needs_k, needs_v, needs_beta, *_ = ctx.needs_input_grad
@@ -148,13 +142,6 @@ def _written(
     return _step(state, wide_state, wide_k, wide_beta, error), scale, ratio, wide_beta, error
 
 
-def _plain(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float) -> Tensor:
-    """Compute X' from operations that autograd can differentiate any number of times."""
-    if k_norm is not None:
-        k = unit(promote(state, k, v, beta)[1], k_norm=k_norm, eps=eps)
-    return _written(state, k, v, beta, None, eps)[0]
-
-
 def _direction(k: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return k.to(dtype) if scale is None else k.to(dtype) * scale
 
@@ -172,14 +159,12 @@ def _replay(
     return _step(state, state.to(error.dtype), _direction(k, scale, error.dtype), beta, error)
 
 
-def expect_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: str | None = None) -> None:
-    """Check the arguments of a delta write; raise ValueError if shapes do not match or `k_norm` is unknown."""
+def expect_write(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> None:
+    """Raise ValueError unless the shapes of the arguments of a delta write match."""
     *leading, value_channels, dim = state.shape
     expect_shape("k", k, (*leading, dim), "(..., dim)")
     expect_shape("v", v, (*leading, value_channels), "(..., value_channels)")
     expect_shape("beta", beta, leading, "(...,)")
-    if k_norm is not None and k_norm not in K_NORMS:
-        raise ValueError(f"k_norm must be None or one of {', '.join(K_NORMS)}, got {k_norm!r}")
 
 
 def delta_write(
@@ -203,7 +188,7 @@ def delta_write(
     kept, and the others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.recompute`).
     Second derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
     """
-    expect_write(state, k, v, beta, k_norm)
+    expect_write(state, k, v, beta)
     if not torch.is_grad_enabled():
         return _written(state, k, v, beta, k_norm, eps)[0]  # no gradient will need anything
     return applied(_DeltaWrite, state, k, v, beta, k_norm, new_symbol(eps), recompute_every)
