@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from residua.lab.inspection.spectrum import alignment, effective_rank, matrix_products, rank_one_products
 from residua.lab.inspection.trace import Trace
 
 WORDS = ("The", " function", " returns", " a", " new", " list", " of", " the", " names", ".")
@@ -18,12 +19,9 @@ def delta(beta: Tensor, *, directions: Tensor | None = None, tokens: list[str] |
     sampled = sampled_positions(count)
     readout = torch.linspace(-1, 1, sublayers * count).view(sublayers, count, 1)
     target = torch.linspace(2, 1, sublayers * count).view(sublayers, count, 1)
-    at_samples = beta[:, sampled]
-    operators = composites(at_samples, directions)
-    gram = (directions @ directions.T).abs()
-    eigenvalues = torch.linalg.eigvalsh(directions @ directions.T).clamp(min=0)
-    shares = eigenvalues / eigenvalues.sum()
-    rank = torch.exp(-(shares * shares.clamp(min=1e-30).log()).sum())
+    k = directions[:, None, :].expand(-1, len(sampled), -1).contiguous()
+    composite = {"alignment": alignment(k), "effective_rank": effective_rank(k)}
+    composite |= rank_one_products(k, beta[:, sampled])._asdict()
     values = shared(sublayers, count) | {
         "beta": beta,
         "readout": readout,
@@ -31,10 +29,8 @@ def delta(beta: Tensor, *, directions: Tensor | None = None, tokens: list[str] |
         "erase_norm": beta * readout.norm(dim=-1),
         "write_norm": beta * target.norm(dim=-1),
         "discrepancy_norm": (target - readout).norm(dim=-1),
-        "direction": directions[:, None, :].expand(-1, len(sampled), -1).contiguous(),
-        "alignment": gram,
-        "effective_rank": rank.expand(len(sampled)).contiguous(),
-        **operators,
+        "direction": k,
+        **{name: value.float() for name, value in composite.items()},
     }
     found = described("rank-one", sublayers, sampled, preset="ddl", gates={"beta": [0.0, 2.0]})
     return Trace(found | facts, words(count, tokens), values)
@@ -175,28 +171,7 @@ def words(count: int, tokens: list[str] | None = None) -> list[str]:
     return tokens if tokens is not None else [WORDS[position % len(WORDS)] for position in range(count)]
 
 
-def composites(beta: Tensor, directions: Tensor) -> dict[str, Tensor]:
-    """Of the products of I - beta k k^T over depth. beta: (sublayers, samples), directions: (sublayers, dim)."""
-    eye = torch.eye(directions.shape[1])
-    shortcuts = eye - beta[..., None, None] * (directions[:, :, None] * directions[:, None, :])[:, None]
-    return products(shortcuts, beta.shape[1], rank=min(directions.shape))
-
-
-def products(shortcuts: Tensor, samples: int, *, rank: int | None = None) -> dict[str, Tensor]:
-    """shortcuts: (sublayers, n, n) or (sublayers, samples, n, n): the composite operator after each of them."""
-    if shortcuts.dim() == 3:
-        shortcuts = shortcuts[:, None].expand(-1, samples, -1, -1)
-    total = torch.eye(shortcuts.shape[-1]).expand(samples, -1, -1)
-    found: dict[str, list[Tensor]] = {"determinant": [], "singular_max": [], "singular_min": [], "defect": []}
-    for shortcut in shortcuts:
-        total = shortcut @ total
-        finite = total.nan_to_num(0.0)
-        singular = torch.linalg.svdvals(finite)
-        found["determinant"].append(torch.linalg.det(finite))
-        found["singular_max"].append(singular[:, 0])
-        found["singular_min"].append(singular[:, -1])
-        found["defect"].append((singular.square() - 1).abs().amax(-1))
-    stacked = {name: torch.stack(rows) for name, rows in found.items()}
-    stacked["singular_values"] = singular[:, -(rank or singular.shape[1]) :].contiguous()
-    missing = shortcuts.isnan().any().item()
-    return {name: torch.full_like(rows, torch.nan) if missing else rows for name, rows in stacked.items()}
+def products(shortcuts: Tensor, samples: int) -> dict[str, Tensor]:
+    """Of shortcuts (sublayers, n, n), the same at every sample, after each of them."""
+    composite = matrix_products(shortcuts[:, None].expand(-1, samples, -1, -1))
+    return {name: value.float() for name, value in composite._asdict().items()}
