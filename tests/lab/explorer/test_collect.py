@@ -11,7 +11,6 @@ import torch
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.explorer.collect import PAGE, QUANTILES, Source, collect, page_of
-from residua.lab.inspection.trace import Trace
 from support import planted
 
 
@@ -26,25 +25,6 @@ def test_without_arguments_there_is_only_what_can_be_played_with(tmp_path, monke
     assert main(["explore"]) == 0
     assert "explorer.html" in capsys.readouterr().out
     assert read(tmp_path / "explorer.html") == {"title": "residua", "traces": [], "comparison": None}
-
-
-def test_run_gets_a_trace_of_its_newest_checkpoint_once(run, tmp_path, capsys):
-    out = tmp_path / "page.html"
-    assert main(["explore", str(run), "--out", str(out)]) == 0
-    said = capsys.readouterr()
-    assert str(out) in said.out
-    assert "measuring its connections on held-out text" in said.err
-    saved = run / "analysis" / "trace-step-4.safetensors"
-    trace = Trace.load(saved)
-    (shown,) = read(out)["traces"]
-    assert shown["tokens"] == trace.tokens
-    assert shown["facts"]["checkpoint"] == 4
-    assert shown["name"] == "ddl"
-    assert read(out)["comparison"] is None
-    before = saved.stat().st_mtime_ns
-    assert main(["explore", str(run), "--out", str(out)]) == 0
-    assert capsys.readouterr().err == ""
-    assert saved.stat().st_mtime_ns == before
 
 
 def test_runs_and_trace_files_together_and_names_that_tell_them_apart(run, tmp_path):
@@ -137,29 +117,6 @@ def test_what_was_checked_is_what_the_trace_has():
         beginnings = expected[described["name"]][1]
         assert len(own) == len(beginnings)
         assert all(text.startswith(beginning) for text, beginning in zip(own, beginnings))
-
-
-def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(tmp_path, run, capsys):
-    """Of several, too: the run before the wrong one is not measured."""
-    out, texts = tmp_path / "page.html", [tmp_path / f"{number}.txt" for number in range(13)]
-    for text in texts:
-        text.write_text("no trace\n")
-    (tmp_path / "empty").mkdir()
-    for paths, reason in (
-        ([run, tmp_path / "nowhere"], "found no such file or folder"),
-        ([tmp_path / "empty"], "config.yaml"),
-        (texts[:1], "must be a trace"),
-        (texts, "at most 12"),
-    ):
-        assert main(["explore", *map(str, paths), "--out", str(out)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("residua: ")
-        assert reason in line
-        assert not out.exists()
-    assert not (run / "analysis").exists()
-    for bad in (tmp_path / "empty", tmp_path / "nowhere" / "page.html"):
-        assert main(["explore", "--out", str(bad)]) == 2
-        assert "--out" in capsys.readouterr().err
 
 
 def test_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(run):

@@ -29,12 +29,10 @@ def refused(capsys, *argv):
     return line
 
 
-def kept_trace(capsys, run):
-    return output(capsys, run).splitlines()[-1].removeprefix("trace: ")
-
-
-def test_the_newest_checkpoint_reads_the_validation_data(capsys, run):
-    text = output(capsys, run)
+def test_the_newest_checkpoint_reads_the_validation_data_once(capsys, run):
+    assert main(["explore", "--no-page", str(run)]) == 0
+    text, said = capsys.readouterr()
+    assert "measuring its connections on held-out text" in said
     assert text.startswith("ddl-cc, step 4, the first 16 tokens of the validation data, loss ")
     assert "1 attention" in text
     assert "beta" in text.splitlines()[2]
@@ -43,6 +41,10 @@ def test_the_newest_checkpoint_reads_the_validation_data(capsys, run):
     found = Trace.load(path)
     assert (found.facts["run"], found.facts["checkpoint"], found.num_tokens) == ("ddl", 4, 16)
     assert "".join(found.tokens) == open_run(run).tokenizer.decode(found.values["token_ids"].tolist())
+    before = path.stat().st_mtime_ns
+    assert main(["explore", "--no-page", str(run)]) == 0
+    assert capsys.readouterr() == (text, "")
+    assert path.stat().st_mtime_ns == before
 
 
 def test_a_prompt_and_a_checkpoint(capsys, run):
@@ -104,18 +106,31 @@ def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, mo
     assert '"checkpoint":4' in (tmp_path / "other.html").read_text(encoding="utf-8")
 
 
-def test_what_cannot_be_used_is_one_line(capsys, run, tmp_path):
-    assert "must be a run folder or a trace, found no such file" in refused(capsys, tmp_path / "none")
-    assert "must hold a checkpoint of step 3, found those of steps 2, 4" in refused(capsys, run, "--checkpoint", "3")
-    assert "1 to 32 tokens, the model's context, got 33" in refused(capsys, run, "--tokens", "33")
-    assert "tokens must be at least 1, got 0" in refused(capsys, run, "--tokens", "0")
-    assert "must hold prepared data" in refused(capsys, run, "--data", "nowhere")
-    assert "not allowed with" in refused(capsys, run, "--out", "x.html", "--no-page")
-    assert "RUN must be given" in refused(capsys, "--prompt", "a")
+def test_what_cannot_be_used_is_one_line_and_nothing_is_written(capsys, run, tmp_path):
+    """Of several, too: the run before the wrong one is not measured."""
+    out, empty, texts = tmp_path / "page.html", tmp_path / "empty", [tmp_path / f"{n}.txt" for n in range(13)]
+    empty.mkdir()
+    for text in texts:
+        text.write_text("no trace\n")
+    for arguments, reason in (
+        ([run, tmp_path / "none"], "must be a run folder or a trace, found no such file"),
+        ([empty], "config.yaml"),
+        (texts[:1], "must be a trace"),
+        ([*texts[:1], "--tokens", "3"], "a trace cannot be made again"),
+        (texts, "at most 12"),
+        ([run, "--checkpoint", "3"], "must hold a checkpoint of step 3, found those of steps 2, 4"),
+        ([run, "--tokens", "33"], "1 to 32 tokens, the model's context, got 33"),
+        ([run, "--tokens", "0"], "tokens must be at least 1, got 0"),
+        ([run, "--data", "nowhere"], "must hold prepared data"),
+        ([run, "--no-page"], "not allowed with"),
+        (["--prompt", "a"], "RUN must be given"),
+    ):
+        assert reason in refused(capsys, *arguments, "--out", out)
+    assert not out.exists()
+    assert not (run / "analysis").exists()
     assert "RUN must be given" in refused(capsys, "--json")
-    kept = str(Trace.load(kept_trace(capsys, run)).save(tmp_path / "kept.safetensors"))
-    assert "a trace cannot be made again" in refused(capsys, kept, "--tokens", "3")
-    shutil.rmtree(run / "analysis")
+    for bad in (empty, tmp_path / "nowhere" / "page.html"):
+        assert "--out" in refused(capsys, "--out", bad)
     shutil.rmtree(run / "checkpoints")
     assert "must hold a checkpoint, found none" in refused(capsys, run)
 
