@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from residua.lab.study.definition import read_study
+from residua.lab.study.results import results
 from support.pages import blocks
 
 DOCUMENT = {
@@ -37,6 +38,14 @@ DOCUMENT = {
     "seeds": [1, 2, 3],
     "longer": [1.5],
 }
+SMALLEST = {
+    **DOCUMENT,
+    "tokens_per_parameter": 0.015,
+    "tuning": {"over": {"train.lr": [0.008]}, "runs": 1, "baseline_runs": 1, "length": 0.5},
+    "seeds": [1, 2],
+    "longer": [],
+}
+"""The document of a study that tests train."""
 
 
 def study(**changes):
@@ -96,12 +105,27 @@ def records():
 
 def copied(name):
     """The records of ddl again, as those of another scheme."""
-    own = [r for r in records() if r["scheme"] == "ddl"]
-    return [{**r, "scheme": name, "connection": name, "key": r["key"].replace("ddl", name)} for r in own]
+    rows = [r for r in records() if r["scheme"] == "ddl"]
+    return [{**r, "scheme": name, "connection": name, "key": r["key"].replace("ddl", name)} for r in rows]
+
+
+def changed(rows, change, **where):
+    """The rows; those in which all of `where` holds have other values: `change(row)` returns them."""
+    return [{**row, **change(row)} if where.items() <= row.items() else row for row in rows]
+
+
+def without(rows, **where):
+    """The rows, but not those in which all of `where` holds."""
+    return [row for row in rows if not where.items() <= row.items()]
 
 
 def costs():
     return [cost("residual", 1.0, 1000.0), cost("ddl", 1.5, 1000.0 * 1.5**0.5)]
+
+
+def planted(runs=None, timed=None, **changes):
+    """The results of the study with these changes, of these records and costs or the planted ones."""
+    return results(study(**changes), records() if runs is None else runs, costs() if timed is None else timed)
 
 
 def folder(place, runs=None, known=None):

@@ -10,18 +10,10 @@ from residua.commands.cli import main
 from residua.lab.study import engine
 from residua.lab.study.engine import measure_costs, run_study, train_run
 from residua.lab.study.plan import Plan
-from residua.lab.study.results import results
 from residua.records import jsonlines, slurm
 from residua.records.slurm import Slurm
-from support.planted_study import DOCUMENT, costs, records, study
+from support.planted_study import SMALLEST, costs, planted, study
 
-SMALLEST = {
-    **DOCUMENT,
-    "tokens_per_parameter": 0.015,
-    "tuning": {"over": {"train.lr": [0.008]}, "runs": 1, "baseline_runs": 1, "length": 0.5},
-    "seeds": [1, 2],
-    "longer": [],
-}
 LOCAL = Slurm({"time": 5}, cluster="local")
 
 
@@ -77,7 +69,7 @@ def test_steps_are_timed_in_one_job(data, tmp_path, monkeypatch):
 @pytest.mark.parametrize("cpu", ["planted", "another"])
 def test_seconds_are_compared_on_one_processor_alone(cpu):
     timed = [{**cost, "cpu": processor} for cost, processor in zip(costs(), ("planted", cpu))]
-    row = results(study(), records(), timed).row("small", "ddl")
+    row = planted(timed=timed).row("small", "ddl")
     assert (row.difference("residual", "seconds") is not None) == (cpu == "planted")
 
 

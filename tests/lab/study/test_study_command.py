@@ -15,15 +15,7 @@ from residua.lab.study.engine import joined, measure_costs
 from residua.lab.study.plan import Plan
 from residua.records import jsonlines
 from residua.records.reading import write_yaml
-from support.planted_study import DOCUMENT, study
-
-SMALLEST = {
-    **DOCUMENT,
-    "tokens_per_parameter": 0.015,
-    "tuning": {"over": {"train.lr": [0.008]}, "runs": 1, "baseline_runs": 1, "length": 0.5},
-    "seeds": [1, 2],
-    "longer": [],
-}
+from support.planted_study import DOCUMENT, SMALLEST, study
 
 
 def configs_of(plan):

@@ -1,15 +1,14 @@
 """The page of a study: one file, inert, sorted by a click, with every run behind a row."""
 
 from residua.lab.study.report import TEMPLATE, page, payload
-from residua.lab.study.results import results
-from support.planted_study import costs, records, study
+from support.planted_study import planted, records
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & \u2028 ]]>"
 
 
 def written(tmp_path, found=None, **changes):
     path = tmp_path / "index.html"
-    path.write_text(page({**payload(found or results(study(), records(), costs())), **changes}), encoding="utf-8")
+    path.write_text(page({**payload(found or planted()), **changes}), encoding="utf-8")
     return path
 
 
@@ -38,13 +37,13 @@ def test_the_table_sorts_and_a_row_shows_its_runs(open_page, tmp_path):
 
 def test_a_difference_over_some_of_the_seeds_says_so(open_page, tmp_path):
     fewer = [r for r in records() if (r["scheme"], r["kind"], r["seed"]) != ("residual", "report", 3)]
-    rows = open_page(written(tmp_path, results(study(), fewer, costs()))).locator("#main > .scroll tbody")
+    rows = open_page(written(tmp_path, planted(fewer))).locator("#main > .scroll tbody")
     assert "-0.1500 ± 0.5436 (2 seeds)" in rows.inner_text()
 
 
 def test_hostile_texts_are_inert(open_page, tmp_path):
     hostile = [{**r, "scheme": NASTY, "connection": NASTY} if r["scheme"] == "ddl" else r for r in records()]
-    found = results(study(schemes={"residual": {}, NASTY: {}}), hostile, costs())
+    found = planted(hostile, schemes={"residual": {}, NASTY: {}})
     opened = open_page(written(tmp_path, found, title=NASTY))
     assert opened.title() == NASTY
     opened.locator("#main > .scroll tbody tr").first.click()
@@ -53,7 +52,7 @@ def test_hostile_texts_are_inert(open_page, tmp_path):
 
 
 def test_a_study_without_finished_rows_says_so(open_page, tmp_path):
-    opened = open_page(written(tmp_path, results(study(), [], [])))
+    opened = open_page(written(tmp_path, planted([], [])))
     assert "No finished row yet" in opened.locator("#main").inner_text()
 
 
@@ -70,7 +69,7 @@ def test_a_narrow_screen_shows_all_of_the_pictures(open_page, tmp_path):
 
 def test_the_page_has_what_was_tuned_and_why_there_is_no_answer(open_page, tmp_path):
     asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]], "at": ["tokens", "compiled seconds"]}}
-    opened = open_page(written(tmp_path, results(study(questions=asked), records(), costs())))
+    opened = open_page(written(tmp_path, planted(questions=asked)))
     opened.click("tr[data-scheme=ddl]")
     assert "lr 0.008 (edge)" in opened.locator("tr[data-scheme=ddl]").inner_text()
     assert "compiled steps of ddl and residual were not timed" in opened.locator("section.question").inner_text()
@@ -79,7 +78,7 @@ def test_the_page_has_what_was_tuned_and_why_there_is_no_answer(open_page, tmp_p
 def test_questions_show_their_answers(open_page, tmp_path):
     pair = [["ddl", "residual"]]
     asked = {"one": {"ask": NASTY, "compare": pair}, "two": {"ask": "And?", "compare": [["hc", "residual"]]}}
-    found = results(study(questions=asked, schemes={"residual": {}, "ddl": {}, "hc": {}}), records(), costs())
+    found = planted(questions=asked, schemes={"residual": {}, "ddl": {}, "hc": {}})
     opened = open_page(written(tmp_path, found))
     first, second = opened.locator("section.question").all()
     assert NASTY.replace("\u2028", " ")[:20] in first.inner_text()

@@ -8,7 +8,7 @@ import pytest
 from residua.connections import Residual, register, registry, resolve
 from residua.errors import InputError
 from residua.lab.cost.counts import parameters
-from residua.lab.study.definition import load_study, read_study
+from residua.lab.study.definition import load_study
 from residua.lab.study.engine import jobs
 from residua.lab.study.plan import Plan
 from residua.models import ResiduaConfig
@@ -164,93 +164,61 @@ def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
     assert next(iter(Plan(other, data).runs({}))).key != key
 
 
+OVER = {"train.lr": [0.1]}
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("part", "change", "said"),
     [
-        ({"seed": [1]}, "unknown key seed; did you mean seeds?"),
+        ("", {"seed": [1]}, "unknown key seed; did you mean seeds?"),
+        ("", {"seeds": [1, 1]}, "seeds must be at least 2 different ones"),
+        ("", {"seeds": None}, "seeds must be a list, each item a whole number, got None"),
+        ("", {"baselines": ["mhc"]}, "baselines must be some of residual, ddl, got 'mhc'"),
+        ("", {"baselines": "residual"}, "baselines must be a list, each item text, got 'residual'"),
+        ("", {"baselines": ["residual", "residual"]}, "baselines must be at least one, each once"),
+        ("", {"longer": [0.5]}, "longer must be a list of numbers above 1"),
+        ("", {"longer": [math.inf]}, "longer must be a list of numbers above 1"),
+        ("", {"tokens_per_parameter": -1}, "tokens_per_parameter must be a positive number"),
+        ("", {"set": {"train.seed": 3}}, "train.seed must be a key that a study does not set"),
+        ("", {"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
+        ("", {"schemes": ["residual"]}, "schemes must be a mapping"),
+        ("", {"rungs": {}}, "rungs must be at least one"),
+        ("rungs", {"a": {"tuned": "b"}}, "rungs.a.tuned must be a size that is tuned by itself (none is there)"),
+        ("rungs", {"a": {"over": OVER}}, "rungs.a.tuned must be a size, beside `over`"),
+        ("rungs", {"a": {}, "b": {"tuned": "a", "over": {}}}, "rungs.b.over must be values for at least one key"),
         (
-            {"tuning": {**DOCUMENT["tuning"], "finalists": 2}},
-            "tuning.finalists must be 1, as tuning runs are as long",
-        ),
-        (
-            {"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 2]}},
-            r"seeds must be others than those that tune (0, 2, 9), got [1, 2, 3]",
-        ),
-        ({"tuning": {**DOCUMENT["tuning"], "final_seeds": [9, 9]}}, "tuning.final_seeds must be each seed once"),
-        (
-            {"tuning": {**DOCUMENT["tuning"], "final_seeds": ["x"]}},
-            "tuning.final_seeds must be a list, each item a whole number",
-        ),
-        (
-            {"tuning": {**DOCUMENT["tuning"], "finalists": 0, "length": 0.5}},
-            "tuning.finalists must be 1 to tuning.runs",
-        ),
-        ({"seeds": [0, 1]}, "seeds must be others than those that tune"),
-        ({"seeds": [1, 1]}, "seeds must be at least 2 different ones"),
-        ({"baselines": ["mhc"]}, "baselines must be some of residual, ddl, got 'mhc'"),
-        ({"longer": [0.5]}, "longer must be a list of numbers above 1"),
-        ({"tokens_per_parameter": -1}, "tokens_per_parameter must be a positive number"),
-        ({"baselines": 5}, "baselines must be a list, each item text"),
-        (
-            {"baselines": 5, "questions": {"gain": {"ask": "Is it?", "compare": [["ddl", "hc"]]}}},
-            "baselines must be a list, each item text",
-        ),
-        ({"baselines": "residual"}, "baselines must be a list, each item text, got 'residual'"),
-        ({"baselines": [["residual"]]}, "baselines must be a list, each item text"),
-        ({"baselines": ["residual", "residual"]}, "baselines must be at least one, each once"),
-        ({"longer": [math.inf]}, "longer must be a list of numbers above 1"),
-        ({"tokens_per_parameter": math.inf}, "tokens_per_parameter must be a positive number"),
-        ({"tokens_per_parameter": "many"}, "tokens_per_parameter must be a number"),
-        ({"rungs": {}}, "rungs must be at least one"),
-        ({"rungs": {"a": {"tuned": "b"}}}, "rungs.a.tuned must be a size that is tuned by itself (none is there)"),
-        ({"rungs": {"a": {"over": {"train.lr": [0.1]}}}}, "rungs.a.tuned must be a size, beside `over`"),
-        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": {}}}}, "rungs.b.over must be values for at least one key"),
-        ({"rungs": {"a": {}, "b": {"tuned": "a", "over": 5}}}, "rungs.b.over must be a mapping or null"),
-        (
-            {"rungs": {"a": {}, "b": {"tuned": "a", "over": {"train.weight_decay": [0.1]}}}},
+            "rungs",
+            {"a": {}, "b": {"tuned": "a", "over": {"train.weight_decay": [0.1]}}},
             "rungs.b.over must be some of train.lr, train.connection_lr_factor, got",
         ),
         (
-            {"rungs": {name: {"tuned": "a", "over": {"train.lr": [0.1]}} for name in ("a", "b")}},
+            "rungs",
+            {name: {"tuned": "a", "over": OVER} for name in ("a", "b")},
             "rungs.a.tuned must be a size that is tuned by itself (none is there)",
         ),
-        *(
-            ({"rungs": {"a": {"seeds": seeds}}}, "rungs.a.seeds must be at least 2 different ones")
-            for seeds in ([1], [], [1, 1])
-        ),
-        ({"rungs": {"a": {"seeds": [1, 9]}}}, "rungs.a.seeds must be some of 1, 2, 3, got 9"),
-        *(
-            ({"rungs": {"a": {"seeds": seeds}}}, "rungs.a.seeds must be a list, each item a whole number")
-            for seeds in (5, "12", [[1], 2], [True, 2])
-        ),
-        ({"longer": None}, "longer must be a list, each item a number, got None"),
-        ({"tokens_per_parameter": None}, "tokens_per_parameter must be a number, got None"),
-        ({"seeds": None}, "seeds must be a list, each item a whole number, got None"),
-        ({"rungs": {"a": {"longer": [0.5]}}}, "rungs.a.longer must be a list of numbers above 1"),
-        *(
-            ({"rungs": {"a": {"tokens_per_parameter": tokens}}}, "rungs.a.tokens_per_parameter must be a ")
-            for tokens in (0, -1, math.inf, "many", True)
-        ),
-        ({"set": {"train.seed": 3}}, "train.seed must be a key that a study does not set"),
-        ({"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
-        ({"schemes": ["residual"]}, "schemes must be a mapping"),
-        ({"set": 5}, "set must be a mapping"),
-        ({"config": 5}, "config must be text or a list, each item text"),
-        ({"tuning": {**DOCUMENT["tuning"], "factors": {"train.lr": 1}}}, "tuning.factors must be a number above 1"),
-        ({"tuning": {**DOCUMENT["tuning"], "runs": 1}}, "tuning.runs must be at least the 2 points of the grid"),
-        ({"tuning": {**DOCUMENT["tuning"], "runs": 9}}, "tuning.baseline_runs must be at least tuning.runs"),
-        (
-            {"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": 0.1}}},
-            "tuning.over must be a list of numbers above 0 for each key",
-        ),
-        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lr": ["a"]}}}, "must be a list of numbers above 0"),
-        ({"tuning": {**DOCUMENT["tuning"], "over": {}}}, "tuning.over must be values for at least one key"),
-        ({"tuning": {**DOCUMENT["tuning"], "length": 0}}, "tuning.length"),
+        ("rungs", {"a": {"seeds": [1]}}, "rungs.a.seeds must be at least 2 different ones"),
+        ("rungs", {"a": {"seeds": []}}, "rungs.a.seeds must be at least 2 different ones"),
+        ("rungs", {"a": {"seeds": "12"}}, "rungs.a.seeds must be a list, each item a whole number"),
+        ("rungs", {"a": {"seeds": [1, 9]}}, "rungs.a.seeds must be some of 1, 2, 3, got 9"),
+        ("rungs", {"a": {"longer": [0.5]}}, "rungs.a.longer must be a list of numbers above 1"),
+        ("rungs", {"a": {"tokens_per_parameter": 0}}, "rungs.a.tokens_per_parameter must be a positive number"),
+        ("tuning", {"finalists": 2}, "tuning.finalists must be 1, as tuning runs are as long"),
+        ("tuning", {"finalists": 0, "length": 0.5}, "tuning.finalists must be 1 to tuning.runs"),
+        ("tuning", {"final_seeds": [9, 2]}, "seeds must be others than those that tune (0, 2, 9), got [1, 2, 3]"),
+        ("tuning", {"final_seeds": [9, 9]}, "tuning.final_seeds must be each seed once"),
+        ("tuning", {"factors": {"train.lr": 1}}, "tuning.factors must be a number above 1"),
+        ("tuning", {"runs": 1}, "tuning.runs must be at least the 2 points of the grid"),
+        ("tuning", {"runs": 9}, "tuning.baseline_runs must be at least tuning.runs"),
+        ("tuning", {"over": {"train.lr": 0.1}}, "tuning.over must be a list of numbers above 0 for each key"),
+        ("tuning", {"over": {"train.lr": ["a"]}}, "must be a list of numbers above 0"),
+        ("tuning", {"over": {}}, "tuning.over must be values for at least one key"),
+        ("tuning", {"length": 0}, "tuning.length must be a number above 0, 1 at most"),
     ],
 )
-def test_a_wrong_study_is_refused_with_one_line(change, said):
+def test_a_wrong_study_is_refused_with_one_line(part, change, said):
+    changes = {"": change, "rungs": {"rungs": change}, "tuning": {"tuning": {**DOCUMENT["tuning"], **change}}}
     with pytest.raises(InputError) as refusal:
-        read_study({**DOCUMENT, **change}, "file.yaml")
+        study(**changes[part])
     assert said in str(refusal.value)
     assert "\n" not in str(refusal.value)
 

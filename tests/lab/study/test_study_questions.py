@@ -7,37 +7,27 @@ from residua.connections.options import named
 from residua.errors import InputError
 from residua.lab.study.definition import load_study
 from residua.lab.study.report import markdown, payload
-from residua.lab.study.results import results
-from support.planted_study import DOCUMENT, copied, cost, costs, record, records, study
+from support.planted_study import DOCUMENT, changed, copied, cost, planted, record, records, without
 
 ASKED = {"gain": {"ask": "Is `ddl` ahead?", "compare": [["ddl", "residual"]], "at": ["tokens", "seconds"]}}
 
 
-def asked(**changes):
-    return study(questions={"gain": {**ASKED["gain"], **changes}})
+def asked(runs=None, timed=None, **changes):
+    return planted(runs, timed, questions={"gain": {**ASKED["gain"], **changes}})
 
 
 def test_an_answer_is_the_paired_difference_with_its_interval():
-    tokens, seconds = results(asked(), records(), costs()).answers
+    tokens, seconds = asked().answers
     assert (tokens.scheme, tokens.to, tokens.measure, tokens.waiting) == ("ddl", "residual", "tokens", [])
     assert tokens.difference.estimate.mean == pytest.approx(-0.2)
     assert seconds.difference.estimate.mean == pytest.approx(0.1)
     assert tokens.difference.holm is None
 
 
-def shifted(ahead):
-    """The records with ddl ahead by nearly the same in every seed."""
-    mine = [r for r in records() if (r["scheme"], r["kind"]) == ("ddl", "report")]
-    return [
-        *(r for r in records() if r not in mine),
-        *({**r, "val_loss": 4 + 0.01 * r["seed"] - ahead - 1e-4 * r["seed"]} for r in mine),
-    ]
-
-
 @pytest.mark.parametrize("ahead", [0.1, -0.1])
 def test_a_difference_clear_of_zero_is_bold(ahead):
-    named = study(questions=ASKED, primary={"small": [["ddl", "residual"]]})
-    found = results(named, shifted(ahead), costs())
+    near = changed(records(), lambda row: {"val_loss": 4 + 0.0099 * row["seed"] - ahead}, scheme="ddl", kind="report")
+    found = planted(near, questions=ASKED, primary={"small": [["ddl", "residual"]]})
     answer = found.answers[0]
     assert answer.difference.clear
     assert (answer.difference.estimate.mean < 0) == (ahead > 0)
@@ -45,76 +35,76 @@ def test_a_difference_clear_of_zero_is_bold(ahead):
 
 
 def test_a_primary_contrast_has_its_interval_over_documents_if_all_reported_runs_have_losses_by_document():
-    named = study(questions=ASKED, primary={"small": [["ddl", "residual"]]})
-    text = {"ddl": [10.0, 30.0, 21.0], "residual": [11.0, 30.0, 24.0]}
-    told = [
-        {**r, "further_documents": {"labels": [10, 20, 20], "nats": text[r["scheme"]]}} if r["kind"] == "report" else r
-        for r in records()
-    ]
-    found = results(named, told, costs())
+    named = {"questions": ASKED, "primary": {"small": [["ddl", "residual"]]}}
+    nats = {"ddl": [10.0, 30.0, 21.0], "residual": [11.0, 30.0, 24.0]}
+
+    def documents(row):
+        return {"further_documents": {"labels": [10, 20, 20], "nats": nats[row["scheme"]]}}
+
+    runs = changed(records(), documents, kind="report")
+    found = planted(runs, **named)
     (difference,) = found.corrected.values()
     assert difference.documents["further_"].mean == pytest.approx(-4 / 50)
     assert "| second text, over documents" in markdown(found)
     assert f"{-4 / 50:+.4f} ± " in markdown(found)
-    last = next(r for r in reversed(told) if r["kind"] == "report")
-    fewer = [{**r, "further_documents": None} if r is last else r for r in told]
-    assert "second text" not in markdown(results(named, fewer, costs()))
-    other = {**last["further_documents"], "labels": [20, 10, 20]}  # of a text that was prepared again
-    mixed = [{**r, "further_documents": other} if r is last else r for r in told]
-    assert "second text" not in markdown(results(named, mixed, costs()))
+    again = {"labels": [20, 10, 20], "nats": nats["ddl"]}  # of a text that was prepared again
+    for last in (None, again):
+        others = changed(runs, lambda row, last=last: {"further_documents": last}, scheme="ddl", kind="report", seed=3)
+        assert "second text" not in markdown(planted(others, **named))
 
 
 def test_an_interval_clear_of_zero_only_before_the_correction_is_not_bold():
     schemes = {name: {} for name in ("residual", "ddl", "hc", "mhc")}
     named = {"small": [["ddl", "residual"], ["hc", "residual"], ["hc", "ddl"]]}
-    near = [
-        {**r, "val_loss": r["val_loss"] + 0.1} if r["kind"] == "report" and r["scheme"] != "residual" else r
-        for r in [*records(), *copied("hc"), *copied("mhc")]
-    ]
-    found = results(study(schemes=schemes, questions=ASKED, primary=named), near, costs())
+    near = [*records(), *copied("hc"), *copied("mhc")]
+    for name in ("ddl", "hc", "mhc"):
+        near = changed(near, lambda row: {"val_loss": row["val_loss"] + 0.1}, scheme=name, kind="report")
+    found = planted(near, schemes=schemes, questions=ASKED, primary=named)
     answer = found.answers[0]
     assert answer.difference.p < 0.05 < answer.difference.holm
     assert "| tokens | -0.1000 ± " in markdown(found)
 
 
 def test_two_schemes_that_are_no_baselines_are_compared():
-    more = copied("hc")
-    more = [{**r, "val_loss": r["val_loss"] + 0.1} for r in more]
-    both = study(
-        schemes={"residual": {}, "ddl": {}, "hc": {}},
-        questions={"pair": {"ask": "Which?", "compare": [["hc", "ddl"]]}},
-    )
-    (answer,) = results(both, records() + more, []).answers
+    more = changed(copied("hc"), lambda row: {"val_loss": row["val_loss"] + 0.1})
+    pair = {"pair": {"ask": "Which?", "compare": [["hc", "ddl"]]}}
+    (answer,) = planted(records() + more, [], schemes={"residual": {}, "ddl": {}, "hc": {}}, questions=pair).answers
     assert answer.difference.estimate.mean == pytest.approx(0.1)
 
 
 def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_said():
-    some = [r for r in records() if (r["scheme"], r["seed"]) != ("ddl", 3)]
-    for answer in results(asked(), some, costs()).answers:
-        assert (answer.difference, answer.waiting) == (None, ["ddl"])
-    assert "\n\nWaiting for `ddl`.\n" in markdown(results(asked(), some, costs()))
+    found = asked(without(records(), scheme="ddl", seed=3))
+    assert [(answer.difference, answer.waiting) for answer in found.answers] == [(None, ["ddl"])] * 2
+    assert "\n\nWaiting for `ddl`.\n" in markdown(found)
     for known in ([], [cost("residual", 1.0, 1000.0), cost("ddl", 1.7, 1000.0)]):
-        tokens, seconds = results(asked(), records(), known).answers
+        found = asked(timed=known)
+        tokens, seconds = found.answers
         assert tokens.difference is not None
         assert seconds.difference is None
         assert seconds.missing
-    text = markdown(results(asked(), records(), known))
-    assert "No comparison: residual has no runs 1.70 times as long as ddl" in text
-    assert text.count("\n| `ddl` − `residual` | ") == 1
+    assert "No comparison: residual has no runs 1.70 times as long as ddl" in markdown(found)
+    assert markdown(found).count("\n| `ddl` − `residual` | ") == 1
 
 
 def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
     small = DOCUMENT["rungs"]["small"]
-    sizes = {"small": small, **{name: {**small, "tuned": "small"} for name in ("wide", "deep")}}
-    pair = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]]}}
-    pair["more"] = {"ask": "And?", "compare": [["ddl", "residual"], ["hc", "residual"]]}
-    pair["none"] = {"ask": "Or?", "compare": [["hc", "residual"]]}
-    schemes = {"residual": {}, "ddl": {}, "hc": {}}
-    plain = [one for one in records() if one["scheme"] == "residual" and one["kind"] == "report"]
-    elsewhere = [{**one, "rung": rung, "key": f"{rung} {one['seed']}"} for rung in sizes for one in plain]
-    there = [one for one in elsewhere if one["rung"] == "wide" or (one["rung"] == "deep" and one["seed"] == 1)]
-    asked = study(rungs=sizes, questions=pair, schemes=schemes)
-    text = markdown(results(asked, [*records(), *there], costs())).partition("## Questions")[2].partition("\n## ")[0]
+    pair, other = ["ddl", "residual"], ["hc", "residual"]
+    study = {
+        "rungs": {"small": small, **{name: {**small, "tuned": "small"} for name in ("wide", "deep")}},
+        "questions": {
+            "gain": {"ask": "Is it?", "compare": [pair]},
+            "more": {"ask": "And?", "compare": [pair, other]},
+            "none": {"ask": "Or?", "compare": [other]},
+        },
+        "schemes": {"residual": {}, "ddl": {}, "hc": {}},
+    }
+
+    def elsewhere(rung, **where):
+        rows = [row for row in records() if row["kind"] == "report" and where.items() <= row.items()]
+        return [{**row, "rung": rung, "key": f"{rung} {row['scheme']} {row['seed']}"} for row in rows]
+
+    started = [*elsewhere("wide", scheme="residual"), *elsewhere("deep", scheme="residual", seed=1)]
+    text = markdown(planted([*records(), *started], **study)).partition("## Questions")[2].partition("\n## ")[0]
     first, second, third = text.split("### ")[1:]
     assert "| comparison, at equal tokens | small |\n" in first
     assert "\n| `ddl` − `residual` | -0.2000 ± 0.2484; would see 0.3" in first
@@ -123,44 +113,41 @@ def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
     assert third.strip() == "Or?\n\nWaiting for `hc`."
     assert "wide" not in text
     assert "deep" not in text
-    whole = [{**one, "rung": "wide", "key": f"wide {one['scheme']} {one['seed']}"} for one in records()]
-    whole = [one for one in whole if one["kind"] == "report"]
-    text = markdown(results(asked, [*records(), *whole], costs()))
+    text = markdown(planted([*records(), *elsewhere("wide")], **study))
     assert "| comparison, at equal tokens | small | wide |\n" in text
     assert "\n\nWaiting for `hc`.\n" in text
 
 
 def test_a_question_with_further_seeds_is_answered_by_all_of_them_and_rows_are_not():
-    further = study(questions={"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [4, 5]}})
+    further = {"at": ["tokens"], "seeds": [4, 5]}
     more = [record(name, "report", seed, loss) for name, loss in (("residual", 4.0), ("ddl", 3.0)) for seed in (4, 5)]
-    for there, count, mean in ((more[:3], 3, -0.2), (more, 5, -0.52)):
-        found = results(further, records() + there, costs())
+    for some, count, mean in ((more[:3], 3, -0.2), (more, 5, -0.52)):
+        found = asked(records() + some, **further)
         (answer,) = found.answers
         assert (answer.difference.estimate.count, answer.difference.estimate.mean) == (count, pytest.approx(mean))
         assert (f" ({count} seeds)" in markdown(found)) == (count != 3)
         row = found.row("small", "ddl")
-        assert row.loss == results(study(), records(), costs()).row("small", "ddl").loss
+        assert row.loss == planted().row("small", "ddl").loss
         assert row.difference("residual", "tokens").estimate.count == 3
         (shown,) = (one for one in payload(found)["rows"] if one["scheme"] == "ddl")  # every run behind an answer
-        assert [run["seed"] for run in shown["runs"] if run["kind"] == "further"] == [r["seed"] for r in there[2:]]
-    diverged = [{**one, "val_loss": None} if one is more[3] else one for one in more]
-    (answer,) = results(further, records() + diverged, costs()).answers
+        assert [run["seed"] for run in shown["runs"] if run["kind"] == "further"] == [r["seed"] for r in some[2:]]
+    diverged = changed(records() + more, lambda row: {"val_loss": None}, scheme="ddl", seed=5)
+    (answer,) = asked(diverged, **further).answers
     assert (answer.difference, bool(answer.missing)) == (None, True)
 
 
 def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():
-    wanted = asked(at=["compiled seconds"])
-    (answer,) = results(wanted, records(), costs()).answers
+    found = asked(at=["compiled seconds"])
+    (answer,) = found.answers
     assert (answer.difference, answer.waiting) == (None, [])
-    told = markdown(results(wanted, records(), costs()))
-    assert "No comparison: compiled steps of ddl and residual were not timed in the same rounds" in told
+    assert "No comparison: compiled steps of ddl and residual were not timed in the same rounds" in markdown(found)
     timed = [cost("residual", 1.0, 1.0, compiled=True), cost("ddl", 1.5, 1.0, compiled=True)]
-    (answer,) = results(wanted, records(), timed).answers
+    (answer,) = asked(timed=timed, at=["compiled seconds"]).answers
     assert answer.difference.estimate.mean == pytest.approx(0.1)
 
 
 def test_the_page_says_what_the_report_says():
-    found = results(asked(), records(), costs())
+    found = asked()
     (shown,) = payload(found)["questions"]
     assert shown["ask"] == "Is `ddl` ahead?"
     header, rows = shown["table"]
