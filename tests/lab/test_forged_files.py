@@ -178,17 +178,6 @@ def test_what_was_not_forged_opens(place, capsys):
         assert status == 0, err
 
 
-def test_only_files_of_the_manifest_count(place, capsys):
-    """Others may lie beside them, under any name that a reader of checkpoints might look for."""
-    content = pickle.dumps(Executes(place.with_name("marker")))
-    for name in (".metadata", "__0_0.distcp", "optimizer.pt", "model-00002-of-00002.safetensors", "pytorch_model.bin"):
-        (place / STEP / name).write_bytes(content)
-    for command in (EVALUATE, RESUME):
-        status, _, err = execute(capsys, arguments(command, place))
-        assert status == 0, err
-    assert_harmless(place)
-
-
 def test_an_exported_model_with_pickled_weights(place, capsys):
     (place / "model" / "model.safetensors").unlink()
     (place / "model" / "pytorch_model.bin").write_bytes(zipped_pickle(place.with_name("marker")))

@@ -64,20 +64,12 @@ def stop_before(index):
     LoggedBatches.before = {index: lambda: os.kill(os.getpid(), signal.SIGTERM)}
 
 
-def _fate_in_save(name, number, fatal):
-    module = next(module for module in (saving, checkpoint, durable) if hasattr(module, name))
-    setattr(module, name, at_call(number, fatal, getattr(module, name)))
-
-
-def kill_in_save(name, number):
-    _fate_in_save(name, number, die)
-
-
 def fail_in_save(name, number, error):
     def fail(*_, **__):
         raise error
 
-    _fate_in_save(name, number, fail)
+    module = next(module for module in (saving, checkpoint, durable) if hasattr(module, name))
+    setattr(module, name, at_call(number, fail, getattr(module, name)))
 
 
 def fail_to_build(error):

@@ -62,6 +62,8 @@ class ToyBatches:
 def evaluate(model):
     """A loss on fixed tokens; it draws random numbers, which must not reach the training."""
     torch.rand(3)
+    assert not model.training
+    assert not torch.is_grad_enabled()
     inputs, labels = ToyBatches().at(10_000)
     return {"val_loss": model(inputs, labels=labels, shift_labels=labels).loss.item(), "tokens": BATCH * LENGTH}
 

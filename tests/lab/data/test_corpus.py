@@ -89,7 +89,8 @@ def test_folder_is_read_in_sorted_order_and_other_files_are_skipped(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
     (tmp_path / ".hidden" / "x.txt").write_text("hidden")
     (tmp_path / "white.txt").write_text(" \n\t")
-    pq.write_table(pa.table({"text": ["five", None, "", "six"], "id": [1, 2, 3, 4]}), tmp_path / "c.parquet")
+    large = pa.array(["five", None, "", "six"], pa.large_string())
+    pq.write_table(pa.table({"text": large, "id": [1, 2, 3, 4]}), tmp_path / "c.parquet")
 
     corpus = open_corpus(tmp_path)
     assert texts(tmp_path) == ["one", "two 😀", "three", "four", "five", "six"]

@@ -96,23 +96,6 @@ def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_pa
     assert contents(out) == undisturbed["fraction"]
 
 
-def test_all_documents_are_there_and_copies_stay_together(folder, undisturbed, tmp_path):
-    for name, content in undisturbed["fraction"].items():
-        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "out" / name).write_bytes(content)
-    data = PreparedData.open(tmp_path / "out")
-    found = []
-    for tokens in (data.validation, data.train):
-        ids = tokens.window(0, len(tokens))
-        assert ids[-1] == 256
-        documents = np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]
-        found.append([bytes(document[:-1].tolist()).decode() for document in documents])
-    expected = sorted(document.text for document in open_corpus(folder))
-    held_out, training = found
-    assert sorted(held_out) == [text for text in expected if text in set(held_out)]
-    assert sorted(training) == [text for text in expected if text not in set(held_out)]
-
-
 def _prepare_and_die(source, out, settings, survive):
     """The process dies with a shard that is not full, after `survive` other writes of such shards."""
     for name, value in SMALL.items():
@@ -185,24 +168,6 @@ def test_nothing_is_saved_while_a_document_waits_for_its_place(folder, small, tm
     assert json.loads((data.folder / "index.json").read_text())["splits"]["validation"]["documents"] == 1
 
 
-def test_a_full_disk_while_progress_is_saved_keeps_the_earlier_state(
-    folder, undisturbed, small, tmp_path, monkeypatch, capsys
-):
-    replace, times = os.replace, itertools.count()
-
-    def failing(*paths):
-        if next(times) == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace(*paths)
-
-    monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(RunError, match="No space left on device"):
-        prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
-    assert "tokens are kept" in capsys.readouterr().err
-    prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
-    assert contents(tmp_path / "out") == undisturbed["fraction"]
-
-
 @pytest.fixture
 def unfinished(folder, small, tmp_path):
     """A copy of the source, and a preparation of it that ended half-way."""
@@ -265,15 +230,6 @@ def test_damage_to_what_is_unfinished_is_noticed(unfinished, damage, name):
     ) as e:
         prepare(source, out, **SETTINGS["fraction"])
     assert "\n" not in str(e.value)
-
-
-def test_a_broken_file_far_on_keeps_what_came_before(folder, small, tmp_path, capsys):
-    source = shutil.copytree(folder, tmp_path / "texts")
-    with (source / "b.jsonl").open("a") as file:
-        file.write('\n{"text": ')
-    with pytest.raises(InputError, match=r"b\.jsonl:302 must be one JSON object"):
-        prepare(source, tmp_path / "out", **SETTINGS["fraction"])
-    assert "tokens are kept" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ import pickle
 import shutil
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -110,20 +108,6 @@ def test_the_bpe_does_not_see_the_validation_text(tmp_path):
         vocabularies.append(data.tokenizer().get_vocab())
     assert len(data.validation) > 1000
     assert vocabularies[0] == vocabularies[1]
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".parquet"])
-def test_other_kinds_of_files(tmp_path, suffix):
-    path = tmp_path / f"text{suffix}"
-    if suffix == ".txt":
-        path.write_text("".join(TEXTS) * 5)
-    else:
-        pq.write_table(pa.table({"text": pa.array(TEXTS, pa.large_string())}), path)
-    data = prepare(path, tmp_path / "data", tokenizer="byte")
-    assert (data.vocab_size, data.eos_token_id) == (257, 256)
-    whole = [tokens.window(0, len(tokens)) for tokens in (data.train, data.validation)]
-    size = sum(int((ids < 256).sum()) for ids in whole)
-    assert size == data.facts["bytes"] == sum(len(text.encode()) for text in TEXTS) * (5 if suffix == ".txt" else 1)
 
 
 def test_documents_are_tokenized_in_groups_without_a_trace(source, prepared, tmp_path, monkeypatch):
@@ -297,15 +281,6 @@ def test_two_documents_are_enough(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="byte")
     assert len(data.train) == len(data.validation) == 4
-
-
-def test_an_error_in_the_middle_leaves_nothing(tmp_path):
-    lines = [json.dumps({"text": text}) for text in TEXTS] + ["{"]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    for tokenizer in ("bpe", "byte"):
-        with pytest.raises(InputError, match=r"a\.jsonl:201 must be"):
-            prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=tokenizer)
-        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(source, tmp_path):

@@ -24,7 +24,6 @@ from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.evaluation.records import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run
 from residua.lab.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, load_config
-from residua.lab.training.optimizer import connection_parameters, parameter_groups
 from residua.records.folder import flatten
 from support.converted_models import data_of_base, save_base
 from support.ranks import assert_same_run, run_ranks
@@ -226,18 +225,6 @@ def test_the_section_of_a_base_has_its_own_keys(base):
     with pytest.raises(InputError, match=r"model\.base must be a model from scratch"):
         _ = config.from_scratch
     assert isinstance(load_config(None, ["--model.hidden_size=96"]).from_scratch, ModelConfig)
-
-
-def test_connections_of_a_base_learn_at_a_rate_of_their_own(config, prepared):
-    model = build_model(resolved(config), prepared.tokenizer())
-    groups = parameter_groups(model, 0.1, connection_lr_factor=30.0)
-    own = {id(parameter) for parameter in connection_parameters(model)}
-    assert own == {id(parameter) for name, parameter in model.named_parameters() if ".stream." in name}
-    assert {id(p) for group in groups if group["factor"] == 30 for p in group["params"]} == own
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
-    assert "model.embed_tokens.weight" in decayed
-    assert not any("norm" in name for name in decayed)
 
 
 @pytest.mark.slow

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-import residua
-from support.converted_models import IDS, PLAIN, WINDOWED, converted, llama
+from support.converted_models import IDS, PLAIN, WINDOWED, converted
 from support.processes import together
 from support.tolerances import assert_close
 
@@ -93,36 +92,6 @@ def test_two_processes_have_the_gradients_of_one(kind, connection, start, tmp_pa
     assert found.keys() == want.keys()
     for name, grad in want.items():
         assert_close(found[name], grad)
-
-
-def kept(connection, tokens=64, dim=128, layers=4):
-    """Vectors of width dim that a token keeps in a layer for the backward pass of a Llama."""
-    sizes = {"hidden_size": dim, "num_hidden_layers": layers, "max_position_embeddings": tokens, "use_cache": False}
-    model = llama(torch.float32, **sizes).train()
-    if connection is not None:
-        residua.convert(model, connection, start="fresh")
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages = {}
-
-    def pack(x):
-        if x.untyped_storage().data_ptr() not in parameters:
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        output = model(torch.zeros(1, tokens, dtype=torch.long))
-    assert output.logits.requires_grad
-    return sum(storage.nbytes() for storage in storages.values()) / (4 * tokens * dim * layers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("connection", "numbers"), [("hc", 82), ("mhc", 96), ("ihc", 48)])
-def test_four_streams_keep_little_more_than_the_model_that_was_converted(connection, numbers):
-    """As in a model of ours: states are replayed across the layers; `numbers` per sublayer and token are gates."""
-    plain = kept(None)
-    assert kept("residual") == plain
-    assert kept(connection) - plain <= 4.5 + 2 * numbers / 128
-    assert kept({"preset": connection, "recompute": "none"}) - plain >= 4.5 + 2 * numbers / 128
 
 
 @pytest.mark.compiler

@@ -16,7 +16,6 @@ from support.ranks import (
     fail_in_save,
     fail_to_build,
     kill_before,
-    kill_in_save,
     mislead,
     run_ranks,
     stop_before,
@@ -77,23 +76,6 @@ def test_a_rank_that_dies_ends_the_job(victim, index, data, alone, tmp_path, sta
     assert again.statuses == [0, 0], again.out
     assert trained_windows([job, again], 2) == windows_alone(data)
     assert_same_run(folder, alone(), rows, exact=True)
-
-
-@pytest.mark.parametrize(
-    ("rank", "name", "call", "newest"),
-    [(1, "snapshot", 2, 2), (0, "publish", 3, 2), (0, "drop_old", 3, 6)],
-)
-def test_a_rank_that_dies_in_a_save_leaves_whole_checkpoints(
-    rank, name, call, newest, data, alone, tmp_path, start, rows
-):
-    folder, arguments = tmp_path / "run", options(data)
-    job = run_ranks(start, 2, folder, arguments, {rank: [(kill_in_save, name, call)]})
-    assert job.statuses[rank] == -signal.SIGKILL
-    assert latest_checkpoint(folder).step >= newest
-    again = run_ranks(start, 2, folder, arguments, resume=True)
-    assert again.statuses == [0, 0], again.out
-    assert_same_run(folder, alone(), rows, exact=True)
-    assert_nothing_unfinished(folder)
 
 
 @pytest.mark.parametrize(

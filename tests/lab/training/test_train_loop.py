@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from residua.errors import InputError, RunError
 from residua.lab.training import checkpoint as checkpoint_module
-from residua.lab.training import loop, train
+from residua.lab.training import loop
 from residua.records import durable, jsonlines
 from support.full_disk import room
-from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel, toy_config
+from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel
 
 
 def weights(folder, step):
@@ -87,19 +87,6 @@ def test_evaluation_leaves_the_training_alone(tmp_path, fit, rows):
     fit(tmp_path / "often", evaluate_every=1)
     fit(tmp_path / "seldom", evaluate_every=12)
     assert [row["loss"] for row in rows(tmp_path / "often")] == [row["loss"] for row in rows(tmp_path / "seldom")]
-
-
-def test_evaluation_is_in_evaluation_mode_without_gradients(tmp_path):
-    seen = []
-
-    def look(model):
-        seen.append((model.training, torch.is_grad_enabled()))
-        return {"val_loss": 1.0}
-
-    model = ToyModel()
-    train(model, ToyBatches(), toy_config(steps=2), tmp_path / "run", evaluate=look, progress=False)
-    assert seen == [(False, False)]
-    assert model.training
 
 
 def test_bfloat16_runs_under_autocast_with_weights_in_float32(tmp_path, fit, rows):
@@ -264,11 +251,6 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path, fit, capsys):
     assert [line.split()[1] for line in lines] == ["1/12", "4/12", "8/12", "12/12"], "the first and every evaluation"
     for part in ("loss ", "val ", "tokens/s", "0:00:00 left"):
         assert part in lines[-1]
-
-
-def test_silence_on_request(tmp_path, fit, capsys):
-    fit(tmp_path / "run", progress=False)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_rows_go_to_weights_and_biases_too(tmp_path, fit, monkeypatch):
