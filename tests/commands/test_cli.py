@@ -17,23 +17,19 @@ from residua.commands.signature import command_parser
 from residua.commands.table import COMMANDS
 from residua.connections import PRESETS, registry
 from residua.lab import experiment
+from support.tiny_runs import options, prepare_texts
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    *("--config", "tiny", "--train.steps", "4", "--train.warmup_steps", "1", "--train.batch_size", "2"),
-    *("--train.sequence_length", "16", "--train.evaluate_every", "2", "--train.tensorboard", "false"),
-    *("--train.device", "cpu", "--model.num_hidden_layers", "1", "--model.hidden_size", "16"),
-    *("--model.num_attention_heads", "1", "--model.head_dim", "16"),
+    "--config",
+    "tiny",
+    *options(None, steps=4, warmup_steps=1, evaluate_every=2, checkpoint_every=100, gradient_accumulation=1),
 ]
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cli")
-    for number in range(40):
-        (folder / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number * number} things.\n" * 3)
-    assert main(["prepare", "--source", str(folder), "--out", str(folder / "out"), "--tokenizer", "byte"]) == 0
-    return folder / "out"
+    return prepare_texts(tmp_path_factory.mktemp("cli")).folder
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +101,9 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("generate x --prompt a --temprature 1", "did you mean --temperature?"),
         ("generate x --prompt a --seed one", "--seed"),
         ("generate x --prompt a --top-p 0", "--top-p must be a number above 0, at most 1, got 0.0"),
-        ("generate x --prompt a --top-k=-1", "--top-k must be 0 or more, got -1"),
-        ("generate x --prompt a --max-new-tokens 0", "--max-new-tokens must be at least 1, got 0"),
         ("evaluate x y", "unexpected argument 'y'"),
         ("evaluate no-such-folder", "no-such-folder must be a run folder or one with a model of"),
         ("evaluate x --limit 3", "--limit needs --tasks beside it"),
-        ("evaluate x --num-fewshot 1", "--num-fewshot needs --tasks beside it"),
-        ("evaluate x --batch-size 1", "--batch-size needs --tasks beside it"),
-        ("evaluate x --published small", "--published needs --tasks beside it"),
-        ("evaluate x --include-path x", "--include-path needs --tasks beside it"),
         ("compare no-such-folder", "give a run folder"),
         ("train --run x", "--config NAME|FILE.yaml must say what to train"),
         ("cost count", "--config NAME|FILE.yaml must say which run to count"),
@@ -125,7 +115,6 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("train --run x --config tiny --resme", "did you mean --resume?"),
         ("train --run x --config tiny --lr 1", "did you mean --train.lr?"),
         ("train --run x --config tiny --model.hiden_size=8", "did you mean --model.hidden_size?"),
-        ("train --run x --config tiny --train.steps two", "train.steps"),
         ("train --run x --config tiny --model.connection dll", "did you mean 'ddl'?"),
         ("train --run x --config tiny --data.path no-such-folder", "no-such-folder"),
         ("prepare --source no-such-file --out x", "no-such-file"),
@@ -134,17 +123,12 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("study run nothing.yaml --out x", "must be resbench or a YAML file"),
         ("study report", "the following arguments are required: DIR"),
         ("study report nowhere", "found no study.json"),
-        ("study verify nowhere", "found no study.json"),
         ("study verify nowhere --share 0", "--share must be a number above 0, 1 at most, got 0"),
-        ("study run resbench extra --out x", "unexpected argument"),
         ("study run resbench --out x --seeds 7", "unknown option --seeds"),
-        ("study run resbench --out x --rounds 3", "--rounds must be at least 9, got 3"),
-        ("study report x --schemes ddl", "unknown option --schemes"),
         ("study report x --no-costs", "unknown option --no-costs; see residua study report --help"),
         ("study run resbench --out x --rungs 9M", "--rungs must be some of"),
         ("study tune --config tiny", "give --out DIR"),
         ("study tune --config tiny --out x", "--over must have at least one key"),
-        ("study tune --config tiny --out x --over train.lr", "must be KEY=VALUE,VALUE"),
         ("study tune --config tiny --out x --over train.lr=", "must be KEY=VALUE,VALUE"),
         ("study tune --config tiny --out x --over 'train.lr=[1'", "must be KEY=VALUE,VALUE"),
         ("study tune --config tiny --out x --over train.lr=1e-3 --over train.lr=2e-3", "must have train.lr once"),
@@ -152,9 +136,6 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("study tune --config tiny --out x --over train.lrr=1", "did you mean train.lr"),
         ("study tune --config tiny --out x --over train.lr=1e-3,-1", "train.lr must be a positive number"),
         ("study tune --config tiny --out x --over model.connection=residual,dll", "ddl"),
-        ("study tune --config tiny --out x --over train.lr=1 --seeds 0", "--seeds must be at least 1"),
-        ("study tune --config tiny --out x --over train.lr=1 --finalists 0", "--finalists must be at least 1"),
-        ("study tune --config tiny --out x --over train.lr=1 --processes 0", "--processes must be at least 1"),
         (
             "study tune --config tiny --out x --over model.connection=ddl --neighbours",
             "--neighbours needs --over with a key",
@@ -165,13 +146,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("study geometry quick --tasks gyroscop", "a task must be one of gyroscope, "),
         ("study geometry quick --models dll", "did you mean ddl?"),
         ("study geometry quick --models edelta-token:num_streams=3", "num_streams"),
-        ("study geometry quick --models jpmhc:num_streams=0", "num_streams"),
         ("study geometry quick --device tpu", "--device must be one of auto, cpu, cuda, got 'tpu'"),
-        ("study geometry quick --steps 0", "steps"),
-        ("study geometry quick --seeds -1", "--seeds"),
-        ("study geometry quick --processes 0", "--processes must be"),
-        ("study geometry reflection --models housholder", "an operator must be one of householder, "),
-        ("study geometry reflection --steps 0", "steps"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2_and_nothing_is_written(capsys, tmp_path, monkeypatch, line, expected):
@@ -221,7 +196,7 @@ def test_what_a_command_prints_fits_a_terminal_of_80_columns(runs, prepared, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ddl").symlink_to(runs / "ddl")
     (tmp_path / "texts").mkdir()
-    for file in prepared.parent.glob("*.txt"):
+    for file in (prepared.parent / "text").iterdir():
         (tmp_path / "texts" / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
@@ -343,10 +318,6 @@ def test_a_finished_run_is_left_alone_and_a_used_folder_refused(capsys, prepared
     assert metrics.read_bytes() == before
 
 
-def test_prepare_refuses_a_folder_that_is_not_empty(capsys, prepared):
-    assert "a new or empty folder" in error(capsys, ["prepare", "--source", prepared.parent, "--out", prepared])
-
-
 def test_a_failure_at_run_time_is_status_1(capsys, prepared, tmp_path):
     argv = ["train", "--run", tmp_path / "run", *SMALL, "--data.path", prepared, "--train.lr", "1e30"]
     assert "finite" in error(capsys, [*argv, "--train.clip", "0", "--train.warmup_steps", "0"], status=1)
@@ -423,7 +394,7 @@ def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prep
         ["compare", run, "--out", out],
         ["train", "--run", run, "--resume"],
         ["generate", run, "--prompt", "Text", "--max-new-tokens", "2"],
-        ["prepare", "--source", str(prepared.parent), "--tokenizer", "byte", "--out", f"{out}/new"],
+        ["prepare", "--source", str(prepared.parent / "text"), "--tokenizer", "byte", "--out", f"{out}/new"],
     ]
     known = extras()
     optional = set().union(*known.values())

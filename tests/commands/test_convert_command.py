@@ -14,7 +14,6 @@ from residua.commands.cli import main
 from residua.conversion.opening import read_model
 from residua.lab.data.tokenizer import byte_tokenizer
 from support.converted_models import IDS, llama
-from support.full_disk import room
 from support.tolerances import assert_close
 
 
@@ -62,16 +61,6 @@ def test_a_folder_without_a_tokenizer_is_one_whole_line_that_says_what_to_do(tmp
     assert line.endswith("; copy the files of the tokenizer, such as tokenizer.json, into the folder")
 
 
-@pytest.mark.parametrize("size", [100, 3000, 50_000])
-def test_a_full_disk_is_one_line_and_leaves_nothing(size, folder, tmp_path, capsys):
-    """As in the export: a limit on the size of files fails first a text, then the tokenizer, then the weights."""
-    with room(size):
-        assert main(["convert", str(folder), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot write the model: " in line
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_everybody_who_may_read_the_settings_may_read_the_weights(folder, tmp_path):
     """Also where the tokenizer writes a folder for its chat templates."""
     source, out = tmp_path / "source", tmp_path / "out"
@@ -82,11 +71,6 @@ def test_everybody_who_may_read_the_settings_may_read_the_weights(folder, tmp_pa
     assert main(["convert", str(source), "--connection", "ihc", "--out", str(out)]) == 0
     assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
-
-
-def test_a_folder_with_files_is_not_written_into(folder, capsys):
-    assert main(["convert", str(folder), "--connection", "ihc", "--out", str(folder)]) == 2
-    assert "new or empty folder" in capsys.readouterr().err
 
 
 def test_a_converted_folder_is_for_the_other_commands(folder, tmp_path, capsys):
