@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from residua import AlternatingUpdates
-from support.references import assert_computes, rms_norm
+from support.references import assert_computes, by_token, rms_norm
 from support.stream_cases import DIM, built
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, every, normal, perturbed
@@ -20,31 +20,30 @@ def sized(x: Tensor, like: Tensor) -> Tensor:
     return x * like.square().mean().sqrt() / x.square().mean().clamp_min(1e-5).sqrt()
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: AlternatingUpdates) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: AlternatingUpdates) -> Tensor:
     """Token by token and block by block: predict, update the active stream, correct."""
-    n, a, result = scheme.num_streams, scheme.active, []
-    for token in x.flatten(0, 1):
-        rows = [token] * n
-        if scheme.ends == "projections":
-            rows = [token, *(sized(part.weight @ token, token) for part in stream.expand.project)]
-        for block in range(len(sublayers) // 2):
-            first, second = stream.connections[2 * block], stream.connections[2 * block + 1]
-            entries = first.predict.weight @ routed(first.router, rows[a])
-            predicted = [rows[k] + sum(entries[k * n + j] * rows[j] for j in range(n)) for k in range(n)]
-            active = predicted[a]
-            read = rms_norm(active, first.norm.weight)
-            updated = active + sublayers[2 * block](read)
-            if first.laurel is not None:
-                low = first.laurel.right.weight @ (first.laurel.left.weight @ read)
-                updated = (updated + read + rms_norm(low, first.laurel.norm.weight)) / math.sqrt(2)
-            updated = updated + sublayers[2 * block + 1](rms_norm(updated, second.norm.weight))
-            weights = second.correct.weight @ routed(first.router, updated) + 1
-            rows = [predicted[k] + weights[k] * (updated - active) for k in range(n)]
-        if scheme.ends == "projections":
-            parts = stream.collapse.read.project
-            rows = [rows[0], *(sized(part.weight @ row, rows[0]) for part, row in zip(parts, rows[1:]))]
-        result.append(sum(rows) / n)
-    return torch.stack(result).view_as(x)
+    n, a = scheme.num_streams, scheme.active
+    rows = [token] * n
+    if scheme.ends == "projections":
+        rows = [token, *(sized(part.weight @ token, token) for part in stream.expand.project)]
+    for block in range(len(sublayers) // 2):
+        first, second = stream.connections[2 * block], stream.connections[2 * block + 1]
+        entries = first.predict.weight @ routed(first.router, rows[a])
+        predicted = [rows[k] + sum(entries[k * n + j] * rows[j] for j in range(n)) for k in range(n)]
+        active = predicted[a]
+        read = rms_norm(active, first.norm.weight)
+        updated = active + sublayers[2 * block](read)
+        if first.laurel is not None:
+            low = first.laurel.right.weight @ (first.laurel.left.weight @ read)
+            updated = (updated + read + rms_norm(low, first.laurel.norm.weight)) / math.sqrt(2)
+        updated = updated + sublayers[2 * block + 1](rms_norm(updated, second.norm.weight))
+        weights = second.correct.weight @ routed(first.router, updated) + 1
+        rows = [predicted[k] + weights[k] * (updated - active) for k in range(n)]
+    if scheme.ends == "projections":
+        parts = stream.collapse.read.project
+        rows = [rows[0], *(sized(part.weight @ row, rows[0]) for part, row in zip(parts, rows[1:]))]
+    return sum(rows) / n
 
 
 @every(AlternatingUpdates)

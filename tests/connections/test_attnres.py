@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from residua import AttentionResiduals, Residual
-from support.references import assert_computes, rms_norm
+from support.references import assert_computes, by_token, rms_norm
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -34,27 +34,25 @@ def attend(values: list[Tensor], read, eps: float) -> Tensor:
     return torch.cat(mixed)
 
 
-def published(stream, x: Tensor, sublayers: list, block_size: int, eps: float) -> Tensor:
+@by_token
+def published(stream, embedding: Tensor, sublayers: list, block_size: int, eps: float) -> Tensor:
     """Token by token: a list of completed blocks, and the partial sum of the running one.
 
     The first sublayer reads the embedding as it is. A sublayer whose index is a multiple of the block size completes
     the running block. The readout attends over the same list.
     """
-    rows = []
-    for embedding in x.flatten(0, 1):
-        completed, partial = [embedding], None
-        for index, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
-            if index % block_size == 0 and partial is not None:
-                completed.append(partial)
-                partial = None
-            values = completed if partial is None else [*completed, partial]
-            read = embedding
-            if index > 0:
-                read = attend(values, connection.attend, eps)
-            y = sublayer(rms_norm(read, connection.norm.weight, eps))
-            partial = y if partial is None else partial + y
-        rows.append(attend([*completed, partial], stream.collapse.attend, eps))
-    return torch.stack(rows).view_as(x)
+    completed, partial = [embedding], None
+    for index, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
+        if index % block_size == 0 and partial is not None:
+            completed.append(partial)
+            partial = None
+        values = completed if partial is None else [*completed, partial]
+        read = embedding
+        if index > 0:
+            read = attend(values, connection.attend, eps)
+        y = sublayer(rms_norm(read, connection.norm.weight, eps))
+        partial = y if partial is None else partial + y
+    return attend([*completed, partial], stream.collapse.attend, eps)
 
 
 @blocks

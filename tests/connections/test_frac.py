@@ -5,32 +5,31 @@ import torch
 from torch import Tensor
 
 from residua import FracConnections
-from support.references import assert_computes, rms_norm
+from support.references import assert_computes, by_token, rms_norm
 from support.stream_cases import built
 from support.variants import every
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: FracConnections) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: FracConnections) -> Tensor:
     """Algorithms 1 and 2 of the paper for one token after another: [B; Y | A] as one matrix FC, (m + 1, 2 m)."""
-    m, result = scheme.num_fractions, []
-    for token in x.flatten(0, 1):
-        h = token
-        for connection, sublayer in zip(stream.connections, sublayers):
-            parts = h.reshape(m, -1)
-            fc = torch.cat([torch.cat([torch.zeros_like(connection.beta), connection.beta])[None], connection.alpha])
-            if scheme.dynamic:
-                size = (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-                share = parts / size * connection.stream_norm.weight @ connection.project.weight.T
-                share = torch.tanh(share) if scheme.tanh else share
-                s_alpha, s_beta = connection.scales
-                written = torch.cat([torch.zeros_like(connection.beta), s_beta * share[:, -1]])
-                fc = fc + torch.cat([written[None], s_alpha * share[:, :-1]])
-            (b, (y, a)) = fc[0, m:], fc[1:].split(m, 1)
-            read = (y.T @ parts).reshape(-1)
-            out = sublayer(rms_norm(read, connection.norm.weight))
-            h = (torch.diag(b) @ out.reshape(m, -1) + a.T @ parts).reshape(-1)
-        result.append(h)
-    return torch.stack(result).view_as(x)
+    m = scheme.num_fractions
+    h = token
+    for connection, sublayer in zip(stream.connections, sublayers):
+        parts = h.reshape(m, -1)
+        fc = torch.cat([torch.cat([torch.zeros_like(connection.beta), connection.beta])[None], connection.alpha])
+        if scheme.dynamic:
+            size = (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            share = parts / size * connection.stream_norm.weight @ connection.project.weight.T
+            share = torch.tanh(share) if scheme.tanh else share
+            s_alpha, s_beta = connection.scales
+            written = torch.cat([torch.zeros_like(connection.beta), s_beta * share[:, -1]])
+            fc = fc + torch.cat([written[None], s_alpha * share[:, :-1]])
+        (b, (y, a)) = fc[0, m:], fc[1:].split(m, 1)
+        read = (y.T @ parts).reshape(-1)
+        out = sublayer(rms_norm(read, connection.norm.weight))
+        h = (torch.diag(b) @ out.reshape(m, -1) + a.T @ parts).reshape(-1)
+    return h
 
 
 @every(FracConnections)

@@ -9,7 +9,7 @@ from torch import Tensor
 from residua import DeepDelta, GatedDelta
 from residua.connections.gated_delta import Parts
 from residua.ops import delta_operator, delta_write
-from support.references import assert_computes
+from support.references import assert_computes, by_token
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -40,7 +40,8 @@ def built(options: dict, *, start: bool = False):
     return (stream if start else perturbed(stream)).double()
 
 
-def matrices(stream, x: Tensor, sublayers: list, scheme: GatedDelta) -> Tensor:
+@by_token
+def matrices(stream, embedding: Tensor, sublayers: list, scheme: GatedDelta) -> Tensor:
     """Token by token with I - e k k^T as a matrix for each channel, direction and head, X in R^{d x m}."""
     m, heads, rank = scheme.value_channels, scheme.heads, scheme.rank
     own = dict(stream.named_parameters())
@@ -53,40 +54,37 @@ def matrices(stream, x: Tensor, sublayers: list, scheme: GatedDelta) -> Tensor:
         z = own[f"connections.{i}.{name}.weight"] @ row + own[f"connections.{i}.{name}.bias"]
         return z.view(rank, shared, heads).expand(rank, m, heads)
 
-    rows = []
-    for embedding in x.flatten(0, 1):
-        state = torch.stack([embedding] * m, -1)
-        for i, sublayer in enumerate(sublayers):
-            connection = stream.connections[i]
-            x_in = read(state, connection.compressor)
-            context = x_in / (x_in.square().mean() + 1e-5).sqrt() * connection.norm.weight
-            c = m if scheme.channel_gates else 1
-            erase, write, beta = torch.zeros(rank, m, heads).double(), torch.ones(rank, m, heads).double(), None
-            if scheme.erase in ("signed", "positive"):
-                erase = scheme.scale * mapped("erase.out", i, c, context).tanh()
-                erase = torch.where(erase < 0, 0, erase) if scheme.erase == "positive" else erase
-            if scheme.write_gate:
-                write = 1 + mapped("write_gate.out", i, m, context).tanh()
-            if scheme.write == "value":
-                beta, v = 2 * mapped("beta.out", i, c, context).sigmoid(), mapped("value.project", i, m, x_in)
-                v = v if scheme.v_activation == "linear" else 4 * v.sigmoid()
-                erase = beta if scheme.erase == "coupled" else erase
-            y = sublayer(context)
-            for r in range(rank):
-                h = y if rank == 1 else own[f"connections.{i}.parts.weight"][r] * y
-                after = []
-                for j in range(m):
-                    groups = []
-                    for g, (part, piece) in enumerate(zip(state[:, j].chunk(heads), h.chunk(heads), strict=True)):
-                        length = (piece @ piece + scheme.k_eps**2).sqrt()
-                        k = piece / length
-                        w = write[r, j, g] * length if beta is None else beta[r, j, g] * v[r, j, g]
-                        kept = torch.eye(len(k)).double() - erase[r, j, g] * torch.outer(k, k)
-                        groups.append(kept @ part + w * k)
-                    after.append(torch.cat(groups))
-                state = torch.stack(after, -1)
-        rows.append(read(state, getattr(stream.collapse, "compress", None)))
-    return torch.stack(rows).view_as(x)
+    state = torch.stack([embedding] * m, -1)
+    for i, sublayer in enumerate(sublayers):
+        connection = stream.connections[i]
+        x_in = read(state, connection.compressor)
+        context = x_in / (x_in.square().mean() + 1e-5).sqrt() * connection.norm.weight
+        c = m if scheme.channel_gates else 1
+        erase, write, beta = torch.zeros(rank, m, heads).double(), torch.ones(rank, m, heads).double(), None
+        if scheme.erase in ("signed", "positive"):
+            erase = scheme.scale * mapped("erase.out", i, c, context).tanh()
+            erase = torch.where(erase < 0, 0, erase) if scheme.erase == "positive" else erase
+        if scheme.write_gate:
+            write = 1 + mapped("write_gate.out", i, m, context).tanh()
+        if scheme.write == "value":
+            beta, v = 2 * mapped("beta.out", i, c, context).sigmoid(), mapped("value.project", i, m, x_in)
+            v = v if scheme.v_activation == "linear" else 4 * v.sigmoid()
+            erase = beta if scheme.erase == "coupled" else erase
+        y = sublayer(context)
+        for r in range(rank):
+            h = y if rank == 1 else own[f"connections.{i}.parts.weight"][r] * y
+            after = []
+            for j in range(m):
+                groups = []
+                for g, (part, piece) in enumerate(zip(state[:, j].chunk(heads), h.chunk(heads), strict=True)):
+                    length = (piece @ piece + scheme.k_eps**2).sqrt()
+                    k = piece / length
+                    w = write[r, j, g] * length if beta is None else beta[r, j, g] * v[r, j, g]
+                    kept = torch.eye(len(k)).double() - erase[r, j, g] * torch.outer(k, k)
+                    groups.append(kept @ part + w * k)
+                after.append(torch.cat(groups))
+            state = torch.stack(after, -1)
+    return read(state, getattr(stream.collapse, "compress", None))
 
 
 @pytest.mark.parametrize("options", (OPTIONS | VALUES).values(), ids=OPTIONS | VALUES)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from residua import GatedOrthogonal
-from support.references import assert_computes
+from support.references import assert_computes, by_token
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -25,29 +25,27 @@ def built(options: dict, *, start: bool = False):
     return (stream if start else perturbed(stream)).double()
 
 
-def token_by_token(stream, x: Tensor, sublayers: list, scheme: GatedOrthogonal) -> Tensor:
+@by_token
+def token_by_token(stream, row: Tensor, sublayers: list, scheme: GatedOrthogonal) -> Tensor:
     """Every token and every group of features by itself, with projections as matrices x x^T / (|x|^2 + eps)."""
-    rows = []
-    for row in x.flatten(0, 1):
-        for i, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
-            context = row / (row.square().mean() + 1e-5).sqrt() * connection.norm.weight
-            h = sublayer(context)
-            parameters = dict(connection.gate.named_parameters())
-            if scheme.sublayers == ("mlp", "attention")[i % 2]:
-                gates = torch.zeros(scheme.heads).double()
-            elif scheme.gate == "one":
-                gates = torch.ones(scheme.heads).double()
-            elif scheme.gate == "static":
-                gates = scheme.scale * parameters["bias"].tanh()
-            else:
-                gates = scheme.scale * (parameters["out.weight"] @ context + parameters["out.bias"]).tanh()
-            groups = []
-            for e, part, written in zip(gates, row.chunk(scheme.heads), h.chunk(scheme.heads)):
-                projection = torch.outer(part, part) / (part @ part + scheme.eps)
-                groups.append(part + (torch.eye(len(part)).double() - e * projection) @ written)
-            row = torch.cat(groups)
-        rows.append(row)
-    return torch.stack(rows).view_as(x)
+    for i, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
+        context = row / (row.square().mean() + 1e-5).sqrt() * connection.norm.weight
+        h = sublayer(context)
+        parameters = dict(connection.gate.named_parameters())
+        if scheme.sublayers == ("mlp", "attention")[i % 2]:
+            gates = torch.zeros(scheme.heads).double()
+        elif scheme.gate == "one":
+            gates = torch.ones(scheme.heads).double()
+        elif scheme.gate == "static":
+            gates = scheme.scale * parameters["bias"].tanh()
+        else:
+            gates = scheme.scale * (parameters["out.weight"] @ context + parameters["out.bias"]).tanh()
+        groups = []
+        for e, part, written in zip(gates, row.chunk(scheme.heads), h.chunk(scheme.heads)):
+            projection = torch.outer(part, part) / (part @ part + scheme.eps)
+            groups.append(part + (torch.eye(len(part)).double() - e * projection) @ written)
+        row = torch.cat(groups)
+    return row
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from residua import GatedResidual, Residual
-from support.references import assert_computes
+from support.references import assert_computes, by_token
 from support.stream_cases import DIM, SUBLAYERS, built
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, every, normal
@@ -20,17 +20,16 @@ def read_of_token(part, rows: Tensor) -> tuple[Tensor, Tensor]:
     return (gates * z).view(n, -1).sum(0) / n, z
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: GatedResidual) -> Tensor:
-    n, result = scheme.num_streams, []
-    for token in x.flatten(0, 1):
-        rows = [token] * n
-        for connection, sublayer in zip(stream.connections, sublayers):
-            read, z = read_of_token(connection.gated, torch.stack(rows))
-            y, p = sublayer(read), 2 / (1 + torch.exp(-(connection.inject.weight @ z) / n))
-            rows = [row + p[i] * y for i, row in enumerate(rows)]
-        last = torch.stack(rows)
-        result.append(last.sum(0) / n if scheme.head == "mean" else read_of_token(stream.collapse.read, last)[0])
-    return torch.stack(result).view_as(x)
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: GatedResidual) -> Tensor:
+    n = scheme.num_streams
+    rows = [token] * n
+    for connection, sublayer in zip(stream.connections, sublayers):
+        read, z = read_of_token(connection.gated, torch.stack(rows))
+        y, p = sublayer(read), 2 / (1 + torch.exp(-(connection.inject.weight @ z) / n))
+        rows = [row + p[i] * y for i, row in enumerate(rows)]
+    last = torch.stack(rows)
+    return last.sum(0) / n if scheme.head == "mean" else read_of_token(stream.collapse.read, last)[0]
 
 
 @every(GatedResidual)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from residua import HyperConnections
-from support.references import assert_computes, rms_norm
+from support.references import assert_computes, by_token, rms_norm
 from support.stream_cases import (
     built,
     output_beside_residual,
@@ -14,22 +14,21 @@ from support.tolerances import assert_close
 from support.variants import every
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: HyperConnections) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: HyperConnections) -> Tensor:
     """Algorithm 2 of the paper, token by token. Column 0 of alpha reads, the others mix; b writes."""
-    n, result = scheme.num_streams, []
-    for token in x.flatten(0, 1):
-        rows = token.expand(n, -1)
-        for connection, sublayer in zip(stream.connections, sublayers):
-            alpha, b = connection.alpha, connection.beta
-            if scheme.dynamic:
-                share = rms_norm(rows, connection.stream_norm.weight) @ connection.project.weight.T
-                share = share.tanh() if scheme.tanh else share
-                alpha, b = alpha + connection.scales[0] * share[:, :-1], b + connection.scales[1] * share[:, -1]
-            read, *mixed = (sum(alpha[i, column] * rows[i] for i in range(n)) for column in range(n + 1))
-            y = sublayer(rms_norm(read, connection.norm.weight))
-            rows = torch.stack([mixed[o] + b[o] * y for o in range(n)])
-        result.append(rows.sum(0) / (n if scheme.head == "mean" else 1))
-    return torch.stack(result).view_as(x)
+    n = scheme.num_streams
+    rows = token.expand(n, -1)
+    for connection, sublayer in zip(stream.connections, sublayers):
+        alpha, b = connection.alpha, connection.beta
+        if scheme.dynamic:
+            share = rms_norm(rows, connection.stream_norm.weight) @ connection.project.weight.T
+            share = share.tanh() if scheme.tanh else share
+            alpha, b = alpha + connection.scales[0] * share[:, :-1], b + connection.scales[1] * share[:, -1]
+        read, *mixed = (sum(alpha[i, column] * rows[i] for i in range(n)) for column in range(n + 1))
+        y = sublayer(rms_norm(read, connection.norm.weight))
+        rows = torch.stack([mixed[o] + b[o] * y for o in range(n)])
+    return rows.sum(0) / (n if scheme.head == "mean" else 1)
 
 
 @every(HyperConnections)

@@ -6,28 +6,27 @@ from torch import Tensor
 
 from residua import IndependentHyperConnections
 from residua.connections.stream_logits import reading_biases
-from support.references import assert_computes, logits_of_token, rms_norm
+from support.references import assert_computes, by_token, logits_of_token, rms_norm
 from support.stream_cases import built, states
 from support.tolerances import assert_close
 from support.variants import every
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: IndependentHyperConnections) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: IndependentHyperConnections) -> Tensor:
     """Token by token and stream by stream."""
-    n, eps, result = scheme.num_streams, scheme.gate_eps, []
-    for token in x.flatten(0, 1):
-        rows = token.expand(n, -1)
-        for connection, sublayer in zip(stream.connections, sublayers):
-            z = logits_of_token(connection.logits, rows)
-            read = sum((1 / (1 + torch.exp(-z[i])) + eps) * rows[i] for i in range(n))
-            y = sublayer(rms_norm(read, connection.norm.weight))
-            written = [rows[i] + (scheme.magnitude / (1 + torch.exp(-z[n + i])) + eps) * y for i in range(n)]
-            rows = torch.stack(written)
-        weights = torch.full((n,), 1 / n, dtype=x.dtype)
-        if scheme.head == "sigmoid":
-            weights = torch.sigmoid(logits_of_token(stream.collapse.logits, rows)) + eps
-        result.append(weights @ rows)
-    return torch.stack(result).view_as(x)
+    n, eps = scheme.num_streams, scheme.gate_eps
+    rows = token.expand(n, -1)
+    for connection, sublayer in zip(stream.connections, sublayers):
+        z = logits_of_token(connection.logits, rows)
+        read = sum((1 / (1 + torch.exp(-z[i])) + eps) * rows[i] for i in range(n))
+        y = sublayer(rms_norm(read, connection.norm.weight))
+        written = [rows[i] + (scheme.magnitude / (1 + torch.exp(-z[n + i])) + eps) * y for i in range(n)]
+        rows = torch.stack(written)
+    weights = torch.full((n,), 1 / n, dtype=token.dtype)
+    if scheme.head == "sigmoid":
+        weights = torch.sigmoid(logits_of_token(stream.collapse.logits, rows)) + eps
+    return weights @ rows
 
 
 @every(IndependentHyperConnections)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from residua import JacobianHyperConnections
-from support.references import assert_computes, rms_norm
+from support.references import assert_computes, by_token, rms_norm
 from support.stream_cases import (
     DIM,
     SUBLAYERS,
@@ -19,30 +19,29 @@ from support.tolerances import assert_close
 from support.variants import every, normal
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: JacobianHyperConnections) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: JacobianHyperConnections) -> Tensor:
     """Token by token with the full matrices: the mean of the rows of H_pre X, and y for all columns of H_post.
 
     Y <- I + alpha/2 W (I + Y) from I + alpha W; 200 times for the exact transform, which converges for small W.
     """
-    n, result = scheme.num_streams, []
-    identity = torch.eye(n, dtype=x.dtype)
-    for token in x.flatten(0, 1):
-        rows = stream.expand(token[None, None])[0, 0]
-        for connection, sublayer in zip(stream.connections, sublayers):
-            router = connection.router
-            flat = nn.functional.layer_norm(rows.flatten(), (rows.numel(),), router.norm.weight, router.norm.bias, 1e-5)
-            logits = list((router.project.weight @ flat).view(-1, n, n) + router.bias)
-            h_pre = logits.pop(0).softmax(1) if connection.selects else identity
-            h_post = logits.pop(0).softmax(0) if connection.distributes else identity
-            (s,) = logits
-            w = s - s.T
-            h_res = identity + scheme.alpha * w
-            for _ in range(scheme.steps if scheme.cayley == "iterative" else 200):
-                h_res = identity + scheme.alpha / 2 * w @ (identity + h_res)
-            y = sublayer(rms_norm((h_pre @ rows).mean(0), connection.norm.weight))
-            rows = h_res @ rows + h_post @ y.expand(n, -1)
-        result.append(rows.mean(0))
-    return torch.stack(result).view_as(x)
+    n = scheme.num_streams
+    identity = torch.eye(n, dtype=token.dtype)
+    rows = stream.expand(token[None, None])[0, 0]
+    for connection, sublayer in zip(stream.connections, sublayers):
+        router = connection.router
+        flat = nn.functional.layer_norm(rows.flatten(), (rows.numel(),), router.norm.weight, router.norm.bias, 1e-5)
+        logits = list((router.project.weight @ flat).view(-1, n, n) + router.bias)
+        h_pre = logits.pop(0).softmax(1) if connection.selects else identity
+        h_post = logits.pop(0).softmax(0) if connection.distributes else identity
+        (s,) = logits
+        w = s - s.T
+        h_res = identity + scheme.alpha * w
+        for _ in range(scheme.steps if scheme.cayley == "iterative" else 200):
+            h_res = identity + scheme.alpha / 2 * w @ (identity + h_res)
+        y = sublayer(rms_norm((h_pre @ rows).mean(0), connection.norm.weight))
+        rows = h_res @ rows + h_post @ y.expand(n, -1)
+    return rows.mean(0)
 
 
 @every(JacobianHyperConnections)

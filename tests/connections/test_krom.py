@@ -4,29 +4,28 @@ import torch
 from torch import Tensor
 
 from residua import KroneckerHyperConnections
-from support.references import assert_computes, logits_of_token, rms_norm
+from support.references import assert_computes, by_token, logits_of_token, rms_norm
 from support.stream_cases import built, states
 from support.tolerances import assert_close
 from support.variants import every
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: KroneckerHyperConnections) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: KroneckerHyperConnections) -> Tensor:
     """Token by token, with torch.kron of factors that are sums of the identity and the swap."""
-    n, result = scheme.num_streams, []
-    identity = torch.eye(2, dtype=x.dtype)
-    for token in x.flatten(0, 1):
-        rows = token.expand(n, -1)
-        for connection, sublayer in zip(stream.connections, sublayers):
-            pre, res, post = logits_of_token(connection.logits, rows).split([n, 2 * (n.bit_length() - 1), n])
-            mixing = torch.ones(1, 1, dtype=x.dtype)
-            for a, b in res.view(-1, 2):
-                p, q = a.exp() / (a.exp() + b.exp()), b.exp() / (a.exp() + b.exp())
-                mixing = torch.kron(mixing, p * identity + q * identity.flip(0))
-            read = (1 / (1 + torch.exp(-pre))) @ rows
-            y = sublayer(rms_norm(read, connection.norm.weight))
-            rows = mixing @ rows + 2 / (1 + torch.exp(-post))[:, None] * y
-        result.append(rows.sum(0) / (n if scheme.head == "mean" else 1))
-    return torch.stack(result).view_as(x)
+    n = scheme.num_streams
+    identity = torch.eye(2, dtype=token.dtype)
+    rows = token.expand(n, -1)
+    for connection, sublayer in zip(stream.connections, sublayers):
+        pre, res, post = logits_of_token(connection.logits, rows).split([n, 2 * (n.bit_length() - 1), n])
+        mixing = torch.ones(1, 1, dtype=token.dtype)
+        for a, b in res.view(-1, 2):
+            p, q = a.exp() / (a.exp() + b.exp()), b.exp() / (a.exp() + b.exp())
+            mixing = torch.kron(mixing, p * identity + q * identity.flip(0))
+        read = (1 / (1 + torch.exp(-pre))) @ rows
+        y = sublayer(rms_norm(read, connection.norm.weight))
+        rows = mixing @ rows + 2 / (1 + torch.exp(-post))[:, None] * y
+    return rows.sum(0) / (n if scheme.head == "mean" else 1)
 
 
 @every(KroneckerHyperConnections)

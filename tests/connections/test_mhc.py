@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from residua import ManifoldHyperConnections
-from support.references import assert_computes, rms_norm
+from support.references import assert_computes, by_token, rms_norm
 from support.stream_cases import (
     SUBLAYERS,
     built,
@@ -34,26 +34,23 @@ def doubly_stochastic(scheme: ManifoldHyperConnections, z: Tensor) -> Tensor:
     return h
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: ManifoldHyperConnections) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: ManifoldHyperConnections) -> Tensor:
     """Equations 7 and 8 of the paper, token by token. With layout="split", as in the code of a comparison, streams are
     pieces of the token, one mixture of them is tiled to the full width, and the output is cut into pieces again."""
-    n, split, result = scheme.num_streams, scheme.layout == "split", []
-    for token in x.flatten(0, 1):
-        rows = token.view(n, -1) if split else stream.expand(token[None, None])[0, 0]
-        for connection, sublayer in zip(stream.connections, sublayers):
-            m = connection.mappings
-            flat = rms_norm(rows.flatten(), connection.state_norm.weight if split else 1.0)
-            alpha = torch.cat([a.expand(size) for a, size in zip(m.alpha, m.sizes, strict=True)])
-            *pre, post, res = [*(alpha * (m.phi.weight @ flat) + m.bias).split(m.sizes), *[()] * (not connection.mixes)]
-            pre = pre[0] if pre else ()
-            mixture = sum(1 / (1 + (-z).exp()) * row for z, row in zip(pre, rows)) if len(pre) else rows[0]
-            y = sublayer(rms_norm(mixture.repeat(n if split else 1), connection.norm.weight)).view(
-                n if split else 1, -1
-            )
-            mixed = doubly_stochastic(scheme, res) @ rows if len(res) else rows
-            rows = mixed + 2 / (1 + (-post).exp())[:, None] * y.view(n if split else 1, -1)
-        result.append(rows.flatten() if split else rows.mean(0))
-    return torch.stack(result).view_as(x)
+    n, split = scheme.num_streams, scheme.layout == "split"
+    rows = token.view(n, -1) if split else stream.expand(token[None, None])[0, 0]
+    for connection, sublayer in zip(stream.connections, sublayers):
+        m = connection.mappings
+        flat = rms_norm(rows.flatten(), connection.state_norm.weight if split else 1.0)
+        alpha = torch.cat([a.expand(size) for a, size in zip(m.alpha, m.sizes, strict=True)])
+        *pre, post, res = [*(alpha * (m.phi.weight @ flat) + m.bias).split(m.sizes), *[()] * (not connection.mixes)]
+        pre = pre[0] if pre else ()
+        mixture = sum(1 / (1 + (-z).exp()) * row for z, row in zip(pre, rows)) if len(pre) else rows[0]
+        y = sublayer(rms_norm(mixture.repeat(n if split else 1), connection.norm.weight)).view(n if split else 1, -1)
+        mixed = doubly_stochastic(scheme, res) @ rows if len(res) else rows
+        rows = mixed + 2 / (1 + (-post).exp())[:, None] * y.view(n if split else 1, -1)
+    return rows.flatten() if split else rows.mean(0)
 
 
 @every(ManifoldHyperConnections)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from residua import DeepSeekHyperConnections, Residual
-from support.references import assert_computes, logits_of_token, rms_norm
+from support.references import assert_computes, by_token, logits_of_token, rms_norm
 from support.stream_cases import DIM, built, spread_over_streams, states
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, every, normal, perturbed
@@ -28,34 +28,32 @@ def mixing_of_token(z: Tensor, iterations: int, eps: float) -> list[list[Tensor]
     return c
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: DeepSeekHyperConnections) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: DeepSeekHyperConnections) -> Tensor:
     """Token by token: stream j goes to stream k with C[j][k]."""
-    n, eps, result = scheme.num_streams, scheme.gate_eps, []
-    for token in x.flatten(0, 1):
-        rows = stream.expand(token[None, None])
-        rows = (rows if scheme.pre == "own" else rows[0])[0, 0]
-        read = rows[0]
-        for connection, sublayer in zip(stream.connections, sublayers):
-            z = logits_of_token(connection.logits, rows)
-            pre = torch.sigmoid(z[:n]) + eps
-            if scheme.pre == "own":
-                read = sum(pre[i] * rows[i] for i in range(n))
-            y = sublayer(rms_norm(read, connection.norm.weight))
-            c = mixing_of_token(z[2 * n :].view(n, n), scheme.iterations, eps)
-            written = []
-            for k in range(n):
-                mixed = sum(c[j][k] * rows[j] for j in range(n))
-                written.append(mixed + 2 / (1 + torch.exp(-z[n + k])) * y)
-            rows = torch.stack(written)
-            read = sum(pre[i] * rows[i] for i in range(n))  # in a single pass, for the next sublayer
-        if scheme.pre == "previous":
-            result.append(read)
-            continue
-        weights = torch.full((n,), 1 / n, dtype=x.dtype)
-        if scheme.head == "sigmoid":
-            weights = torch.sigmoid(logits_of_token(stream.collapse.logits, rows)) + eps
-        result.append(weights @ rows)
-    return torch.stack(result).view_as(x)
+    n, eps = scheme.num_streams, scheme.gate_eps
+    rows = stream.expand(token[None, None])
+    rows = (rows if scheme.pre == "own" else rows[0])[0, 0]
+    read = rows[0]
+    for connection, sublayer in zip(stream.connections, sublayers):
+        z = logits_of_token(connection.logits, rows)
+        pre = torch.sigmoid(z[:n]) + eps
+        if scheme.pre == "own":
+            read = sum(pre[i] * rows[i] for i in range(n))
+        y = sublayer(rms_norm(read, connection.norm.weight))
+        c = mixing_of_token(z[2 * n :].view(n, n), scheme.iterations, eps)
+        written = []
+        for k in range(n):
+            mixed = sum(c[j][k] * rows[j] for j in range(n))
+            written.append(mixed + 2 / (1 + torch.exp(-z[n + k])) * y)
+        rows = torch.stack(written)
+        read = sum(pre[i] * rows[i] for i in range(n))  # in a single pass, for the next sublayer
+    if scheme.pre == "previous":
+        return read
+    weights = torch.full((n,), 1 / n, dtype=token.dtype)
+    if scheme.head == "sigmoid":
+        weights = torch.sigmoid(logits_of_token(stream.collapse.logits, rows)) + eps
+    return weights @ rows
 
 
 @every(DeepSeekHyperConnections)

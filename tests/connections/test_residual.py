@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from residua import DeepDelta, GatedDelta, Residual
 from residua.connections import resolve
-from support.references import assert_computes
+from support.references import assert_computes, by_token
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, normal, perturbed
 
@@ -73,17 +73,15 @@ def test_what_is_written_goes_to_the_stream_itself():
     assert_close(stream(x, sublayers), read(state, filters[1]))
 
 
-def gated(stream, x: Tensor, sublayers: list) -> Tensor:
+@by_token
+def gated(stream, row: Tensor, sublayers: list) -> Tensor:
     """The gate of prime-rl, token by token."""
-    rows = []
-    for row in x.flatten(0, 1):
-        for connection, sublayer in zip(stream.connections, sublayers):
-            size = (row.square().mean() + 1e-5).sqrt()
-            w, s, b = (dict(connection.logits.named_parameters())[key] for key in ("project.weight", "scale", "bias"))
-            gate = 2 / (1 + torch.exp(-(s * (w[0] @ row) / size + b)))
-            row = row + gate * sublayer(row / size * connection.norm.weight)
-        rows.append(row)
-    return torch.stack(rows).view_as(x)
+    for connection, sublayer in zip(stream.connections, sublayers):
+        size = (row.square().mean() + 1e-5).sqrt()
+        w, s, b = (dict(connection.logits.named_parameters())[key] for key in ("project.weight", "scale", "bias"))
+        gate = 2 / (1 + torch.exp(-(s * (w[0] @ row) / size + b)))
+        row = row + gate * sublayer(row / size * connection.norm.weight)
+    return row
 
 
 def test_the_gate_is_that_of_the_plain_form():

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from residua import HyperConnections, IndependentHyperConnections, WideResidual
 from residua.connections.stream_logits import even_biases
-from support.references import assert_computes, rms_norm
+from support.references import assert_computes, by_token, rms_norm
 from support.stream_cases import built, output_beside_residual, spread_over_streams, states
 from support.tolerances import assert_close
 from support.variants import every
@@ -16,20 +16,19 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-def published(stream, x: Tensor, sublayers: list, scheme: WideResidual) -> Tensor:
+@by_token
+def published(stream, token: Tensor, sublayers: list, scheme: WideResidual) -> Tensor:
     """Token by token and stream by stream."""
-    n, result = scheme.num_streams, []
-    for token in x.flatten(0, 1):
-        gains = stream.expand.taps[0] if scheme.expand == "gains" else torch.ones(n, token.shape[0], dtype=token.dtype)
-        rows = [gains[i] * token for i in range(n)]
-        for connection, sublayer in zip(stream.connections, sublayers):
-            read = sum(sigmoid(connection.weights.logits[i]) * rows[i] for i in range(n))
-            y = sublayer(rms_norm(read, connection.norm.weight))
-            r = connection.retention_logits
-            kept = [1.0] * n if r is None else [1 - scheme.max_forget * sigmoid(-r[i]) for i in range(n)]
-            rows = [kept[i] * rows[i] + 2 * sigmoid(connection.write_logits[i]) * y for i in range(n)]
-        result.append(sum(sigmoid(stream.collapse.weights.logits[i]) * rows[i] for i in range(n)))
-    return torch.stack(result).view_as(x)
+    n = scheme.num_streams
+    gains = stream.expand.taps[0] if scheme.expand == "gains" else torch.ones(n, token.shape[0], dtype=token.dtype)
+    rows = [gains[i] * token for i in range(n)]
+    for connection, sublayer in zip(stream.connections, sublayers):
+        read = sum(sigmoid(connection.weights.logits[i]) * rows[i] for i in range(n))
+        y = sublayer(rms_norm(read, connection.norm.weight))
+        r = connection.retention_logits
+        kept = [1.0] * n if r is None else [1 - scheme.max_forget * sigmoid(-r[i]) for i in range(n)]
+        rows = [kept[i] * rows[i] + 2 * sigmoid(connection.write_logits[i]) * y for i in range(n)]
+    return sum(sigmoid(stream.collapse.weights.logits[i]) * rows[i] for i in range(n))
 
 
 @every(WideResidual)

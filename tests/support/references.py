@@ -27,6 +27,15 @@ def assert_computes(
         assert_close(a, b)
 
 
+def by_token(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A reference for x: (batch, seq, dim), from one for a token, (dim,)."""
+
+    def of_all(stream: Stream, x: Tensor, *arguments: object) -> Tensor:
+        return torch.stack([reference(stream, token, *arguments) for token in x.flatten(0, 1)]).view_as(x)
+
+    return of_all
+
+
 def rms_norm(x: Tensor, gain: Tensor | float = 1.0, eps: float = 1e-5) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
 
