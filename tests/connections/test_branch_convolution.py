@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua import Stream
-from residua.connections.branch_convolution import BranchScheme
+from residua.connections.compressing import BranchScheme
 from residua.connections.ends import TokenConv
 from support.stream_cases import DIM, built
 from support.tolerances import assert_close

@@ -20,7 +20,7 @@ from residua.connections.ends import MeanStreams, Repeat
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
 from residua.connections.options import SeveralRows, require_option
-from residua.connections.phases import called
+from residua.connections.phases import Borrowed
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.spec import TensorSpec
@@ -161,8 +161,7 @@ class CorrectConnection(Connection):
     def __init__(self, scheme: AlternatingUpdates, norm: nn.Module, predict: PredictConnection):
         super().__init__()
         self.scheme = scheme
-        # A list does not register the owner as a submodule, so the router's parameters have one name.
-        self._owner = [predict]
+        self.router = Borrowed(predict, "router")
         n = scheme.num_streams
         self.correct = WideProjection(n, n, std=scheme.weight_std)
         self.norm = norm
@@ -173,7 +172,7 @@ class CorrectConnection(Connection):
     def write(self, y: Tensor, carry: Carry) -> State:
         predicted, active = carry.residual
         updated = (active + y).to(active.dtype)
-        weights = 1 + self.correct(called(self._owner[0], self._owner[0].router, updated))
+        weights = 1 + self.correct(self.router(updated))
         innovation = self.scheme.derive(partial(_innovation, self.scheme.active), updated, predicted)
         return hyper_write(predicted, innovation, None, weights, recompute_every=self.scheme.keeps_every)
 

@@ -7,17 +7,16 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from residua.connections.base import State, Stream
-from residua.connections.branch_convolution import BranchScheme
-from residua.connections.compressing import CompressingConnection
+from residua.connections.compressing import BranchScheme, CompressingConnection
 from residua.connections.ends import (
     ChannelCompress,
     Collapse,
     CompressStart,
-    ConvExpand,
     OnlyStream,
     Repeat,
     Same,
     TokenCompress,
+    TokenConv,
 )
 from residua.connections.options import Rows, Taps, require_option
 from residua.connections.recomputing import RecomputingScheme
@@ -105,7 +104,7 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
         if not self.has_stream_axis:
             return Stream(Same(), connections, Same())
         if self.expand == "conv":
-            expand: nn.Module = ConvExpand(dim, self.value_channels, self.expand_kernel)
+            expand: nn.Module = TokenConv(dim, self.expand_kernel, self.value_channels)
         else:
             expand = Repeat(self.value_channels)
         return Stream(expand, connections, Collapse(readout))

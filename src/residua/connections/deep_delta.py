@@ -177,12 +177,12 @@ class DeltaConnection(ChannelConnection):
         scheme = self.scheme
         streams = self.streams(state)
         if self.pool is None:
-            x_in, pooled = self.compressed(streams, memory), None
+            x_in, pooled = self.compress(streams, memory), None
         elif not self.pool.window or memory is None or not memory.keeps:
-            x_in, pooled = self.compressed(streams, memory), self.pool(streams, memory)
+            x_in, pooled = self.compress(streams, memory), self.pool(streams, memory)
         else:  # both need the same earlier tokens
             extended = remembered(streams, memory, self.window)
-            x_in, pooled = (current(part(extended), streams, extended) for part in (self.compressed, self.pool))
+            x_in, pooled = (current(part(extended), streams, extended) for part in (self.compress, self.pool))
         context = self.norm(x_in)
 
         beta = v = k = None

@@ -82,19 +82,20 @@ class MeanStreams(nn.Module):
         return streams.mean(-2)
 
 
-class ConvExpand(nn.Module):
-    """DDL's embedding convolution (EC): a causal filter over the tokens for every stream and feature.
+class TokenConv(nn.Module):
+    """A causal filter over the tokens for every feature, and for every stream as DDL's embedding convolution (EC).
 
     Starts as a repetition: the tap of the current token is 1, the others are 0.
-    (batch, seq, dim) -> (batch, seq, streams, dim).
+    (batch, seq, dim) -> (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None.
     """
 
     separates_documents = True
 
-    def __init__(self, dim: int, num_streams: int, kernel: int):
+    def __init__(self, dim: int, kernel: int, num_streams: int | None = None):
         super().__init__()
         self.window = kernel - 1
-        self.taps = nn.Parameter(torch.empty(kernel, num_streams, dim))
+        self.single = num_streams is None
+        self.taps = nn.Parameter(torch.empty(kernel, num_streams or 1, dim))
         self.reset_parameters()
 
     @on_whole_tensors
@@ -105,17 +106,8 @@ class ConvExpand(nn.Module):
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
         expect_tokens(x, self.window, axes="(batch, seq, dim)")
         extended = remembered(x, memory, self.window)
-        return current(causal_expand(extended, self.taps, documents_in(memory)), x, extended)
-
-
-class TokenConv(ConvExpand):
-    """The same filter for a state without a stream axis, or for a sublayer's output: (batch, seq, dim) -> the same."""
-
-    def __init__(self, dim: int, kernel: int):
-        super().__init__(dim, 1, kernel)
-
-    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
-        return super().forward(x, memory).squeeze(-2)
+        streams = current(causal_expand(extended, self.taps, documents_in(memory)), x, extended)
+        return streams.squeeze(-2) if self.single else streams
 
 
 CompressStart = Literal["average", "authors"] | int  # the average of the streams, the authors' draw, or one stream
@@ -134,17 +126,19 @@ class TokenCompress(nn.Module):
     """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
 
     Starts as the average of the current token's streams, or as stream `init` of it; `init="authors"` draws the taps
-    from N(0, (0.5/sqrt(dim))^2) as their code does. (batch, seq, streams, dim) -> (batch, seq, dim).
+    from N(0, (0.5/sqrt(dim))^2) as their code does. (batch, seq, streams, dim), or (batch, seq, dim) with
+    num_streams=None, -> (batch, seq, dim).
     """
 
     separates_documents = True
 
-    def __init__(self, dim: int, num_streams: int, kernel: int, *, init: CompressStart = "average"):
+    def __init__(self, dim: int, num_streams: int | None, kernel: int, *, init: CompressStart = "average"):
         super().__init__()
         self.window = kernel - 1
+        self.single = num_streams is None
         self.init = init
-        self.taps = nn.Parameter(torch.empty(kernel, num_streams, dim))
-        self.read = nn.Parameter(torch.empty(num_streams))
+        self.taps = nn.Parameter(torch.empty(kernel, num_streams or 1, dim))
+        self.read = nn.Parameter(torch.empty(num_streams or 1))
         self.reset_parameters()
 
     @on_whole_tensors
@@ -165,7 +159,9 @@ class TokenCompress(nn.Module):
         return _shares(self.weights())
 
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
-        expect_tokens(streams, self.window, axes="(batch, seq, streams, dim)")
+        expect_tokens(streams, self.window, axes="(batch, seq, dim)" if self.single else "(batch, seq, streams, dim)")
+        if self.single:
+            streams = streams.unsqueeze(-2)
         taps = self.weights()
         if memory is None or not self.window or not memory.keeps:
             return causal_read(streams, taps, None if memory is None else memory.padding, documents_in(memory))

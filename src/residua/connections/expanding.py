@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from residua.connections.ends import ConvExpand, Repeat
+from residua.connections.ends import Repeat, TokenConv
 from residua.connections.options import SeveralRows
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.sharded import on_whole_tensors
@@ -47,7 +47,7 @@ class ExpandingScheme(RecomputingScheme):
         return StreamGains(dim, self.num_streams, noise=self.expand == "lss")
 
 
-class StreamGains(ConvExpand):
+class StreamGains(TokenConv):
     """X[j] = lambda_j x with learned gains lambda_j: (dim,) for each stream, an embedding convolution of one tap.
 
     The gains start at 1; with `noise` at 0.6 and uniform noise of Xavier's size. (batch, seq, dim) -> (batch, seq,
@@ -56,7 +56,7 @@ class StreamGains(ConvExpand):
 
     def __init__(self, dim: int, num_streams: int, *, noise: bool):
         self.noise = noise
-        super().__init__(dim, num_streams, kernel=1)
+        super().__init__(dim, 1, num_streams)
 
     @on_whole_tensors
     def reset_parameters(self) -> None:

@@ -189,7 +189,7 @@ class GatedDeltaConnection(ChannelConnection):
         self.parts = Parts(dim, scheme.rank) if scheme.rank > 1 else None
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        x_in = self.compressed(state, memory) if self.has_stream_axis else state
+        x_in = self.compress(state, memory) if self.has_stream_axis else state
         context = self.norm(x_in)
         erase = write = v = None
         if self.erase is not None:

@@ -115,7 +115,7 @@ class OrthogonalConnection(CompressingConnection):
             self.gate = StaticGate(scheme.heads, scale=scheme.scale)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        context = self.norm(self.compressed(state, memory))
+        context = self.norm(self.compress(state, memory))
         return context, Carry(state, GateCoefficients(self.gate(context)))
 
     def write(self, y: Tensor, carry: Carry) -> State:

@@ -214,7 +214,7 @@ class ScaledConnection(CompressingConnection):
         x, *others = (state,) if self.scheme.kept == 1 else state
         if self.scheme.when == "read":
             x = self._scaled(x, others, r, z)
-        context = self.compressed(x, memory)
+        context = self.compress(x, memory)
         if not self.alpha:
             context = self.norm(context)
         gate = None if self.gate is None else self.gate(context)

@@ -66,6 +66,18 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def called(connection: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return function(*args), run inside a call of `connection`: for modules that others borrow from it."""
-    return connection((args, {}), Phase(lambda _, *inputs: function(*inputs)))
+class Borrowed:
+    """The module `name` of another connection, the owner, under which alone its parameters are registered.
+
+    It runs inside a call of the owner, whose hooks may gather or load them.
+    """
+
+    def __init__(self, owner: Any, name: str):
+        self.owner, self.name = owner, name
+
+    @property
+    def module(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.owner((args, {}), Phase(lambda _, *inputs: self.module(*inputs)))

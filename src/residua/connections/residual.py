@@ -33,7 +33,7 @@ class ResidualConnection(CompressingConnection):
         self.norm = norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        return self.norm(self.compressed(state, memory)), Carry(state, ResidualCoefficients())
+        return self.norm(self.compress(state, memory)), Carry(state, ResidualCoefficients())
 
     def write(self, y: Tensor, carry: Carry) -> State:
         return (carry.residual + y).to(carry.residual.dtype)
@@ -53,7 +53,7 @@ class GatedWriteConnection(ResidualConnection):
         self.logits = StreamLogits(1, dim, [[0.0]], std=0.0, scale=1.0, eps=norm_eps)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        x = self.compressed(state, memory)
+        x = self.compress(state, memory)
         (logits,) = self.logits(x.unsqueeze(-2))
         return self.norm(x), Carry(state, WriteGate(2 * torch.sigmoid(logits)))
 

@@ -7,10 +7,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from residua.connections.base import State, Stream
-from residua.connections.branch_convolution import BranchScheme
-from residua.connections.compressing import CompressingConnection
+from residua.connections.compressing import BranchScheme, CompressingConnection
 from residua.connections.ends import Collapse, Copies, Same, TokenCompress, TokenConv
-from residua.connections.memory import Memory, expect_tokens
+from residua.connections.memory import Memory
 from residua.connections.options import Taps, expect_used
 
 
@@ -64,11 +63,11 @@ class SingleStreamScheme(BranchScheme):
 
     def reader(self, dim: int) -> nn.Module:
         """Build what reads the stream for a sublayer, (batch, seq, dim) -> the same."""
-        return Same() if self.compress is None else TokenRead(dim, self.compress_kernel)
+        return Same() if self.compress is None else TokenCompress(dim, None, self.compress_kernel)
 
 
 class ConvEmbedding(TokenConv):
-    """The embedding convolution for a state without a stream axis: (batch, seq, dim), or a tuple of copies of it."""
+    """The embedding convolution of a state without a stream axis: (batch, seq, dim), or a tuple of copies of it."""
 
     def __init__(self, dim: int, kernel: int, copies: int):
         super().__init__(dim, kernel)
@@ -77,14 +76,3 @@ class ConvEmbedding(TokenConv):
     def forward(self, x: Tensor, memory: Memory | None = None) -> State:
         x = super().forward(x, memory)
         return x if self.copies == 1 else (x,) * self.copies
-
-
-class TokenRead(TokenCompress):
-    """The token compression of a state without a stream axis. (batch, seq, dim) -> (batch, seq, dim)."""
-
-    def __init__(self, dim: int, kernel: int):
-        super().__init__(dim, 1, kernel)
-
-    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
-        expect_tokens(x, self.window, axes="(batch, seq, dim)")
-        return super().forward(x.unsqueeze(-2), memory)

@@ -28,7 +28,7 @@ from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
 
 from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State
-from residua.connections.branch_convolution import BranchCoefficients
+from residua.connections.compressing import BranchCoefficients
 from residua.connections.residual import ResidualCoefficients
 from residua.errors import InputError, extra
 from residua.ops.precision import under_autocast

@@ -70,8 +70,4 @@ def _precision(device: torch.device) -> Callable[[], AbstractContextManager]:
 
 def flattened(streams: Tensor) -> Tensor:
     """Return (..., n, d) as (..., n d). Streams that are one vector repeated are not kept n times over for it."""
-    return derive(_flattened, streams) if streams.stride(-2) == 0 else streams.flatten(-2)
-
-
-def _flattened(streams: Tensor) -> Tensor:
-    return streams.flatten(-2)
+    return derive(lambda x: x.flatten(-2), streams) if streams.stride(-2) == 0 else streams.flatten(-2)
