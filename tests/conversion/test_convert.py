@@ -437,24 +437,18 @@ def test_a_scheme_that_reads_earlier_tokens_says_that_it_takes_no_drafts():
         converted(WINDOWED).generate(IDS[:1], max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
 
 
-def test_a_copy_is_independent():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_independent(copied):
     model = converted(WINDOWED)
-    other = copy.deepcopy(model)
-    want = model(IDS).logits
+    other, want = copied(model), model(IDS).logits
+    assert torch.equal(other(IDS).logits, want)
+    assert type(other.config) is type(model.config)
+    assert any(".stream." in name for name in AutoModelForCausalLM.from_config(copied(other.config)).state_dict())
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.zero_()
     assert torch.equal(model(IDS).logits, want)
     assert not other(IDS).logits.any()
-
-
-def test_a_converted_model_is_pickled_and_so_is_its_configuration():
-    model = converted(WINDOWED)
-    other = pickle.loads(pickle.dumps(model))
-    assert torch.equal(other(IDS).logits, model(IDS).logits)
-    for config in (other.config, copy.deepcopy(model.config)):
-        assert type(config) is type(model.config)
-        assert any(".stream." in name for name in AutoModelForCausalLM.from_config(config).state_dict())
 
 
 def test_connections_made_in_inference_mode_learn():
@@ -472,19 +466,6 @@ def test_half_precision():
     assert logits.dtype == torch.bfloat16
     assert {p.dtype for n, p in model.named_parameters() if ".stream." in n} == {torch.float32}
     assert (logits.double() - exact(IDS).logits).abs().max() < 0.05 * exact(IDS).logits.abs().max()
-
-
-def test_conversion_leaves_mode_and_random_numbers_as_they_are():
-    model = llama(attention_dropout=0.5).train()
-    model.model.layers[1].eval()
-    state = torch.get_rng_state()
-    residua.convert(model, "residual")
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in (model, model.model.layers[1], model.model.layers[1].mlp)] == [
-        True,
-        False,
-        False,
-    ]
 
 
 def test_a_change_to_no_number_is_the_largest_change():

@@ -317,13 +317,6 @@ def test_connections_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match="beside other weights"):
         residua.load_connection(wider, tmp_path)
     assert not any(".stream." in name for name in wider.state_dict())
-    other = llama()
-    with torch.no_grad():
-        other.model.layers[1].mlp.up_proj.weight.mul_(1.5)
-    before = other(IDS).logits
-    with pytest.raises(InputError, match="beside other weights"):
-        residua.load_connection(other, tmp_path)
-    assert torch.equal(other(IDS).logits, before)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):  # the same model in another precision
         residua.load_connection(llama(dtype), tmp_path)
     learnt = llama()

@@ -160,19 +160,6 @@ def test_dynamic_quantisation_takes_the_sublayers_and_leaves_the_connections(nam
     assert (found - expected).norm() < 0.1 * expected.norm()
 
 
-@torch.no_grad()
-@every_preset
-def test_gates_and_mappings_stay_in_float32_in_a_narrow_model(name, tmp_path):
-    model = model_of(name)
-    model.save_pretrained(tmp_path)
-    narrow = ResiduaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    dtypes = {name: parameter.dtype for name, parameter in narrow.model.stream.named_parameters()}
-    wide = set(model.model.stream.float32_parameters())
-    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == wide
-    assert narrow.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
-    assert narrow(prompt(2, 6)).logits.dtype == torch.bfloat16
-
-
 @every_preset
 def test_quantizers_of_transformers_read_which_maps_to_leave(name):
     from transformers.quantizers.quantizers_utils import should_convert_module

@@ -78,19 +78,6 @@ def test_ragged_left_padded_batch(name):
         assert torch.equal(generate(model, ids, mask)[:, -6:], torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", ["mudd", "ddl-tc+kv3"])
-def test_sampling_is_the_same_with_and_without_the_cache(name):
-    model, ids = lively(name), prompt(2, 3)
-    texts = []
-    for use_cache in (True, False):
-        torch.manual_seed(7)
-        texts.append(
-            generate(model, ids, do_sample=True, temperature=0.9, top_k=20, num_return_sequences=2, use_cache=use_cache)
-        )
-    assert torch.equal(*texts)
-    assert texts[0].shape == (4, 9)
-
-
 @every_memory
 def test_beam_search_is_the_same_with_and_without_the_cache(name):
     model = lively(name)
@@ -143,17 +130,6 @@ def test_going_on_from_a_kept_cache(name):
         assert torch.equal(generate(model, text, **{CACHE: copy.deepcopy(cache)}), greedily(model, text, 6))
 
 
-@pytest.mark.parametrize("name", ["residual", "ddl-ec"])
-def test_the_end_of_text_ends_a_row_and_padding_follows(name):
-    model, ids = lively(name), prompt(2, 3)
-    free = generate(model, ids)
-    stop = free[0, 5].item()
-    text = generate(model, ids, eos_token_id=stop)
-    end = free[0, 3:].tolist().index(stop)
-    assert text[0, 3 : 4 + end].tolist() == free[0, 3 : 4 + end].tolist()
-    assert (text[0, 4 + end :] == PAD).all()
-
-
 def test_the_configuration_says_where_texts_end():
     model = tiny_model()
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (EOS, PAD)
@@ -202,22 +178,6 @@ def test_speculative_decoding(name, draft):
         right = (tokens[:, : text.shape[1] - start] == text[:, start:end]).cumprod(1).sum()
         for found, expected in zip(states, full):
             assert_close(found[:, :right], expected[:, start : start + right])
-
-
-@pytest.mark.parametrize("name", ["residual", "ddl-ec", "ddl-tc"])
-def test_scores_and_states_can_be_asked_for(name):
-    """What generation returns beside the text equals one pass over that text."""
-    model, ids = lively(name), prompt(1, 4)
-    out = generate(
-        model, ids, return_dict_in_generate=True, output_logits=True, output_hidden_states=True, max_new_tokens=3
-    )
-    with torch.no_grad():
-        full = model(out.sequences[:, :-1], output_hidden_states=True)
-    steps = torch.stack(out.logits, 1)
-    assert torch.allclose(steps, full.logits[:, 3:].to(steps.dtype), rtol=1e-5, atol=1e-6)
-    for layer in range(3):
-        pieces = torch.cat([step[layer] for step in out.hidden_states], 1)
-        assert torch.allclose(pieces, full.hidden_states[layer], rtol=1e-9, atol=1e-10)
 
 
 @torch.no_grad()

@@ -94,20 +94,3 @@ def test_the_backbone_starts_as_declared(name, tied, tmp_path):
         norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
         assert len(norms) == 2 * layers + 1 + 3 * layers
         assert all((norm.weight == 1).all() for norm in norms)
-
-
-@torch.no_grad()
-def test_output_projections_do_not_start_at_zero():
-    """In the k-Map the sublayer's output is the direction: at zero its gradient is 1 / eps."""
-    model = ResiduaForCausalLM(tiny_config("ddl"))
-    for layer in model.model.layers:
-        assert layer.attention.o_proj.weight.abs().min() > 0
-        assert layer.mlp.down_proj.weight.abs().min() > 0
-
-
-def test_the_seed_decides():
-    torch.manual_seed(3)
-    first = ResiduaForCausalLM(tiny_config("ddl-tc-v")).state_dict()
-    torch.manual_seed(3)
-    second = ResiduaForCausalLM(tiny_config("ddl-tc-v")).state_dict()
-    assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())

@@ -168,16 +168,6 @@ def test_labels_are_shifted_inside_and_minus_100_does_not_count():
     assert_close(model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss, manual * len(pairs) / 7)
 
 
-def test_accumulated_micro_batches_weigh_by_tokens():
-    """Gradient accumulation with unequal numbers of labels is one big batch."""
-    model, ids = tiny_model(), prompt(2, 6)
-    labels = ids.clone()
-    labels[0, 2:] = -100
-    whole = model(ids, labels=labels).loss
-    parts = sum(model(ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=6).loss for i in range(2))
-    assert_close(parts, whole)
-
-
 def test_the_loss_is_float32_at_least():
     model, ids = tiny_model(dtype=torch.bfloat16), prompt(2, 6)
     out = model(ids, labels=ids)

@@ -137,14 +137,24 @@ def in_mine(ours, prefix: str = "") -> dict[str, Tensor]:
     }
 
 
-class Block(ConnectionAdapter):
-    scheme = ManifoldHyperConnections(num_streams=N)
+class Planted(ConnectionAdapter):
+    """A module of the kind `module`, with one bug if asked."""
+
+    module: type[nn.Module]
 
     def __init__(self, bug: str | None = None):
         self.bug = bug
 
     def build(self, dim):
-        return HyperBlock(dim, self.bug)
+        return self.module(dim, self.bug)
+
+    def connect(self, module, state, sublayer):
+        return module(state, sublayer)
+
+
+class Block(Planted):
+    scheme = ManifoldHyperConnections(num_streams=N)
+    module = HyperBlock
 
     def parameters(self, ours):
         return in_mine(ours)
@@ -267,22 +277,14 @@ class HyperConnectionsBlock(nn.Module):
         return (mixed[..., 1:, :] + beta.unsqueeze(-1) * y.unsqueeze(-2)).to(x.dtype)
 
 
-class Hyper(ConnectionAdapter):
+class Hyper(Planted):
     scheme = HyperConnections()
-
-    def __init__(self, bug: str | None = None):
-        self.bug = bug
-
-    def build(self, dim):
-        return HyperConnectionsBlock(dim, self.bug)
+    module = HyperConnectionsBlock
 
     def parameters(self, ours):
         names = {"alpha": "alpha", "beta": "beta", "scales": "scales", "gain": "stream_norm.weight"}
         mine = {name: ours[our] for name, our in names.items()}
         return {**mine, "w": ours["project.weight"].T, "ln": ours["norm.weight"]}
-
-    def connect(self, module, state, sublayer):
-        return module(state, sublayer)
 
 
 class DeltaBlock(nn.Module):
@@ -314,14 +316,9 @@ class DeltaBlock(nn.Module):
         return (wide + beta * (v - held) * k).to(x.dtype)
 
 
-class Delta(ConnectionAdapter):
+class Delta(Planted):
     scheme = DeepDelta()
-
-    def __init__(self, bug: str | None = None):
-        self.bug = bug
-
-    def build(self, dim):
-        return DeltaBlock(dim, self.bug)
+    module = DeltaBlock
 
     def parameters(self, ours):
         return {
@@ -331,9 +328,6 @@ class Delta(ConnectionAdapter):
             "value": ours["value.project.weight"][0],
             "value_bias": ours["value.project.bias"],
         }
-
-    def connect(self, module, state, sublayer):
-        return module(state, sublayer)
 
 
 @pytest.mark.parametrize("adapter", [Hyper, Delta])
@@ -642,7 +636,7 @@ def test_a_module_that_is_float32_inside_is_told_so():
 class Unnormed(HyperBlock):
     """Leaves the norm to its caller, as most kernels do."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, bug: None):
         super().__init__(dim)
         del self.ln
 
@@ -657,9 +651,7 @@ class Unnormed(HyperBlock):
 def test_a_module_without_a_norm_is_compared_before_ours():
     class Bare(Block):
         owns_norm = False
-
-        def build(self, dim):
-            return Unnormed(dim)
+        module = Unnormed
 
         def parameters(self, ours):
             return {name: value for name, value in in_mine({**ours, "norm.weight": None}).items() if name != "ln"}
