@@ -1,16 +1,14 @@
 import json
 import sys
-import weakref
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from residua import EDelta, PooledHouseholder
 from residua.connections.deep_delta import DeltaCoefficients
 from residua.errors import InputError
+from residua.lab.cost.memory import _Live
 from residua.lab.inspection import Trace, trace
 from residua.lab.inspection.measure import measured, norm
 from residua.lab.inspection.watch import watching
@@ -329,27 +327,6 @@ def test_another_kind_of_model_is_refused():
         trace(torch.nn.Linear(2, 2), [1])
 
 
-class Living(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, at most."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.most, self.known = 0, 0, weakref.WeakKeyDictionary()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.known:
-                self.known[storage] = True
-                self.alive += storage.nbytes()
-                weakref.finalize(storage, self.freed, storage.nbytes())
-        self.most = max(self.most, self.alive)
-        return result
-
-    def freed(self, size):
-        self.alive -= size
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddl-tc", "edelta-stream"])
 def test_memory_does_not_grow_with_depth_but_for_what_is_kept(name):
@@ -358,9 +335,9 @@ def test_memory_does_not_grow_with_depth_but_for_what_is_kept(name):
     for layers in (2, 24):
         options = {"hidden_size": 32, "num_hidden_layers": layers, "max_position_embeddings": 2048}
         model = tiny_model(name, torch.float32, **options)
-        with Living() as living:
+        with _Live([]) as living:
             found = trace(model, ids, sample=16)
-        peaks.append(living.most)
+        peaks.append(living.peak)
         sizes.append(sum(value.nbytes for value in found.values.values()))
     state = 2048 * 4 * 32 * 4
     assert sizes[1] < 48 * state, "a trace is smaller than its states"
