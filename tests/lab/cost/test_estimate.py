@@ -12,6 +12,7 @@ from residua.connections import PRESETS, resolve
 from residua.errors import InputError
 from residua.lab.cost.counts import flops_per_token, parameters
 from residua.lab.cost.estimate import GPU_MEMORY, estimate
+from residua.lab.cost.measured_memory import storages_kept
 from residua.lab.cost.memory import activation_memory
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
@@ -113,20 +114,9 @@ def test_what_is_kept_is_what_autograd_saves(name):
     config = ResiduaConfig(connection=name, **SMALL)
     torch.manual_seed(0)
     model = ResiduaForCausalLM(config).train()
-    known = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
     ids = torch.zeros(4, 32, dtype=torch.long)
-    storages = {}
-
-    def pack(x):
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in known and x.dtype.is_floating_point:
-            storages[storage.data_ptr()] = storage
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model(input_ids=ids, labels=ids, shift_labels=ids)
+    saved = storages_kept(lambda: model(input_ids=ids, labels=ids, shift_labels=ids), model.parameters())
     counted = activation_memory(config, batch_size=4, sequence_length=32, autocast=False)
-    saved = sum(storage.nbytes() for storage in storages.values())
     assert counted.kept + counted.logits == pytest.approx(saved, rel=0.02)
     assert counted.casts == 0
 

@@ -7,7 +7,7 @@ import pytest
 from residua.lab.geometry import published as quoted
 from residua.lab.geometry.models import MODELS
 from residua.lab.geometry.references import references
-from residua.lab.geometry.report import DASH, TITLES, groups, is_causal, summary, table, write_tables
+from residua.lab.geometry.report import TITLES, summary, table, write_tables
 from residua.lab.geometry.tasks import TASKS, task
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -20,7 +20,7 @@ def run(model="residual", seed=42, name="gyroscope", loss=4e-3, **changes):
         "kind": "run",
         "task": name,
         "model": model,
-        "label": f"label of {model}",
+        "label": f"our {model}",
         "seed": seed,
         "parameters": 1234,
         "causal": True,
@@ -28,7 +28,7 @@ def run(model="residual", seed=42, name="gyroscope", loss=4e-3, **changes):
         "loss": loss,
         "best_loss": loss,
         "online_loss": loss,
-        "position0_loss": 1.2e-2,
+        "position0_loss": 2**-6,
         "by_position": [1.2e-2, 2 * loss, loss, loss],
         "online_by_position": [[0, 1.3e-2, 1.2e-2], [3, loss, loss]],
         "norm_deviation": 0.25,
@@ -63,24 +63,51 @@ def records():
     return found
 
 
-def cells(records, name):
-    header, rows = table(records, name)
-    assert all(len(row) == len(header) for row in rows)
-    return [dict(zip(header, row)) for row in rows]
+GYROSCOPE = """\
+source; model; seeds; parameters; causal; MSE, full sequence; MSE, online; MSE, position 0; norm deviation
+reference; expected floor of position 0, causal; —; —; causal; 1.08e-02; —; 4.31e-02; —
+ours; our residual; 3; 1,234; causal; 4.00e-03 ± 4.0e-04; 4.00e-03 ± 4.0e-04; 1.56e-02 ± 0.0e+00; 0.25 ± 0
+ours; our leaky; 2; 1,234; not causal; 2.00e-03 ± 2.8e-04; 5.00e-03 ± 7.1e-04; 1.56e-02 ± 0.0e+00 (leak); 0.25 ± 0
+ours; our lost; 2 (1 diverged); 1,234; causal; 4.00e-03; 4.00e-03; 1.56e-02 ± 0.0e+00; 0.25 ± 0
+ours; our longer; 1; 1,234; causal; 1.00e-03; 1.00e-03; 1.56e-02; 0.25
+ours; our longer; 1; 1,234; causal; nan; nan; 1.56e-02; 0.25
+ours; our bare; 1; 1,234; —; 4.00e-03; 4.00e-03; —; —
+published; plain residual (“GPT”, 9 layers); 3; 1,780,000; causal; 3.78e-03 ± 4.0e-05; —; —; —
+published; pooled Householder, sequence (“DDL”, 8 layers); 3; 1,784,000; not causal; 3.36e-03 ± 1.3e-04; —; —; —
+published; mHC, split (“mHC”, 9 layers); 3; 1,838,000; causal; 4.02e-03 ± 3.0e-05; —; —; —
+published; JPmHC (“JPmHC”, 7 layers, width 512); 3; 1,771,000; causal; 3.08e-04 ± 2.0e-06; —; —; —
+published; EDelta, sequence (“EΔ-MHC-Geo”, 6 layers); 3; 1,788,000; not causal; 1.02e-03 ± 2.6e-04; —; —; —
+"""
+REFLECTION = """\
+source; model; seeds; parameters; cosine with −x; β; γ; MSE
+ours; our hybrid; 2; 1,234; 0.956 ± 0.000; —; 0.055 ± 0.000; 9.00e-02 ± 0.0e+00
+published; pooled Householder, sequence (“DDL”); 3; —; 0.96; 1.995 ± 0.001; —; —
+published; JPmHC (“JPmHC”); 3; —; -0.3; —; —; —
+published; EDelta, sequence (“EΔ-MHC-Geo”); 3; —; 0.96; —; 0.051 ± 0.005; —
+"""
 
 
-@pytest.mark.parametrize("name", ["gyroscope", "near-pi", "reflection"])
-def test_every_row_says_whose_it_is_and_none_mixes(records, name):
+def lines(records, name):
     header, rows = table(records, name)
-    assert header[0] == "source"
-    assert {row[0] for row in rows} <= SOURCES
-    ours = {group.name for group in groups(records, name)}
-    theirs = {row["label"] for row in quoted.published(name)}
-    assert ours.isdisjoint(theirs)
-    for row in rows:
-        assert (row[1] in ours) == (row[0] == "ours")
-        assert (row[1] in theirs) == (row[0] == "published")
-    assert {row[0] for row in rows} == SOURCES
+    return "".join(f"{'; '.join(row)}\n" for row in (header, *rows))
+
+
+def test_a_table_of_runs_references_and_published_numbers():
+    """A row for each group of equal settings, of the last record of every seed; only what finished is in a mean."""
+    sizes = replace(task("gyroscope"), dim=8, length=4, num_train=2, num_val=20)
+    given = [record for record in references(sizes) if record["model"] == "causal-floor"]
+    given += [run("residual", seed, loss=4e-3 * factor) for seed, factor in ((42, 0.9), (123, 1.0), (456, 1.1))]
+    given += [run("leaky", 1, loss=1.8e-3, online_loss=4.5e-3)]
+    given += [run("leaky", 2, loss=2.2e-3, online_loss=5.5e-3, causal=False, position0_leak=True)]
+    given += [
+        run("lost", 1, loss=9.0),
+        run("lost", 1),
+        run("lost", 2, diverged=True) | {"loss": None, "online_loss": None},
+    ]
+    given += [run("longer", settings={"steps": steps}, loss=loss) for steps, loss in ((1, 1e-3), (2, math.nan))]
+    given += [run("bare", causal=None, norm_deviation=None, position0_loss=None)]
+    assert lines(given, "gyroscope") == GYROSCOPE
+    assert lines([reflection(seed=seed) for seed in (1, 2)], "reflection") == REFLECTION
 
 
 def test_the_numbers_of_a_published_row_are_the_published_ones_whatever_was_measured(records):
@@ -95,91 +122,16 @@ def test_the_numbers_of_a_published_row_are_the_published_ones_whatever_was_meas
     assert not any("citation" in row for row in summary(records, "gyroscope") if row["source"] == "ours")
 
 
-def test_means_and_sample_deviations_over_seeds(records):
-    rows = {row["model"]: row for row in cells_by_model(records, "gyroscope")}
-    ours = rows["residual"]
-    assert ours["seeds"] == 3
-    assert ours["loss"] == pytest.approx((4e-3, 4e-4, 3))
-    text = next(row for row in cells(records, "gyroscope") if row["model"] == "label of residual")
-    assert text["MSE, full sequence"] == "4.00e-03 ± 4.0e-04"
-    assert text["seeds"] == "3"
-    assert text["parameters"] == "1,234"
-    assert text["norm deviation"] == "0.25 ± 0"
-
-
-def cells_by_model(records, name):
-    return [row for row in summary(records, name) if row["source"] == "ours"]
-
-
-def test_full_online_position_0_and_the_badge_stand_beside_each_other(records):
-    rows = {row["model"]: row for row in cells(records, "gyroscope") if row["source"] == "ours"}
-    causal, leaky = rows["label of residual"], rows["label of edelta-sequence"]
-    assert causal["causal"] == "causal"
-    assert causal["MSE, full sequence"] == causal["MSE, online"]
-    assert leaky["causal"] == "not causal"
-    assert leaky["MSE, full sequence"] == "2.00e-03 ± 2.0e-04"
-    assert leaky["MSE, online"] == "5.00e-03 ± 5.0e-04"
-    assert leaky["MSE, position 0"].endswith("(leak)")
-    assert "leak" not in causal["MSE, position 0"]
-
-
-def test_one_seed_that_saw_the_future_takes_the_badge_from_all():
-    records = [run(seed=1), run(seed=2, causal=False), run(seed=3, causal=None)]
-    assert is_causal(groups(records, "gyroscope")[0]) is False
-    assert is_causal(groups([run(causal=None)], "gyroscope")[0]) is None
-
-
-def test_runs_of_different_settings_are_never_averaged():
-    records = [run(seed=seed, settings={"steps": steps, "dim": 64}) for seed in (1, 2) for steps in (100, 200)]
-    assert [len(group.runs) for group in groups(records, "gyroscope")] == [2, 2]
-
-
-def test_a_seed_counts_once_by_its_last_record():
-    rows = cells_by_model([run(seed=1, loss=1.0), run(seed=2, loss=3.0), run(seed=1, loss=5.0)], "gyroscope")
-    assert rows[0]["loss"] == pytest.approx((4.0, math.sqrt(2), 2))
-
-
-def test_a_single_seed_has_no_deviation_and_what_is_missing_is_a_dash():
-    record = run()
-    del record["norm_deviation"], record["position0_loss"]
-    row = next(row for row in cells([record, run("b", norm_deviation=0.1)], "gyroscope") if row["source"] == "ours")
-    assert row["MSE, full sequence"] == "4.00e-03"
-    assert row["norm deviation"] == DASH
-    assert row["MSE, position 0"] == DASH
-
-
-def test_a_run_that_diverged_is_seen(tmp_path):
-    lost = run(seed=2, loss=1.0, diverged=True) | {"loss": None, "best_loss": None, "online_loss": None}
-    lost["curve"] = [[0, 1.0], [20, None]]
-    rows = cells([run(seed=1), lost, run("b", seed=1, loss=float("nan"))], "gyroscope")
-    row = next(row for row in rows if row["model"] == "label of residual")
-    assert row["seeds"] == "2 (1 diverged)"
-    assert row["MSE, full sequence"] == "4.00e-03"
-    assert next(row for row in rows if row["model"] == "label of b")["MSE, full sequence"] == "nan"
-    write_tables([run(seed=1), lost, run("b", seed=1, loss=float("nan"))], tmp_path)
-    assert "NaN" not in (tmp_path / "tables.json").read_text(encoding="utf-8")
-
-
-def test_the_reflection_table_puts_ours_beside_the_published(records):
-    rows = cells(records, "reflection")
-    published = [row for row in rows if row["source"] == "published"]
-    assert [(row["cosine with −x"], row["β"], row["γ"]) for row in published] == [
-        ("0.96", "1.995 ± 0.001", DASH),
-        ("-0.3", DASH, DASH),
-        ("0.96", DASH, "0.051 ± 0.005"),
-    ]
-    (ours,) = (row for row in rows if row["source"] == "ours")
-    assert ours["γ"] == "0.055 ± 0.000"
-
-
 def test_the_files(records, tmp_path):
-    markdown, numbers = write_tables(records, tmp_path / "new" / "folder")
+    not_finite = run("lost", loss=math.nan)
+    markdown, numbers = write_tables([*records, not_finite], tmp_path / "new" / "folder")
     text = markdown.read_text(encoding="utf-8")
     for name in ("gyroscope", "near-pi", "reflection"):
         assert TITLES[name] in text
     assert TITLES["stability"] not in text
     assert "Ours, all rows: steps 100, dim 64." in text
     assert quoted.README in text
+    assert "NaN" not in numbers.read_text(encoding="utf-8")
     values = json.loads(numbers.read_text(encoding="utf-8"))
     assert list(values["tasks"]) == ["gyroscope", "near-pi", "reflection"]
     for rows in values["tasks"].values():

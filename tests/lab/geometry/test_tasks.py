@@ -171,12 +171,6 @@ def test_powers_of_a_rotation_are_applied_at_once():
         assert_close(walked[:, step], x)
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_smaller_variants(name):
-    data = replace(task(name), dim=8, length=5, num_train=3, num_val=2).data()
-    assert [tuple(t.shape) for t in data] == [(3, 5, 8), (3, 5, 8), (2, 5, 8), (2, 5, 8)]
-
-
 def test_an_unknown_task_is_refused_with_all_names():
     with pytest.raises(InputError, match=r"near-pi-multi.*got 'gyroscop'"):
         task("gyroscop")

@@ -3,7 +3,7 @@ import torch
 
 from residua.lab.inspection import gate_quantiles, has_gates, trace
 from support.tiny_models import prompt, tiny_model
-from support.variants import ALL, PRESETS
+from support.variants import ALL
 
 LEVELS = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 
@@ -26,21 +26,3 @@ def test_several_rows_are_one_sample():
     model, ids = tiny_model("ddl"), torch.stack([prompt(20), prompt(20, seed=1)])
     betas = torch.cat([trace(model, row).values["beta"] for row in ids], 1)
     assert gate_quantiles(model, ids)["beta"]["q50"] == pytest.approx(betas.quantile(0.5, dim=1).tolist(), rel=1e-5)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_start_is_told_as_it_was_asked_for(name):
-    model = tiny_model(name, torch.float32, scale=0.0)
-    found = gate_quantiles(model, prompt(8)[None])
-    for key in {"beta", "gamma"} & found.keys():
-        # The erase gate of gated-delta starts at 0, which is no option of it.
-        start = 0.0 if name == "gated-delta" else getattr(PRESETS[name], f"{key}_init")
-        for column in found[key].values():
-            assert column == pytest.approx([start] * 4, rel=1e-5)
-
-
-def test_the_model_may_be_in_training():
-    model = tiny_model("edelta", torch.float32)
-    expected = gate_quantiles(model, prompt(8)[None])
-    assert gate_quantiles(model.train(), prompt(8)[None]) == expected
-    assert all(parameter.grad is None for parameter in model.parameters())
