@@ -1,6 +1,7 @@
 """Run folders with made-up numbers, as training leaves them."""
 
 import json
+import math
 from pathlib import Path
 
 
@@ -11,22 +12,25 @@ def planted_run(
     *,
     offset: float = 0.0,
     steps: int = 100,
+    crashed_at: int | None = None,
+    not_finite_at: int | None = None,
     every: int = 10,
     seconds_per_step: float = 0.5,
     lr: float = 1e-3,
     evaluate: bool = True,
     fingerprint: str = "corpus-a",
+    **train: object,
 ) -> Path:
     """Write a run folder and return it; `offset` is added to a loss curve that all share, and `seed` moves it."""
     folder.mkdir()
     model = {"connection": connection, "hidden_size": 16}
-    train = {"seed": seed, "lr": lr, "steps": steps}
+    train = {"seed": seed, "lr": lr, "steps": steps, **train}
     # JSON is YAML.
     (folder / "config.yaml").write_text(json.dumps({"model": model, "data": {"path": None}, "train": train}))
     (folder / "facts.json").write_text(json.dumps({"data": {"fingerprint": fingerprint}, "parameters": 1234}))
     rows = []
-    for step in range(every, steps + 1, every):
-        loss = 4 + 3 / step + offset + 0.01 * seed
+    for step in range(every, (crashed_at or steps) + 1, every):
+        loss = math.nan if step == not_finite_at else 4 + 3 / step + offset + 0.01 * seed
         row = {"step": step, "tokens": 64 * step, "seconds": seconds_per_step * step}
         rows.append(row | {"loss": loss, "lr": lr, "tokens_per_second": 64 / seconds_per_step})
         if evaluate:

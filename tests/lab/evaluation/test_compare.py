@@ -8,12 +8,8 @@ from residua.lab.evaluation.compare import Difference, compare
 
 
 def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
-    folders = [
-        make_run("a1", seed=1),
-        make_run("b0", connection="ddl", offset=-0.1),
-        make_run("a0", seed=0),
-        make_run("b1", connection="ddl", seed=1, offset=-0.1),
-    ]
+    folders = [make_run("a1", seed=1), make_run("b0", connection="ddl", offset=-0.1), make_run("a0", seed=0)]
+    folders.append(make_run("b1", connection="ddl", seed=1, offset=-0.1))
     comparison = compare(folders)
     assert [(group.name, group.seeds) for group in comparison.groups] == [("residual", (0, 1)), ("ddl", (0, 1))]
     assert comparison.baseline is comparison.groups[0]
@@ -22,30 +18,17 @@ def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
 
 
 def test_what_else_is_written_down_makes_no_difference(make_run):
-    runs = [make_run("a", seed=0), make_run("b", seed=1)]
-    config = json.loads((runs[1] / "config.yaml").read_text())
-    config["train"] |= {"connections_every": 10, "wandb": "mine", "tensorboard": False}
-    (runs[1] / "config.yaml").write_text(json.dumps(config))
-    (group,) = compare(runs).groups
+    logging = {"connections_every": 10, "wandb": "mine", "tensorboard": False}
+    (group,) = compare([make_run("a", seed=0), make_run("b", seed=1, **logging)]).groups
     assert group.seeds == (0, 1)
 
 
 def test_names_tell_what_differs_and_connections_with_changes_are_groups_of_their_own(make_run):
-    comparison = compare(
-        [
-            make_run("a"),
-            make_run("b", lr=2e-3),
-            make_run("c", connection={"preset": "ddl-tc", "value_channels": 8}),
-            make_run("d", connection="ddl-tc"),
-        ]
-    )
-    assert [group.name for group in comparison.groups] == [
-        "residual train.lr=0.001",
-        "residual train.lr=0.002",
-        "ddl-tc(value_channels=8)",
-        "ddl-tc",
-    ]
-    assert comparison.baseline.name == "residual train.lr=0.001"
+    changed = make_run("c", connection={"preset": "ddl-tc", "value_channels": 8})
+    comparison = compare([make_run("a"), make_run("b", lr=2e-3), changed, make_run("d", connection="ddl-tc")])
+    rates = ["residual train.lr=0.001", "residual train.lr=0.002"]
+    assert [group.name for group in comparison.groups] == [*rates, "ddl-tc(value_channels=8)", "ddl-tc"]
+    assert comparison.baseline.name == rates[0]
 
 
 def test_differences_are_paired_by_seed_so_that_shared_noise_vanishes(make_run):
@@ -112,9 +95,7 @@ def test_an_empty_metrics_file_is_a_run_that_has_just_begun(make_run):
 
 
 def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_run):
-    crashed, finished = make_run("crashed", offset=1.0), make_run("finished")
-    lines = (crashed / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (crashed / "metrics.jsonl").write_text("".join(lines[:8]))
+    crashed, finished = make_run("crashed", offset=1.0, crashed_at=40), make_run("finished")
     for folders in ((crashed, finished), (finished, crashed)):
         comparison = compare(folders)
         assert [run.folder.name for run in comparison.groups[0].runs] == ["finished"]
@@ -123,11 +104,8 @@ def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_ru
 
 
 def test_losses_of_other_contexts_are_said_to_be_no_comparison(make_run):
-    runs = [make_run("a"), make_run("b"), make_run("c", connection="ddl")]
-    for folder, length in zip(runs, (128, 256, 128)):
-        config = json.loads((folder / "config.yaml").read_text())
-        config["train"]["sequence_length"] = length
-        (folder / "config.yaml").write_text(json.dumps(config))
+    runs = [make_run("a", sequence_length=128), make_run("b", sequence_length=256)]
+    runs.append(make_run("c", connection="ddl", sequence_length=128))
     (note,) = (note for note in compare(runs).notes if "context" in note)
     assert "residual train.sequence_length=256 with 256, ddl with 128 tokens" in note
     assert not [note for note in compare([runs[0], runs[2]]).notes if "context" in note]
@@ -147,10 +125,7 @@ def test_data_are_told_apart_by_their_fingerprint(make_run):
 
 
 def test_a_loss_that_is_not_finite_is_shown_and_never_hidden(make_run):
-    a, b = make_run("a"), make_run("b", connection="ddl")
-    with (b / "metrics.jsonl").open("a") as file:
-        print(json.dumps({"step": 110, "tokens": 6400, "seconds": 50.0, "val_loss": math.nan}), file=file)
-    comparison = compare([a, b])
+    comparison = compare([make_run("a"), make_run("b", connection="ddl", not_finite_at=100)])
     _, rows = comparison.table()
     assert rows[1][2:4] == ["nan", "+nan"]
     assert any("not finite" in note for note in comparison.notes)
@@ -181,16 +156,12 @@ def test_the_number_of_a_seed_does_not_read_as_how_many_there_are(make_run):
 
 
 def test_a_group_keeps_its_colour_whatever_the_baseline_is(make_run):
-    folders = [
-        make_run("b", connection="ddl"),
-        make_run("a"),
-        make_run("c", connection="mhc"),
-        make_run("slow", lr=2e-3),
-    ]
     plain, slow = "residual train.lr=0.001", "residual train.lr=0.002"
+    ddl, mhc = make_run("b", connection="ddl"), make_run("c", connection="mhc")
+    folders = [ddl, make_run("a"), mhc, make_run("slow", lr=2e-3)]
     for baseline in (None, "ddl", "mhc", slow):
         assert compare(folders, baseline=baseline).colours == {plain: 0, "ddl": 1, "mhc": 2, slow: 3}
-    assert compare([folders[0], folders[2]], baseline="mhc").colours == {"ddl": 1, "mhc": 2}
+    assert compare([ddl, mhc], baseline="mhc").colours == {"ddl": 1, "mhc": 2}
 
 
 @pytest.mark.parametrize(
@@ -243,14 +214,8 @@ def test_nothing_to_compare_is_an_input_error():
 
 
 def test_a_run_whose_seed_is_not_shared_does_not_shorten_the_others(make_run):
-    a, b, short = (
-        make_run("a"),
-        make_run("b", connection="ddl", offset=-0.1),
-        make_run("short", connection="ddl", seed=1),
-    )
-    lines = (short / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (short / "metrics.jsonl").write_text("".join(lines[:8]))
-    comparison = compare([a, b, short])
+    short = make_run("short", connection="ddl", seed=1, crashed_at=40)
+    comparison = compare([make_run("a"), make_run("b", connection="ddl", offset=-0.1), short])
     group = comparison.groups[1]
     assert group.seeds == (0, 1)
     difference = comparison.final_difference(group)
@@ -264,10 +229,5 @@ def test_one_evaluation_each_is_enough_for_a_difference(make_run):
 
 
 def test_a_loss_that_is_not_finite_spoils_its_own_place_alone(make_run):
-    a, b = make_run("a", steps=30), make_run("b", connection="ddl", steps=30)
-    metrics = b / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    lines = [json.dumps(row | ({"val_loss": math.nan} if row["step"] == 20 else {})) for row in rows]
-    metrics.write_text("\n".join(lines) + "\n")
-    comparison = compare([a, b])
+    comparison = compare([make_run("a", steps=30), make_run("b", connection="ddl", steps=30, not_finite_at=20)])
     assert [math.isnan(d.mean) for d in comparison.differences(comparison.groups[1])] == [False, True, False]
