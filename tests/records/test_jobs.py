@@ -11,6 +11,7 @@ import pytest
 from residua.errors import InputError, RunError
 from residua.records import jsonlines
 from residua.records.jobs import Job, Records, open_runs, run_jobs
+from support.waiting import wait_for
 
 
 def double(number, *, place, report):
@@ -110,13 +111,6 @@ def running(process):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_for(condition, seconds=200):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.005)
 
 
 @pytest.mark.processes

@@ -14,6 +14,7 @@ from residua.errors import InputError, RunError
 from residua.records import jsonlines, slurm
 from residua.records.jobs import Job, open_runs, run_jobs
 from residua.records.slurm import Slurm
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(os.name == "nt", reason="Slurm has no Windows")]
 LOCAL = Slurm({"time": 5}, cluster="local")
@@ -73,19 +74,13 @@ def start(out, path, before=""):
         return subprocess.Popen(command, env=environment, stderr=file)
 
 
-def wait_for(condition, seconds=200):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def jobs_in(out):
     return [row["job"] for row in jsonlines.read(out / "slurm" / "jobs.jsonl") if row["job"]]
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the jobs import this module
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(slurm, "SETTLE_SECONDS", 0.5)
 
