@@ -86,12 +86,16 @@ def ratio(row):
     return round(row.cost["time_ratio"]["median"], 2)
 
 
+def trained(rung, scheme, kind):
+    """The records of runs."""
+    wanted = {"rung": rung, "scheme": scheme, "kind": kind}
+    return [run for run in records("resbench/records.jsonl") if wanted.items() <= run.items()]
+
+
 def ends(rung, scheme, kind, **point):
     """The last losses of runs by seed, at one point of the tuning."""
     return {
-        run["seed"]: run["val_loss"]
-        for run in records("resbench/records.jsonl")
-        if (run["rung"], run["scheme"], run["kind"]) == (rung, scheme, kind) and point.items() <= run["point"].items()
+        run["seed"]: run["val_loss"] for run in trained(rung, scheme, kind) if point.items() <= run["point"].items()
     }
 
 
@@ -287,8 +291,7 @@ def test_one_longer_run_of_a_baseline_leaves_the_others(rows):
     assert [round(min(runs.values()), 3), round(max(runs.values()), 3)] == [4.010, 4.038]
     assert min(longer("0.3M", "residual").values()) > 3.99
     assert (round(min(long), 3), round(max(long), 3)) == (3.926, 3.968)
-    curves = {run["seed"]: dict(run["curve"]) for run in records("resbench/records.jsonl")
-              if (run["rung"], run["scheme"], run["kind"]) == ("0.3M", "lambdas", "longer")}  # fmt: skip
+    curves = {run["seed"]: dict(run["curve"]) for run in trained("0.3M", "lambdas", "longer")}
     first, *others = curves.pop(2), *curves.values()
     ahead = {step: min(curve[step] for curve in others) - loss for step, loss in first.items()}
     assert max(lead for step, lead in ahead.items() if step < 2405) < 0.01
@@ -406,12 +409,8 @@ def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
         (name, measure): {rung for rung in SIZES if ahead_of_both(rows[rung][name], measure)}
         for name, measure in itertools.product(("ddl-tc", "lambdas-gated+conv"), MEASURES[2:])
     }
-    assert marks == {
-        ("ddl-tc", "seconds"): {"0.3M"},
-        ("ddl-tc", "compiled seconds"): {"0.1M", "0.1M-wide", "0.3M"},
-        ("lambdas-gated+conv", "seconds"): {"0.1M", "0.1M-wide", "0.3M"},
-        ("lambdas-gated+conv", "compiled seconds"): {"0.1M", "0.1M-wide", "0.3M"},
-    }
+    assert marks.pop(("ddl-tc", "seconds")) == {"0.3M"}
+    assert all(rungs == {"0.1M", "0.1M-wide", "0.3M"} for rungs in marks.values())
     assert [ratio(rows[rung]["ddl-tc"]) for rung in SHAPES] == [1.39, 1.45, 1.76]
     assert to(rows["0.1M-deep"]["ddl-tc"], "lambdas", "compiled seconds") == "behind"
     level = rows["0.1M-deep"]["lambdas-gated+conv"].difference("lambdas", "seconds").estimate
@@ -549,11 +548,7 @@ def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
 
 def test_the_noise_that_a_size_shares(study):
     noise = {rung: study.noise(rung) for rung in SHAPES}
-    assert {rung: round(one.deviation, 3) for rung, one in noise.items()} == {
-        "0.1M": 0.014,
-        "0.1M-wide": 0.011,
-        "0.1M-deep": 0.013,
-    }
+    assert [round(noise[rung].deviation, 3) for rung in SHAPES] == [0.014, 0.011, 0.013]
     halves = [round(one.contrast([0.0] * 5, [0.0] * 5).half_width, 3) for one in noise.values()]
     assert halves == [0.018, 0.013, 0.017]
     assert [(row.size, row.scheme) for row in study.rows if row.failed] == [("0.1M-wide", "ddl-ec"), FAILED]
