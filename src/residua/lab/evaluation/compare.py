@@ -82,7 +82,15 @@ class Comparison:
         """Return the same runs compared with another baseline: the name of a group, or None for the first with the
         plain residual. Raises InputError for an unknown name.
         """
-        return replace(self, baseline=_baseline(self.groups, baseline))
+        groups = {group.name: group for group in self.groups}
+        if baseline is not None and baseline not in groups:
+            listed, nearest = ", ".join(groups), did_you_mean(baseline, groups)
+            raise InputError(f"the baseline must be one of {listed}; got {baseline}{nearest}")
+        return replace(self, baseline=self._plain_residual if baseline is None else groups[baseline])
+
+    @property
+    def _plain_residual(self) -> Group | None:
+        return next((group for group in self.groups if group.runs[0].connection == BASELINE_CONNECTION), None)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -94,7 +102,7 @@ class Comparison:
         """The colour number of every group, the same in all pictures and for every baseline: 0 for the first plain
         residual, from 1 for the others.
         """
-        plain = _plain_residual(self.groups)
+        plain = self._plain_residual
         others = [group.name for group in self.groups if group is not plain]
         return ({plain.name: 0} if plain else {}) | {name: number for number, name in enumerate(others, start=1)}
 
@@ -229,19 +237,6 @@ def _name(run: Run, all_runs: Sequence[Run]) -> str:
 def _short(value: Any) -> str:
     """Return a setting for use in a name: numbers with 6 digits, texts such as fingerprints cut to 12 characters."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)[:12]
-
-
-def _baseline(groups: Sequence[Group], name: str | None) -> Group | None:
-    if name is None:
-        return _plain_residual(groups)
-    names = [group.name for group in groups]
-    if name not in names:
-        raise InputError(f"the baseline must be one of {', '.join(names)}; got {name}{did_you_mean(name, names)}")
-    return groups[names.index(name)]
-
-
-def _plain_residual(groups: Sequence[Group]) -> Group | None:
-    return next((group for group in groups if group.runs[0].connection == BASELINE_CONNECTION), None)
 
 
 def _notes(comparison: Comparison) -> list[str]:

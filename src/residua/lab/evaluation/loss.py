@@ -99,27 +99,23 @@ def held_out_loss(
     Raises:
         InputError: `batches` holds no label.
     """
-    measured, repeats = [], []
-    tokens = repeated_tokens = 0
+    measured = []  # by batch, nats and labels, of all of them and of repeated ones
     with evaluating(model):
         for inputs, labels, losses in _label_losses(model, batches, end_of_text):
-            measured.append(losses.sum(dtype=torch.float64).item())
-            tokens += int((labels != IGNORED_LABEL).sum())
             again = repeated(inputs, labels, end_of_text)
-            repeats.append(losses[again].sum(dtype=torch.float64).item())
-            repeated_tokens += int(again.sum())
-    shares = gather((measured, tokens, repeats, repeated_tokens))
-    tokens, repeated_tokens = sum(share[1] for share in shares), sum(share[3] for share in shares)
+            nats = (some.sum(dtype=torch.float64).item() for some in (losses, losses[again]))
+            measured.append((*nats, int((labels != IGNORED_LABEL).sum()), int(again.sum())))
+    columns = list(zip(*(batch for share in gather(measured) for batch in share)))
+    tokens, repeated_tokens = (sum(column) for column in columns[2:] or ((), ()))
     if tokens == 0:
         raise InputError("the held-out text must have at least 2 tokens, got no label to predict: hold out more text")
 
-    nats = _total([number for share in shares for number in share[0]])
+    nats, repeated_nats = map(_total, columns[:2])
     loss = nats / tokens
     result = {"val_loss": loss, "perplexity": _exponential(loss)}
     if bytes is not None:
         result["bits_per_byte"] = nats / math.log(2) / bytes
     if 0 < repeated_tokens < tokens:
-        repeated_nats = _total([number for share in shares for number in share[2]])
         result["repeated_loss"] = repeated_nats / repeated_tokens
         result["other_loss"] = (nats - repeated_nats) / (tokens - repeated_tokens)
         result["repeated_share"] = repeated_tokens / tokens
@@ -167,7 +163,7 @@ def _label_losses(
         yield inputs, labels, losses.view_as(labels)
 
 
-def _total(numbers: list[float]) -> float:
+def _total(numbers: Sequence[float]) -> float:
     """Return the sum, rounded once; if a number is not finite, the plain sum."""
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
