@@ -24,6 +24,11 @@ def prepare_texts(place: Path, tokenizer: str = "byte") -> PreparedData:
     return prepare(write_texts(place / "text"), place / "data", tokenizer=tokenizer, progress=False)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def options(data: PreparedData | Path | None, *, model=(), **train) -> list[str]:
     """Arguments of `residua train`: a model of two layers and six steps on prepared data, but for what is given."""
     folder = data.folder if isinstance(data, PreparedData) else data

@@ -180,11 +180,6 @@ def test_folder_without_text_lists_what_it_holds(tmp_path):
         open_corpus(tmp_path)
 
 
-def test_missing_path_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no such file or folder"):
-        open_corpus(tmp_path / "nowhere")
-
-
 some_texts = st.lists(st.sampled_from([f"text {n}" for n in range(30)]), min_size=1, max_size=60)
 
 

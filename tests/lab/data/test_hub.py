@@ -15,6 +15,7 @@ from residua.lab.data import PreparedData, byte_tokenizer, load_tokenizer, prepa
 from residua.lab.data.hub import open_hub
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.tokenizer import save_tokenizer
+from support.tiny_runs import contents
 
 TEXTS = [f"Row {number} of the set: {'déjà vu ' * (number % 17)}" for number in range(400)]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -56,10 +57,6 @@ def hub(monkeypatch):
     answer = SimpleNamespace(sha=COMMIT)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name, revision=None: answer)
     return fake
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

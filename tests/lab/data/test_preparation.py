@@ -23,6 +23,7 @@ from residua.lab.data.staging import Staging
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.data.writer import ShardWriter
 from residua.records import progress as runs_progress
+from support.tiny_runs import contents
 
 SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000}
 SETTINGS = {
@@ -67,10 +68,6 @@ def undisturbed(folder, tmp_path_factory):
         for name, settings in SETTINGS.items():
             found[name] = contents(prepare(folder, tmp_path_factory.mktemp(name) / "out", **settings).folder)
     return found
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def staging(out):

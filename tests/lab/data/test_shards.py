@@ -23,6 +23,7 @@ from residua.lab.data.sources import open_corpus
 from residua.lab.data.split import split_documents
 from residua.records.folder import hold
 from support.full_disk import room
+from support.tiny_runs import contents
 
 TEXTS = [f"Document {n}: the quick brown fox jumps over {n * n} lazy dogs. <|endoftext|> é\n" for n in range(200)]
 
@@ -42,10 +43,6 @@ def prepared(source, tmp_path_factory):
 @pytest.fixture
 def copy(prepared, tmp_path):
     return shutil.copytree(prepared.folder, tmp_path / "copy")
-
-
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_shards_are_the_documents_with_end_of_text_between(source, prepared):

@@ -49,29 +49,11 @@ def test_round_trip(name, overrides, tmp_path):
     assert load_config(write(tmp_path, config.to_yaml())) == config
 
 
-def test_a_file_may_name_a_value_and_use_it_again(tmp_path):
-    text = "train:\n  evaluate_every: &often 10\n  checkpoint_every: *often\n"
-    assert load_config(write(tmp_path, text)).train.checkpoint_every == 10
-
-
-def test_a_connection_is_a_name_or_a_mapping(tmp_path):
-    wanted = {"preset": "ddl-cc", "beta_init": 0.5}
-    assert load_config(None, ["--model.connection=ddl-cc"]).model.connection == "ddl-cc"
-    assert load_config(None, ['--model.connection={"preset": "ddl-cc", "beta_init": 0.5}']).model.connection == wanted
-    nested = write(tmp_path, "model:\n  connection:\n    preset: ddl-cc\n    beta_init: 5e-1\n")
-    assert load_config(nested).model.connection == wanted
-
-
 def test_the_model_section_builds_the_models_own_configuration():
     """Only the vocabulary waits for the tokenizer."""
     assert load_config().model.vocab_size is None
     given = dataclasses.asdict(load_config(None, ["--model.vocab_size=64"]).model)
     assert ResiduaConfig(**given).to_dict() == ResiduaConfig(vocab_size=64).to_dict()
-
-
-def test_null_where_it_is_allowed():
-    config = load_config("tiny", ["--model.head_dim=null", "--data.path=null", "--model.qk_norm=null"])
-    assert (config.model.head_dim, config.data.path, config.model.qk_norm) == (None, None, None)
 
 
 # Overrides, or the text of a file, and the one line that answers.
@@ -82,7 +64,6 @@ MISTAKES = [
     (["--modle.hidden_size=8"], "unknown key modle.hidden_size; did you mean model.hidden_size?"),
     (["--zzz=1"], "unknown key zzz; --print-config shows every key"),
     (["--model=1"], "unknown key model: must have a dot, such as model.vocab_size"),
-    (["stray"], "an override must be KEY=VALUE, such as --train.lr=3e-4, got 'stray'"),
     (["--train.lr"], "an override must be KEY=VALUE, such as --train.lr=3e-4, got '--train.lr'"),
     (["--train.lr=fast"], "train.lr must be a number, got 'fast'"),
     (["--train.steps=1.5"], "train.steps must be a whole number, got '1.5'"),
@@ -92,7 +73,6 @@ MISTAKES = [
     (["--model.head_dim=wide"], "model.head_dim must be a whole number or null, got 'wide'"),
     (["--train.steps=0"], "train.steps must be at least 1, got 0"),
     (["--train.lr=-1"], "train.lr must be a positive number, got -1.0"),
-    (["--train.lr=.inf"], "train.lr must be a positive number, got inf"),
     (["--train.clip=-1"], "train.clip must be 0 or more, got -1.0"),
     (["--train.beta2=1"], "train.beta2 must be a number in [0, 1), got 1.0"),
     (["--train.min_lr_ratio=2"], "train.min_lr_ratio must be a number in [0, 1], got 2.0"),
