@@ -90,11 +90,7 @@ def _event_writer(folder: Path, step: int) -> Any:
     except ImportError:
         say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
         return None
-    try:
-        return SummaryWriter(str(folder), purge_step=step + 1)
-    except UnicodeEncodeError:  # it accepts only file names in UTF-8
-        say(f"no TensorBoard events are written: {str(folder)!r} has a name that is not UTF-8 here; set LC_ALL=C.UTF-8")
-        return None
+    return SummaryWriter(str(folder), purge_step=step + 1)
 
 
 def _wandb_run(run: RunFolder, project: str) -> Any:
