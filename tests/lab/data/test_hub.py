@@ -79,7 +79,7 @@ def test_what_a_source_names(hub, source, sample, expected):
 
 
 def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path, capsys):
-    for name, value in {"SAVE_TEXT": 3000, "ENCODE_TEXT": 500}.items():
+    for name, value in {"SAVE_TEXT": 3000, "ENCODE_TEXT": 500, "WRITE_TOKENS": 500}.items():
         monkeypatch.setattr(writer, name, value)
     settings = {"tokenizer": "byte", "shard_tokens": 4000}
     whole = prepare("hf:a/b", tmp_path / "whole", **settings)

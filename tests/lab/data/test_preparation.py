@@ -25,7 +25,7 @@ from residua.lab.data.writer import ShardWriter
 from residua.records import progress as runs_progress
 from support.tiny_runs import contents
 
-SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000}
+SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000, "WRITE_TOKENS": 200}
 SETTINGS = {
     "fraction": {"tokenizer": "byte", "shard_tokens": 9_000},
     "bpe": {"vocab_size": 300, "shard_tokens": 5_000},

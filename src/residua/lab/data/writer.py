@@ -3,16 +3,16 @@
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from residua.errors import InputError, extra
 from residua.lab.data.corpus import Corpus, Document
 from residua.lab.data.encode import Encoded, Encoder
 from residua.lab.data.progress import text_progress
 from residua.lab.data.shards import Shard, SplitFiles
-from residua.lab.data.split import HashSplit, Split
+from residua.lab.data.split import Split, split_documents
 from residua.lab.data.staging import Staging
 from residua.records.durable import file_sha256, sync
 
@@ -22,6 +22,8 @@ with extra("lab"):
 
 ENCODE_TEXT = 1_000_000
 """Bytes of text to tokenize at once."""
+WRITE_TOKENS = 250_000
+"""Tokens of a split to write at once."""
 SAVE_TEXT = 64_000_000
 """Bytes of text, at least, between two notes of progress. A smaller text is written in one go."""
 
@@ -50,7 +52,6 @@ def write_shards(
         InputError: the text cannot be used, or a shard that was saved is gone or cut.
         OSError: writing failed.
     """
-    split: HashSplit[Encoded] = HashSplit(validation_fraction, settled=bool(stage.saved))
     writers = {
         name: ShardWriter(stage.folder, name, dtype, shard_tokens, stage.saved.get(name, SplitFiles()))
         for name in get_args(Split)
@@ -62,29 +63,27 @@ def write_shards(
         text.update(skipped.text.encode() + b"\0")
         skipped_size += skipped.size
     with text_progress("tokens", remaining, corpus.size, skipped_size, progress) as documents:
-        for group in Encoder(tokenizer, dtype).map(_groups(documents)):
-            for encoded in group:
-                text.update(encoded.text + b"\0")
-                unsaved_bytes += len(encoded.text)
-                for name, document in split.add(encoded.key, encoded):
-                    writers[name].add(document)
-            for writer in writers.values():
-                writer.write()
+        encoded = chain.from_iterable(Encoder(tokenizer, dtype).map(_groups(documents, text)))
+        settled = bool(stage.saved)
+        for side, document in split_documents(encoded, validation_fraction, key=lambda x: x.key, settled=settled):
+            writers[side].add(document)
+            unsaved_bytes += len(document.text)
             whole_shards = sum(len(writer.shards) for writer in writers.values())
-            if whole_shards > shards and unsaved_bytes >= SAVE_TEXT and split.settled:
+            # Where validation has a document and training gets the next, none waits, so all that were read are added.
+            complete = side == "train" and writers["validation"].documents
+            if complete and whole_shards > shards and unsaved_bytes >= SAVE_TEXT:
                 shards, unsaved_bytes = whole_shards, 0
                 stage.save({name: writer.state() for name, writer in writers.items()})
-    for name, document in split.end():
-        writers[name].add(document)
     return {name: writer.close() for name, writer in writers.items()}, text.hexdigest()
 
 
-def _groups(documents: Iterable[Document]) -> Iterator[list[bytes]]:
-    """Gather texts into groups of about ENCODE_TEXT bytes."""
+def _groups(documents: Iterable[Document], digest: Any) -> Iterator[list[bytes]]:
+    """Gather texts into groups of about ENCODE_TEXT bytes, and add them to the sha256 of the text."""
     texts: list[bytes] = []
     length = 0
     for document in documents:
         texts.append(document.text.encode())
+        digest.update(texts[-1] + b"\0")
         length += len(texts[-1])
         if length >= ENCODE_TEXT:
             yield texts
@@ -101,6 +100,7 @@ class ShardWriter:
     def __init__(self, folder: Path, split: Split, dtype: np.dtype, shard_tokens: int, saved: SplitFiles):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
         self.documents, self.bytes, self.tokens = saved.documents, saved.bytes, saved.tokens
+        self._written = saved.tokens
         self.shards = list(saved.shards)
         self._pieces: list[np.ndarray] = []
         for number, start in enumerate(range(0, self.tokens, shard_tokens)):
@@ -110,11 +110,13 @@ class ShardWriter:
             os.truncate(path, size)  # cuts off tokens that were written later
 
     def add(self, document: Encoded) -> None:
-        """Add a document. The next `write` brings it to the disk."""
+        """Add a document. A later `write` brings it to the disk."""
         self._pieces.append(document.ids)
         self.documents += 1
         self.bytes += len(document.text)
         self.tokens += len(document.ids)
+        if self.tokens - self._written >= WRITE_TOKENS:
+            self.write()
 
     def write(self) -> None:
         """Append the added documents to the shards. Raises OSError."""
@@ -122,14 +124,13 @@ class ShardWriter:
             return
         tokens = np.concatenate(self._pieces)
         self._pieces = []
-        position = self.tokens - len(tokens)
         while len(tokens):
-            in_shard = position % self.shard_tokens
+            in_shard = self._written % self.shard_tokens
             part, tokens = np.split(tokens, [self.shard_tokens - in_shard])
             with self._path(len(self.shards)).open("ab" if in_shard else "wb") as file:
                 file.write(part)
-            position += len(part)
-            if position % self.shard_tokens == 0:
+            self._written += len(part)
+            if self._written % self.shard_tokens == 0:
                 self._end_shard(self.shard_tokens)
 
     def close(self) -> SplitFiles:
