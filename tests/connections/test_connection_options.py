@@ -106,13 +106,12 @@ def test_schemes_are_values():
 
 
 WRONG = """
-altup:num_streams=1 | num_streams must be at least 2
+altup edelta edelta-stream gated-residual ihc jpmhc mhc mhc-deepseek wide:num_streams=1 | num_streams must be at least 2
 altup:active=4 | active must be 0 to 3, a stream
 altup:laurel_rank=-1 | laurel_rank must be 0 or more
 altup:weight_std=0.0 | weight_std must be a positive number
-attnres:block_size=0 | block_size must be at least 1
-attnres:heads=0 | heads must be at least 1
-attnres-inkling:block_size=0 | block_size must be at least 1
+attnres attnres-inkling delta-attnres:block_size=0 | block_size must be at least 1
+attnres delta-attnres gated-delta gated-orthogonal:heads=0 | heads must be at least 1
 attnres-inkling:separate_every=-1 | separate_every must be 0 or more
 ddl:value_channels=0 | value_channels must be at least 1
 ddl:value_channels=2.0 | value_channels must be a whole number
@@ -140,7 +139,7 @@ ddl:value_channels=3,compress=channel,compress_form=direct,compress_kernel=2 | c
 ddl:value_channels=3,compress=channel,compress_form=direct,compress_causal=true | compress_causal must be False
 ddl:value_channels=3,compress=token,compress_causal=true | compress_causal must be False
 ddl:compress_sharing=separate | compress_sharing must be 'block' unless compress is 'token' or 'channel'
-ddl:expand_kernel=3 | expand_kernel must be 4 unless expand is 'conv'
+ddl gated-orthogonal residual:expand_kernel=3 | expand_kernel must be 4 unless expand is 'conv'
 ddl:operator=v1_eps,k_norm=add | k_norm must be 'rms' unless operator is 'unit'
 ddl:beta_hidden=7 | beta_hidden must be 128 unless beta_head is 'mlp'
 ddl:v_activation=linear,v_scale=2.0 | v_scale must be 4.0 unless v_activation is 'scaled_sigmoid'
@@ -153,28 +152,22 @@ ddl:phi_k_input=x_in | phi_k_input must be 'context' unless phi_k of the v-Map i
 ddl:map=v,phi_k=attention,phi_k_input=x_in | phi_k_input must be 'context' unless phi_k of the v-Map is a map of it
 ddl:phi_k_rank=3 | phi_k_rank must be None unless phi_k of the v-Map has a hidden width
 ddl:map=v,phi_k=linear,phi_k_rank=3 | phi_k_rank must be None unless phi_k of the v-Map has a hidden width
-delta-attnres:block_size=0 | block_size must be at least 1
-delta-attnres:heads=0 | heads must be at least 1
 denseformer:dilation=0 | dilation must be at least 1
 denseformer:period=0 | period must be at least 1
-edelta:num_streams=1 | num_streams must be at least 2
 edelta:hidden=0 | hidden must be at least 1
 edelta:gamma_init=1.0 | gamma_init must be a number strictly between 0 and 1
 edelta:beta_init=0.0 | beta_init must be a positive number
-edelta:penalty=-0.1 | penalty must be 0 or more
-edelta-stream:num_streams=1 | num_streams must be at least 2
+edelta edelta-stream:penalty=-0.1 | penalty must be 0 or more
 edelta-stream:gamma_init=0 | gamma_init must be
-edelta-stream:penalty=-0.1 | penalty must be 0 or more
 frac:num_fractions=0 | num_fractions must be at least 1
-frac:scale_init=0.0 | scale_init must be a finite number other than 0
+frac hc ihc krom:scale_init=0.0 | scale_init must be a finite number other than 0
 gated-delta:erase=both | erase must be one of signed, positive, none, coupled
 gated-delta:scale=0.0 | scale must be a number above 0, at most 2
 gated-delta:scale=2.1 | scale must be a number above 0, at most 2
 gated-delta:erase=none,scale=1.0 | scale must be 2.0 unless erase is 'signed' or 'positive'
 gated-delta:erase=none,heads=2 | heads must be 1 unless there is a gate
-gated-delta:heads=0 | heads must be at least 1
 gated-delta:k_eps=0.0 | k_eps must be a positive number
-gated-delta:rank=0 | rank must be at least 1
+gated-delta gated-residual:rank=0 | rank must be at least 1
 gated-delta:erase=coupled | erase must be another choice unless write is 'value'
 gated-delta:value_channels=4 | value_channels must be 1 unless write_gate, channel_gates
 gated-delta:channel_gates=true | channel_gates must be False unless something is erased from several value channels
@@ -183,28 +176,18 @@ gated-delta:v_activation=linear | v_activation must be 'scaled_sigmoid' unless w
 gated-delta:erase=coupled,write=value,scale=1.0 | scale must be 2.0 unless erase is 'signed' or 'positive'
 gated-orthogonal:scale=0.0 | scale must be a positive number
 gated-orthogonal:gate=one,scale=2.0 | scale must be 1.0 unless gate is 'token' or 'static'
-gated-orthogonal:heads=0 | heads must be at least 1
 gated-orthogonal:eps=0.0 | eps must be a positive number
-gated-orthogonal:expand_kernel=3 | expand_kernel must be 4 unless expand is 'conv'
-gated-residual:num_streams=1 | num_streams must be at least 2
-gated-residual:rank=0 | rank must be at least 1
-gated-residual:weight_std=-1.0 | weight_std must be 0 or more
-gated-residual:weight_std=0.1,start=residual | weight_std must be 0.02 unless start='published'
+gated-residual ihc mhc-deepseek:weight_std=-1.0 | weight_std must be 0 or more
+gated-residual mhc-deepseek:weight_std=0.1,start=residual | weight_std must be 0.02 unless start='published'
 hc:num_streams=0 | num_streams must be at least 1
-hc:scale_init=0.0 | scale_init must be a finite number other than 0
-ihc:num_streams=1 | num_streams must be at least 2
 ihc:magnitude=1.0 | magnitude must be a number above 1
-ihc:gate_eps=-1e-06 | gate_eps must be 0 or more, far below 1 / num_streams
-ihc:gate_eps=0.2 | gate_eps must be 0 or more, far below 1 / num_streams
-ihc:scale_init=0.0 | scale_init must be a finite number other than 0
-ihc:weight_std=-1.0 | weight_std must be 0 or more
+ihc mhc-deepseek:gate_eps=-1e-06 | gate_eps must be 0 or more, far below 1 / num_streams
+ihc mhc-deepseek:gate_eps=0.2 | gate_eps must be 0 or more, far below 1 / num_streams
 ihc:weight_std=0.1,start=residual | weight_std must be 0.006 unless start='published'
-jpmhc:num_streams=1 | num_streams must be at least 2
 jpmhc:alpha=0.0 | alpha must be a positive number
 jpmhc:steps=0 | steps must be at least 1
 krom:num_streams=1 | num_streams must be a power of 2, at least 2
 krom:num_streams=6 | num_streams must be a power of 2, at least 2
-krom:scale_init=0.0 | scale_init must be a finite number other than 0
 lambdas:r=null,r_last=1.0 | r_last must be None unless r is a number
 lambdas:z=null,z_every=sublayer | z_every must be 'block' unless z is a number
 lambdas:r=null,z=null,when=write | when must be 'read' unless r or z is a number
@@ -213,16 +196,9 @@ lambdas:r=null,z=null,per_channel=true | per_channel must be False unless there 
 lambdas:bias=true | bias must be False unless r and p are numbers, r_every='sublayer' and when='write'
 lambdas:norm=post | r must be None with norm='post'
 lambdas:norm=post,r=null | z must be None with norm='post'
-mhc:num_streams=1 | num_streams must be at least 2
 mhc:num_streams=6,mixing=permutations | num_streams must be at most 5 with mixing='permutations'
-mhc:iterations=0 | iterations must be at least 1
+mhc mhc-deepseek:iterations=0 | iterations must be at least 1
 mhc:alpha_init=0.0 | alpha_init must be a finite number other than 0
-mhc-deepseek:num_streams=1 | num_streams must be at least 2
-mhc-deepseek:iterations=0 | iterations must be at least 1
-mhc-deepseek:gate_eps=-1e-06 | gate_eps must be 0 or more, far below 1 / num_streams
-mhc-deepseek:gate_eps=0.2 | gate_eps must be 0 or more, far below 1 / num_streams
-mhc-deepseek:weight_std=-1.0 | weight_std must be 0 or more
-mhc-deepseek:weight_std=0.1,start=residual | weight_std must be 0.02 unless start='published'
 mhc-glm:pre=previous | head must be 'sigmoid' with pre='previous'
 mudd:layers=0 | layers must be at least 1
 mudd:prepost_norm=true,layers=2 | layers must be None unless prepost_norm is false
@@ -232,11 +208,9 @@ pooled-householder:beta_init=2.5 | beta_init must be a number in [0, 2]
 residual:branch_kernel=3 | branch_kernel must be 4 unless branch is 'conv'
 residual:branch=conv,branch_kernel=0 | branch_kernel must be at least 1
 residual:expand=conv,expand_kernel=0 | expand_kernel must be at least 1
-residual:expand_kernel=3 | expand_kernel must be 4 unless expand is 'conv'
 residual:compress=token,compress_kernel=0 | compress_kernel must be at least 1
 residual:compress_kernel=3 | compress_kernel must be 4 unless compress is 'token'
 residual:compress_sharing=separate | compress_sharing must be 'block' unless compress is 'token'
-wide:num_streams=1 | num_streams must be at least 2
 wide:spread=-0.1 | spread must be 0 or more
 wide:retention=1.0 | retention must be a number above 0 and below 1
 wide:retention=0.8 | retention must be above 1 - max_forget, 0.9, or null
@@ -245,13 +219,19 @@ wide:max_forget=0.0 | max_forget must be a number above 0 and below 1
 # Each range, and each option that another one rules out. Types have one check, that of DeepDelta's rows.
 
 
-@pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_a_wrong_option_is_one_clear_line(row):
-    text, words = row.split(" | ")
+@pytest.mark.parametrize(
+    ("preset", "options", "words"),
+    [
+        (name, *row.partition(":")[2].split(" | "))
+        for row in WRONG.split("\n")[1:-1]
+        for name in row.partition(":")[0].split()
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(preset, options, words):
     with pytest.raises(ValueError) as raised:
-        resolve(text)
+        resolve(f"{preset}:{options}")
     message = str(raised.value)
-    assert message.startswith(f"{type(PRESETS[text.partition(':')[0]]).__name__}: {words}")
+    assert message.startswith(f"{type(PRESETS[preset]).__name__}: {words}")
     assert ", got " in message
     assert "\n" not in message
 
