@@ -138,22 +138,6 @@ def test_coupled_it_is_deep_delta_learning(options):
     assert_close(ours(x, functions), ddl(x, functions))
 
 
-def test_the_write_only_control_of_deep_delta_learning():
-    """X + beta k v^T: its parameters, and what its write adds to the state where X has nothing along k."""
-    options = {"value_channels": 4, "compress": "channel"}
-    ddl = perturbed(DeepDelta(**options).build(DIM, 2)).double().connections[0]
-    control = GatedDelta(erase="none", write="value", **options).build(DIM, 2).double().connections[0]
-    control.load_state_dict(ddl.state_dict())
-    state, y = normal(2, 5, 4, DIM), normal(2, 5, DIM, seed=1)
-    carry = ddl.read(state)[1]
-    beta, v, _ = carry.coefficients
-    k = y / (y.square().sum(-1, keepdim=True) + 1e-10).sqrt()
-    written = (beta.unsqueeze(-1) * v).unsqueeze(-1) * k.unsqueeze(-2)
-    assert_close(control.write(y, control.read(state)[1]), state + written)
-    across = state - (state * k.unsqueeze(-2)).sum(-1, keepdim=True) * k.unsqueeze(-2)
-    assert_close(ddl.write(y, carry._replace(residual=across)), across + written)
-
-
 def test_directions_of_one_output_start_as_shares_of_it():
     """They add up to it, they are orthogonal, and each head has its part of every one."""
     y = normal(2, 3, 12)

@@ -32,26 +32,6 @@ def states(stream: Stream) -> Iterator[tuple[Connection, Tensor]]:
     yield None, state
 
 
-def loss(stream: Stream) -> Tensor:
-    x, weights = normal(2, 5, DIM), normal(2, 5, DIM, seed=3)
-    return (stream(x, bare_sublayers(DIM, len(stream.connections))) * weights).sum()
-
-
-def gradients(stream: Stream) -> dict[str, Tensor]:
-    """The gradient of every parameter, by name."""
-    stream.zero_grad()
-    loss(stream).backward()
-    return {name: parameter.grad.clone() for name, parameter in stream.named_parameters()}
-
-
-def step(stream: Stream, lr: float = 0.05) -> None:
-    """One step of plain gradient descent, which moves nothing that has no gradient."""
-    found = gradients(stream)
-    with torch.no_grad():
-        for name, parameter in stream.named_parameters():
-            parameter -= lr * found[name]
-
-
 def spread_over_streams(state: Tensor) -> float:
     """How far the streams lie apart, beside their size. state: (batch, seq, streams, dim)."""
     return ((state - state.mean(-2, keepdim=True)).norm() / state.norm()).item()
