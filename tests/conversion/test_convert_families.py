@@ -3,6 +3,7 @@
 import pytest
 import transformers
 
+from residua.conversion.opening import quiet
 from support.families import FAMILIES
 from support.family_table import PAGE, row, rows, version
 
@@ -10,11 +11,9 @@ OTHERS = sorted(rows().keys() - set(FAMILIES))
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(verbosity)
+def silent():
+    with quiet():
+        yield
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,12 +1,13 @@
 """A converted model's weights on other devices, and what its backward pass keeps."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import residua
+from residua.lab.cost.measured_memory import storages_kept
 from support.converted_models import IDS, converted, llama
 from support.tolerances import assert_close
 
@@ -54,21 +55,10 @@ def kept(connection, dim):
     model = llama(torch.float32, hidden_size=dim, num_hidden_layers=LAYERS).train()
     if connection is not None:
         residua.convert(model, connection, start="fresh")
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    sizes = []
-    for tokens in (16, 48):  # the difference leaves out what does not depend on the tokens
-        storages = {}
-
-        def pack(x, storages=storages):
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in own:
-                storages[storage.data_ptr()] = storage  # held, so that no other tensor gets the same address
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            logits = model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False).logits
-        assert logits.requires_grad
-        sizes.append(sum(storage.nbytes() for storage in storages.values()))
+    sizes = [  # the difference leaves out what does not depend on the tokens
+        storages_kept(partial(model, torch.zeros(1, n, dtype=torch.long), use_cache=False), model.parameters())
+        for n in (16, 48)
+    ]
     return (sizes[1] - sizes[0]) / (32 * dim * LAYERS * 4)
 
 

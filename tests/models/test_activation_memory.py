@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from residua.connections import context, edelta, pooled_householder
+from residua.lab.cost.measured_memory import storages_kept
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.ops import norm
 from support.tiny_models import prompt, tiny_model
@@ -41,22 +42,14 @@ def kept(
             shard(module)
     # Of sharded weights, the shards: the whole ones are freed, and what is kept may get their addresses.
     held = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in held}
-    storages = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage  # held, so that no other tensor gets the same address
-        return x
-
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     mask = torch.arange(TOKENS).ge(padded).long()[None] if padded else None
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), torch.autocast("cpu", enabled=autocast):
-        logits = model(ids, attention_mask=mask).logits
-    size = sum(storage.nbytes() for storage in storages.values())
-    assert logits.requires_grad
-    return size / (TOKENS * DIM * LAYERS * dtype.itemsize)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", enabled=autocast):
+            return model(ids, attention_mask=mask).logits
+
+    return storages_kept(forward, held) / (TOKENS * DIM * LAYERS * dtype.itemsize)
 
 
 def plain(dtype: torch.dtype = torch.float32) -> float:

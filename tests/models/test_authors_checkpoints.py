@@ -83,6 +83,14 @@ CASES: dict[str, dict[str, Any]] = {
     "channel d_v=4 numbers without effect": {
         "channels": 4, "compress": "channel", "ddl_v_constant": True, "ddl_v_sigmoid_scale": 2.5,
     },
+    # A whole configuration as their class writes it, with what is off or without effect.
+    "d_v=1 whole": {
+        "use_k_shift": False, "use_v_shift": False, "using_groupnorm": False, "q_activation": None, "bias": False,
+        "dropout": 0.0, "scale_attn_by_inverse_layer_idx": False, "embedding_init_std": 0.02, "ddl_v_sigmoid": True,
+        "hidden_init_std_factor": 0.5, "ddl_beta_hidden_size": 128, "ddl_beta_single_linear": True,
+        "ddl_v_dim1_constant": False, "ddl_v_dim1_constant_value": 2.0, "kv_cache_slot_size": 128,
+        "intermediate_size": 32, "rms_norm_eps": 1e-5, "model_type": "nanogpt",
+    },
     "d_v=1 constant": {"ddl_v_dim1_constant": True, "ddl_v_dim1_constant_value": 1.5},
     "d_v=1 two-layer": {"two_layer": 5, "ddl_beta_single_linear": False, "ddl_beta_hidden_size": 5},
     "d_v=1 scale and eps": {"ddl_v_sigmoid_scale": 2.0, "ddl_k_eps": 0.3, "mup": True},
@@ -241,28 +249,3 @@ def test_the_number_of_heads_must_be_given():
     config, state = made()
     del config["num_attention_heads"]
     assert "num_attention_heads" in refused(config, state)
-
-
-def test_options_that_are_off_or_without_effect_are_accepted():
-    """A whole configuration as their class writes it."""
-    config, state = made(
-        use_k_shift=False,
-        use_v_shift=False,
-        using_groupnorm=False,
-        q_activation=None,
-        bias=False,
-        dropout=0.0,
-        scale_attn_by_inverse_layer_idx=False,
-        embedding_init_std=0.02,
-        hidden_init_std_factor=0.5,
-        ddl_beta_hidden_size=128,
-        ddl_beta_single_linear=True,
-        ddl_v_sigmoid=True,
-        ddl_v_dim1_constant=False,
-        ddl_v_dim1_constant_value=2.0,
-        kv_cache_slot_size=128,
-        intermediate_size=32,
-        rms_norm_eps=1e-5,
-        model_type="nanogpt",
-    )
-    assert_close(load_authors_checkpoint(config, state)(ids).logits, authors_logits(config, state, ids))

@@ -78,6 +78,10 @@ def test_another_scheme_for_a_saved_configuration(change, tmp_path):
         ({"rope_ratio": 1.5}, ["rope_ratio", "[0, 1]", "1.5"]),
         ({"rms_norm_eps": "1e-5"}, ["rms_norm_eps", "a number", "'1e-5'"]),
         ({"embedding_init_std": -1.0}, ["embedding_init_std", "0 or more"]),
+        *(
+            ({"state_dtype": x}, ["state_dtype", "one of float32, bfloat16 or null"])
+            for x in ("float16", torch.bfloat16)
+        ),
         ({"mup": "yes"}, ["mup", "true or false", "'yes'"]),
         ({"connection": "ddl-cc-e"}, ["'ddl-cc-e'", "did you mean 'ddl-cc-ec'"]),
         ({"connection": None}, ["connection", "None"]),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from support.tiny_models import prompt, tiny_config, tiny_model
+from support.tiny_models import prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import PRESETS
 
@@ -36,22 +36,6 @@ def test_only_the_state_is_rounded(name):
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, expected(ids).logits)
     assert_close(logits, expected(ids).logits, dtype=torch.bfloat16, factor=3.0)  # eight roundings, amplified by norms
-
-
-def test_generation_and_saving_with_a_narrow_state(tmp_path):
-    model = tiny_model("ddl-ec", torch.float32, state_dtype="bfloat16")
-    ids = prompt(1, 4)
-    text = model.generate(ids, do_sample=False, max_new_tokens=5)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert again.config.state_dtype == "bfloat16"
-    assert torch.equal(again.generate(ids, do_sample=False, max_new_tokens=5), text)
-
-
-@pytest.mark.parametrize("wrong", ["float16", torch.bfloat16, 16])
-def test_other_dtypes_are_refused(wrong):
-    with pytest.raises(ValueError, match="state_dtype must be one of float32, bfloat16 or null"):
-        tiny_config(state_dtype=wrong)
 
 
 @pytest.mark.slow

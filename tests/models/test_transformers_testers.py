@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
-from transformers.utils import logging
 
+from residua.conversion.opening import quiet
 from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
 from residua.models.memory import StreamLayer
 from support import transformers_testers
@@ -22,13 +22,9 @@ def listed(kind: str) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quiet():
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    yield
-    logging.set_verbosity(level)
-    logging.enable_progress_bar()
+def silent():
+    with quiet():
+        yield
 
 
 @pytest.fixture(scope="module")
