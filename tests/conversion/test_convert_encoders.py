@@ -183,15 +183,6 @@ def test_outputs_without_a_number_are_refused():
         residua.convert(model, "residual", inputs=PIXELS)
 
 
-def test_half_precision_of_an_image():
-    model = vit(torch.bfloat16)
-    before = model(IMAGE.bfloat16()).last_hidden_state
-    inputs = {"pixel_values": IMAGE.bfloat16()}
-    residua.convert(model, "residual", inputs=inputs)
-    assert torch.equal(model(IMAGE.bfloat16()).last_hidden_state, before)
-    assert_close(residua.unconvert(model, inputs=inputs)(IMAGE.bfloat16()).last_hidden_state, before)
-
-
 def test_inputs_other_than_token_ids_are_given():
     model = vit()
     with pytest.raises(InputError, match=r"inputs must be given .* such as inputs=\{'pixel_values': \.\.\.\}"):

@@ -189,21 +189,3 @@ def test_documents_that_attention_would_mix_are_refused():
         model(ids, attention_mask=block)
     named = model(ids, attention_mask=block, seq_idx=SEQ_IDX).logits
     assert_close(named, model(ids, position_ids=POSITIONS).logits)
-
-
-def test_attention_functions_hear_of_positions():
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    heard = {}
-
-    def listening(*arguments, **options):
-        heard.update(options)
-        return sdpa_attention_forward(*arguments, **options)
-
-    AttentionInterface.register("listening", listening)
-    model = tiny_model("residual")
-    model.config._attn_implementation = "listening"
-    model(prompt(1, 5), cu_seq_lens_q=torch.tensor([0, 5]))
-    assert heard["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
-    assert heard["cu_seq_lens_q"].tolist() == [0, 5]

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 from residua.connections import PRESETS, Connection, WideProjection
 from residua.models import ResiduaForCausalLM
-from support.tiny_models import prompt, tiny_config
+from support.tiny_models import prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import ASSEMBLED, KINDS, perturbed
 
@@ -31,8 +31,7 @@ SPLIT = {
 
 
 def model_of(name: str, scale: float = 0.2) -> ResiduaForCausalLM:
-    torch.manual_seed(0)
-    return perturbed(ResiduaForCausalLM(tiny_config(name)), scale=scale).eval()
+    return tiny_model(name, torch.float32, scale=scale)
 
 
 def connection_maps(model: nn.Module) -> list[tuple[str, nn.Linear]]:

@@ -265,6 +265,7 @@ def test_an_attention_function_of_an_engine_gets_what_the_engine_hands_the_model
     model, ids, places, heard = make("hc"), prompt(1, 4), dict(enumerate("abc")), []
 
     def attend(module, query, key, value, mask, *, attention_instances, **options):
+        assert options["position_ids"].tolist() == [[0, 1, 2, 3]]
         heard.append(attention_instances[module.layer_idx])
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 

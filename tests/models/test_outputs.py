@@ -119,18 +119,6 @@ def test_attention_weights():
 
 
 @torch.no_grad()
-def test_tuples():
-    model, ids = tiny_model("ddl-ec"), prompt(2, 5)
-    named = model(ids, labels=ids, output_hidden_states=True)
-    plain = model(ids, labels=ids, output_hidden_states=True, return_dict=False)
-    assert isinstance(plain, tuple)
-    assert torch.equal(plain[0], named.loss)
-    assert torch.equal(plain[1], named.logits)
-    assert torch.equal(model(ids, return_dict=False)[0], named.logits)
-    assert torch.equal(model.model(ids, return_dict=False)[0], named.hidden_states[-1])
-
-
-@torch.no_grad()
 def test_embeddings_instead_of_ids():
     model, ids = tiny_model("ddl-tc"), prompt(2, 5)
     embeddings = model.get_input_embeddings()(ids)
@@ -262,12 +250,3 @@ def test_resized_vocabulary():
     assert model(ids).logits.shape[-1] == VOCAB + 6
     model.resize_token_embeddings(VOCAB - 6)
     assert model(ids.clamp_max(VOCAB - 7)).logits.shape[-1] == VOCAB - 6
-
-
-def test_a_separate_head():
-    model = tiny_model(tie_word_embeddings=False)
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
-    assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-    ids = prompt(1, 4)
-    model(ids, labels=ids).loss.backward()
-    assert model.lm_head.weight.grad is not None

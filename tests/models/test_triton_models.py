@@ -8,21 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.models import ResiduaForCausalLM
 from support.interpreter import prepared_once  # noqa: F401
-from support.tiny_models import prompt, tiny_config
+from support.tiny_models import prompt, tiny_model
 from support.tolerances import assert_close
-from support.variants import KERNELS, perturbed
+from support.variants import KERNELS
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'residua[kernels]'")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU the kernels are interpreted
-
-
-def model_of(scheme, **options) -> ResiduaForCausalLM:
-    torch.manual_seed(0)
-    model = ResiduaForCausalLM(tiny_config(connection=scheme, **options))
-    return perturbed(model, scale=0.1).to(DEVICE).train()
 
 
 class Step(NamedTuple):
@@ -40,7 +33,8 @@ def step_of(model, ids: Tensor) -> Step:
 
 @cache
 def step(scheme) -> Step:
-    return step_of(model_of(scheme), prompt(1, 5).to(DEVICE))
+    model = tiny_model(scheme, torch.float32, scale=0.1).to(DEVICE).train()
+    return step_of(model, prompt(1, 5).to(DEVICE))
 
 
 # Of the four sublayers of two layers.
