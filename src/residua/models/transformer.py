@@ -229,6 +229,11 @@ class ResiduaModel(ResiduaPreTrainedModel):
         connections = self.stream.connections[: 2 * depth]
         return [self.stream.expand, *connections, self.stream.collapse, *(x.attention.convolution for x in layers)]
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether a part needs a memory of earlier tokens."""
+        return any(map(window_of, self.parts))
+
     def make_room(self, cache: Any) -> None:
         """Give a new cache the layer in which parts that read earlier tokens keep them, if there are any."""
         if states := sum(window_of(part) > 0 for part in self.parts):
@@ -332,25 +337,17 @@ class ResiduaModel(ResiduaPreTrainedModel):
         """Check the inputs of `forward` and complete them. caches: as from `cache_of`; options: the other keywords."""
         if position_ids is not None and position_ids.dim() != 2:
             raise ValueError(f"position_ids must be (1 or batch, seq), got {tuple(position_ids.shape)}")
-        looks_back = any(map(window_of, self.parts))
-        if looks_back:
-            expect_no_pages(options)
         cache, pages = caches
         cached = bool(use_cache) or cache is not None
         documents = documents_of(embeddings, attention_mask, position_ids, options, cached=cached)
-        if looks_back or documents is not None:
-            expect_told_apart(self.parts, attention_mask, documents)
-        if documents is not None:
-            position_ids = positions_in(documents) if position_ids is None else position_ids
-            if len(documents) > 1 and "flash" in (self.config._attn_implementation or ""):
-                raise ValueError(
-                    f"input_ids must be one row for packed documents, as flash attention needs it, got {len(documents)}"
-                )
+        self._expect_told_apart(attention_mask, documents, options)
+        if documents is not None and position_ids is None:
+            position_ids = positions_in(documents)
         given = {"cache": cache, "use_cache": False if self.training and use_cache is None else use_cache}
         whole = documents is not None or (self.training and self.gradient_checkpointing)
         cache = cache_for(given, (), self.config, whole=whole)
         by_row = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-        padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or looks_back else None
+        padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or self.looks_back else None
         mask: Any = create_causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
         positions = self._positions(embeddings, attention_mask if by_row else None, cache, position_ids)
 
@@ -369,6 +366,18 @@ class ResiduaModel(ResiduaPreTrainedModel):
             options,
         )
         return Call(context, attentions, cache, padding, documents)
+
+    def _expect_told_apart(self, mask: Tensor | None, documents: Tensor | None, options: dict[str, Any]) -> None:
+        """Raise ValueError if a part or attention would read across padding, pages or packed documents."""
+        if self.looks_back:
+            expect_no_pages(options)
+        if self.looks_back or documents is not None:
+            expect_told_apart(self.parts, mask, documents)
+        flash = "flash" in (self.config._attn_implementation or "")
+        if flash and documents is not None and len(documents) > 1:
+            raise ValueError(
+                f"input_ids must be one row for packed documents, as flash attention needs it, got {len(documents)}"
+            )
 
     def _positions(self, x: Tensor, mask: Tensor | None, cache: Cache | None, position_ids: Tensor | None) -> Tensor:
         """Return the positions (1 or batch, seq) of these tokens, counted from the first token that is not padding."""
