@@ -141,7 +141,7 @@ def expect_weights(folder: Any, info: Any, *problems: str, only: str = "") -> No
     for problem in problems:
         names = [name for name in sorted(map(str, info.get(problem) or ())) if only in name]
         if names:
-            raise InputError(f"{folder} must hold the weights of the converted model, {problem}: {shown(names)}")
+            raise InputError(f"{folder} must hold the weights of the model in config.json, {problem}: {shown(names)}")
 
 
 AutoConfig.register(MODEL_TYPE, ConvertedConfig)

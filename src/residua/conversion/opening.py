@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from residua.conversion.configuration import AutoModelForCausalLM  # it knows converted models
+from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # it knows converted models
 from residua.errors import InputError, extra, first_line
 from residua.models.configuration import usable
 from residua.records.reading import read_json
@@ -53,15 +53,13 @@ def read_model(
                 output_loading_info=True,
                 dtype="auto" if dtype is None else dtype,
             )
-            model, found = opened
+            model, info = opened
             tokenizer = _read_tokenizer(folder, config)
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
         raise InputError(f"{folder} must be a model of transformers, got: {first_line(error)}") from error
-    differences = [f"{kind.replace('_', ' ')} {sorted(map(str, names))[:5]}" for kind, names in found.items() if names]
-    if differences:
-        raise InputError(f"{folder} must hold the weights of the model in config.json, found {'; '.join(differences)}")
+    expect_weights(folder, info, *info)
     return model, tokenizer
 
 
