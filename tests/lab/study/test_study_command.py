@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import asdict
 
 import pytest
@@ -30,14 +31,10 @@ def finished(data, tmp_path_factory):
     (home / "study.yaml").write_text(write_yaml(SMALLEST))
     out = home / "out"
     assert main(["study", "run", str(home / "study.yaml"), "--out", str(out), "--data", str(data), "--no-costs"]) == 0
-    rows = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["facts"]["commit"] = "a" * 40
-    (out / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plan = Plan(study(**SMALLEST), data)
-    with (out / "costs.jsonl").open("w") as file:
-        for row in measure(configs_of(plan), "residual", rounds=1, peak=False):
-            file.write(json.dumps({"rung": "small", "connection": row["scheme"], **row}) + "\n")
+    rows = jsonlines.read(out / "records.jsonl")
+    write(out, [{**row, "facts": {**row["facts"], "commit": "a" * 40}} for row in rows])
+    costs = measure(configs_of(Plan(study(**SMALLEST), data)), "residual", rounds=1, peak=False)
+    write(out, [{"rung": "small", "connection": row["scheme"], **row} for row in costs], "costs")
     return home
 
 
@@ -135,35 +132,36 @@ def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, caps
     assert {path.name: path.read_bytes() for path in out.glob("*.json*")} == before
 
 
-def test_a_study_may_add_seeds_and_questions(finished, data):
+def grown(folder, **changes):
+    return joined(study(**{**SMALLEST, **changes}), folder)
+
+
+def test_a_study_may_add_seeds_and_questions(finished):
     asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]]}}
-    more = study(**{**SMALLEST, "seeds": [1, 2, 3], "questions": asked})
-    assert joined(more, finished / "out").seeds == (1, 2, 3)
+    assert grown(finished / "out", seeds=[1, 2, 3], questions=asked).seeds == (1, 2, 3)
 
 
-def test_a_contrast_becomes_primary_before_its_runs_and_not_after(finished, data):
-    named = {"small": [["ddl", "residual"]]}
+def test_a_contrast_becomes_primary_before_its_runs_and_not_after(finished):
     with pytest.raises(InputError, match=r"primary\.small must be contrasts named before both have runs in"):
-        joined(study(**{**SMALLEST, "primary": named}), finished / "out")
-    schemes = {**SMALLEST["schemes"], "hc": {}}
-    open_ = study(**{**SMALLEST, "schemes": schemes, "primary": {"small": [["hc", "residual"]]}})
-    assert joined(open_, finished / "out").primary == {"small": [["hc", "residual"]]}
+        grown(finished / "out", primary={"small": [["ddl", "residual"]]})
+    named = {"small": [["hc", "residual"]]}
+    assert grown(finished / "out", schemes={**SMALLEST["schemes"], "hc": {}}, primary=named).primary == named
 
 
-def test_a_size_may_add_seeds_and_leave_out_none(finished, data, tmp_path):
-    few, all_ = ({"small": {**SMALLEST["rungs"]["small"], "seeds": seeds}} for seeds in ([1, 2], [1, 2, 3]))
-    known = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": few})
-    (tmp_path / "study.json").write_text(json.dumps(asdict(known)))
-    more = study(**{**SMALLEST, "seeds": [1, 2, 3], "rungs": all_})
-    assert joined(more, tmp_path).seeds_at("small") == (1, 2, 3)
-    (tmp_path / "study.json").write_text(json.dumps(asdict(more)))
+def test_a_size_may_add_seeds_and_leave_out_none(tmp_path):
+    few, more = ({"small": {**SMALLEST["rungs"]["small"], "seeds": seeds}} for seeds in ([1, 2], [1, 2, 3]))
+    seeds = {"seeds": [1, 2, 3]}
+    (tmp_path / "study.json").write_text(json.dumps(asdict(grown(tmp_path, rungs=few, **seeds))))
+    grown_study = grown(tmp_path, rungs=more, **seeds)
+    assert grown_study.seeds_at("small") == (1, 2, 3)
+    (tmp_path / "study.json").write_text(json.dumps(asdict(grown_study)))
     with pytest.raises(InputError, match=r"rungs\.small\.seeds must be at least \[1, 2, 3\], as in .*, got \[1, 2\]"):
-        joined(known, tmp_path)
+        grown(tmp_path, rungs=few, **seeds)
 
 
 def test_a_study_keeps_the_baseline_beside_which_steps_were_timed(finished):
     with pytest.raises(InputError, match="baselines must be residual first"):
-        joined(study(**{**SMALLEST, "baselines": ["ddl", "residual"]}), finished / "out")
+        grown(finished / "out", baselines=["ddl", "residual"])
 
 
 @pytest.mark.slow
@@ -178,8 +176,7 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
     assert said.endswith("1 of 1 runs are equal to the last bit\n")
     assert main(["study", "verify", str(out), "--data", str(data), "--schemes", "hc"]) == 2
     assert "--schemes must be some of residual, ddl, got 'hc'" in capsys.readouterr().err
-    text = (out / "records.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = jsonlines.read(out / "records.jsonl")
     argv = ["study", "verify", str(out), "--data", str(data), "--share", "0.1"]
     try:
         write(out, [nudged(row) for row in rows])
@@ -195,11 +192,11 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
         assert main(argv) == 2
         assert "must hold records of the study's own runs, got 4 others: 'small ddl report" in capsys.readouterr().err
     finally:
-        (out / "records.jsonl").write_text(text)
+        write(out, rows)
 
 
-def write(out, rows):
-    (out / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write(out, rows, name="records"):
+    (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def nudged(row):
@@ -210,15 +207,11 @@ def nudged(row):
 
 def alone(finished, tmp_path):
     """A copy of the folder in which nobody has trained ddl."""
-    folder = tmp_path / "alone"
-    folder.mkdir()
-    for path in (finished / "out").glob("*.json*"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    keep = [row for row in jsonlines.read(folder / "records.jsonl") if row["scheme"] == "residual"]
-    (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in keep))
-    known = json.loads((folder / "study.json").read_text())
-    known["schemes"].pop("ddl")
-    (folder / "study.json").write_text(json.dumps(known))
+    folder = shutil.copytree(finished / "out", tmp_path / "alone")
+    write(folder, [row for row in jsonlines.read(folder / "records.jsonl") if row["scheme"] == "residual"])
+    document = json.loads((folder / "study.json").read_text())
+    document["schemes"].pop("ddl")
+    (folder / "study.json").write_text(json.dumps(document))
     return folder
 
 
