@@ -32,9 +32,4 @@ class Corpus:
     validation_fraction: float = 0.05
 
     def __iter__(self) -> Iterator[Document]:
-        return filter(has_text, self.read())
-
-
-def has_text(document: Document) -> bool:
-    """Return whether a document has a visible character."""
-    return bool(document.text) and not document.text.isspace()
+        return (document for document in self.read() if document.text.strip())
