@@ -42,4 +42,4 @@ def convert(
         if remote_code:
             add_code(temporary)
     print(f"{folder}: {type(opened).__name__} with {scheme}, {growth:,} parameters more than {size:,}")
-    print(f"load it with: {loading(folder, remote_code=remote_code)}")
+    print(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}")

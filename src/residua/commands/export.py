@@ -22,4 +22,4 @@ def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_c
     from residua.lab.export import export, loading
 
     folder = export(run, out, checkpoint=checkpoint, remote_code=remote_code)
-    print(f"load it with: {loading(folder, remote_code=remote_code)}")
+    print(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}")

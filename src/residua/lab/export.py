@@ -71,12 +71,13 @@ def export(
     return Path(folder)
 
 
-def loading(folder: str | Path, *, remote_code: bool) -> str:
-    """Return the code that loads a model written with or without `remote_code`, on one line."""
+def loading(folder: str | Path, *, remote_code: bool) -> tuple[str, str]:
+    """Return the code that loads a model written with or without `remote_code`: an import, and a call."""
+    place = json.dumps(str(folder))
     if not remote_code:
-        return f"import residua; residua.load({str(folder)!r})"
-    call = f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)"
-    return f"import transformers; {call}"
+        return "import residua", f"residua.load({place})"
+    call = f"AutoModelForCausalLM.from_pretrained({place}, trust_remote_code=True)"
+    return "from transformers import AutoModelForCausalLM", call
 
 
 @contextmanager
@@ -164,23 +165,13 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
         *((f"data: {key}", cell(value)) for key, value in data.items()),
         *((key, cell(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
     ]
-    code, settings = json.dumps(name), write_yaml(settings).rstrip()
+    settings = write_yaml(settings).rstrip()
     # Longer than any fence in the settings.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
-    if remote_code:
-        converted = isinstance(opened.model.config, ConvertedConfig)
-        requirement = "# residua must be installed: pip install residua\n" if converted else ""
-        # On both lines, because the tokenizer also reads config.json.
-        loading_code = f"""from transformers import AutoModelForCausalLM, AutoTokenizer
-{requirement}
-model = AutoModelForCausalLM.from_pretrained({code}, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained({code}, trust_remote_code=True)"""
-    else:
-        loading_code = f"""import residua
-from transformers import AutoTokenizer
-
-model = residua.load({code})
-tokenizer = AutoTokenizer.from_pretrained({code})"""
+    imports, call = loading(name, remote_code=remote_code)
+    needs_residua = remote_code and isinstance(opened.model.config, ConvertedConfig)
+    requirement = "# residua must be installed: pip install residua\n" if needs_residua else ""
+    trust = ", trust_remote_code=True" if remote_code else ""  # also for the tokenizer, which reads config.json too
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -195,7 +186,11 @@ A language model trained with residua: residual connections for PyTorch,
 [Deep Delta Learning](https://arxiv.org/abs/2601.00417) and the schemes it is compared with.
 
 ```python
-{loading_code}
+{imports}
+from transformers import AutoTokenizer
+{requirement}
+model = {call}
+tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{trust})
 ```
 
 | what | value |
