@@ -9,7 +9,7 @@ equally a residual scale 1 - e <h, x> / |x|^2 that depends on the token.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,12 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
-from residua.connections.gates import FixedGate, StaticGate, TokenGate
+from residua.connections.gates import FixedGate, GateCoefficients, StaticGate, TokenGate
 from residua.connections.memory import Memory
 from residua.connections.options import expect_used
 from residua.connections.single_stream import SingleStreamScheme
 from residua.errors import Count, Positive
 from residua.ops import orthogonal_update, residual_scale
-
-
-class GateCoefficients(NamedTuple):
-    """gate: e, (batch, seq, heads), or (heads,) if it is the same for all tokens, in at least float32."""
-
-    gate: Tensor
 
 
 @dataclass(frozen=True)

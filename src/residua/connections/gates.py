@@ -1,6 +1,7 @@
 """Learned scales, and gates of heads of features: for each token, the same for all tokens, or fixed."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,12 @@ from residua.ops import at_least_float32
 def logit(p: float) -> float:
     """Return log(p / (1 - p)) for 0 < p < 1."""
     return math.log(p) - math.log1p(-p)
+
+
+class GateCoefficients(NamedTuple):
+    """gate: (batch, seq, heads), or (heads,) if it is the same for all tokens, in at least float32."""
+
+    gate: Tensor
 
 
 class Scale(nn.Module):

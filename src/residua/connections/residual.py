@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
+from residua.connections.gates import GateCoefficients
 from residua.connections.memory import Memory
 from residua.connections.single_stream import SingleStreamScheme
 from residua.connections.stream_logits import StreamLogits
@@ -39,12 +40,6 @@ class ResidualConnection(CompressingConnection):
         return (carry.residual + y).to(carry.residual.dtype)
 
 
-class WriteGate(NamedTuple):
-    """gate: g, (batch, seq, 1), in at least float32."""
-
-    gate: Tensor
-
-
 class GatedWriteConnection(ResidualConnection):
     """state + g sublayer(norm(x)), with g from the x that the norm sees too. It starts at 1: w and b at 0, s at 1."""
 
@@ -55,7 +50,7 @@ class GatedWriteConnection(ResidualConnection):
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         x = self.compress(state, memory)
         (logits,) = self.logits(x.unsqueeze(-2))
-        return self.norm(x), Carry(state, WriteGate(2 * torch.sigmoid(logits)))
+        return self.norm(x), Carry(state, GateCoefficients(2 * torch.sigmoid(logits)))
 
     def write(self, y: Tensor, carry: Carry) -> State:
         return gated_delta(carry.residual, y, None, carry.coefficients.gate)
