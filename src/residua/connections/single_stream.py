@@ -53,17 +53,17 @@ class SingleStreamScheme(BranchScheme):
 
         copies: how many times the state holds the embedding.
         """
+
+        def reader(_: int) -> nn.Module:
+            return Same() if self.compress is None else TokenCompress(dim, None, self.compress_kernel)
+
         sharing = "separate" if self.compress is None else self.compress_sharing
-        connections, last = self.connected(dim, num_sublayers, sharing, lambda _: self.reader(dim), connection)
+        connections, last = self.connected(dim, num_sublayers, sharing, reader, connection)
         if self.expand == "conv":
             expand: nn.Module = ConvEmbedding(dim, self.expand_kernel, copies)
         else:
             expand = Same() if copies == 1 else Copies(copies)
         return Stream(expand, connections, readout(last))
-
-    def reader(self, dim: int) -> nn.Module:
-        """Build what reads the stream for a sublayer, (batch, seq, dim) -> the same."""
-        return Same() if self.compress is None else TokenCompress(dim, None, self.compress_kernel)
 
 
 class ConvEmbedding(TokenConv):
