@@ -3,9 +3,7 @@
 import enum
 import json
 import os
-import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,32 +53,22 @@ class Scaled(Scheme):
 """
 
 
-def wheel(folder: Path, entry_points: str, module: str = MODULE) -> Path:
-    """A distribution `scaled-residuals` 1.2 as a wheel, written by hand: no build backend is needed."""
-    path = folder / "scaled_residuals-1.2-py3-none-any.whl"
-    info = "scaled_residuals-1.2.dist-info"
-    files = {
-        "scaled_residuals.py": module,
-        f"{info}/METADATA": "Metadata-Version: 2.1\nName: scaled-residuals\nVersion: 1.2\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[residua.schemes]\n{entry_points}\n",
-    }
-    record = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, text in {**files, f"{info}/RECORD": record}.items():
-            archive.writestr(name, text)
-    return path
+def installed(site: Path, module: str, text: str, *entry_points: str) -> Path:
+    """A folder of installed packages with a distribution of one module, as pip leaves it."""
+    info = site / f"{module}-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("\n".join(["[residua.schemes]", *entry_points]) + "\n")
+    (info / "RECORD").write_text(f"{module}.py,,\n")
+    (site / f"{module}.py").write_text(text)
+    return site
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A folder of installed packages with `scaled-residuals` in it."""
-    folder = tmp_path_factory.mktemp("package")
-    entry_points = "scaled = scaled_residuals:Scaled\nscaled-small = scaled_residuals:SMALL"
-    path, target = wheel(folder, entry_points, f"{MODULE}\n\nSMALL = Scaled(0.1)\n"), folder / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, path]
-    subprocess.run(command, check=True, capture_output=True)
-    return target
+    entry_points = "scaled = scaled_residuals:Scaled", "scaled-small = scaled_residuals:SMALL"
+    text = f"{MODULE}\n\nSMALL = Scaled(0.1)\n"
+    return installed(tmp_path_factory.mktemp("package"), "scaled_residuals", text, *entry_points)
 
 
 class Done(NamedTuple):
@@ -173,9 +161,7 @@ def resolve_after_another(name: str) -> int:
     ],
 )
 def test_a_broken_package_is_one_clear_line_and_concerns_nobody_else(entry, reason, tmp_path, run):
-    site = tmp_path / "site"
-    with zipfile.ZipFile(wheel(tmp_path, entry)) as archive:  # in a second less than pip
-        archive.extractall(site)
+    site = installed(tmp_path, "scaled_residuals", MODULE, entry)
     told = run(resolve_after_another, "broken", site=site, status=1).err
     module = entry.split()[-1].partition(":")[0]
     assert told.startswith(f"connection: the scheme 'broken' of the package '{module}' cannot be used: {reason}")
@@ -265,16 +251,10 @@ SMALL, OTHER = Half(expand="conv"), Half(expand="conv", expand_kernel=2)
 
 @pytest.fixture
 def declare(tmp_path, monkeypatch, names):
-    """A function that installs a distribution `x-NAME` with a module `half_NAME`, as pip leaves it."""
+    """A function that installs a distribution with a module `half_NAME`."""
 
     def declare(name: str, *entry_points: str) -> Any:
-        info = tmp_path / name / f"x_{name}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: x-{name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("\n".join(["[residua.schemes]", *entry_points]) + "\n")
-        (info / "RECORD").write_text(f"half_{name}.py,,\n")
-        (tmp_path / name / f"half_{name}.py").write_text(HALF)
-        monkeypatch.syspath_prepend(tmp_path / name)
+        monkeypatch.syspath_prepend(installed(tmp_path / name, f"half_{name}", HALF, *entry_points))
         monkeypatch.delitem(sys.modules, f"half_{name}", raising=False)
         return pytest.importorskip(f"half_{name}")
 
