@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import causal_expand, causal_read, causal_read_on
-from support.delta_cases import generator, normal
+from support.delta_cases import assert_equals_with_gradients, generator, normal
 from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
@@ -36,14 +36,8 @@ def test_expand_and_read_are_grouped_convolutions_with_their_gradients(length, k
     g = generator(seed)
     x, streams = normal(g, 2, length, dim), normal(g, 2, length, num_streams, dim)
     taps = normal(g, kernel, num_streams, dim)
-    for op, reference, source in [(causal_expand, expand_by_conv1d, x), (causal_read, read_by_conv1d, streams)]:
-        ours = [source.clone().requires_grad_(), taps.clone().requires_grad_()]
-        theirs = [source.clone().requires_grad_(), taps.clone().requires_grad_()]
-        actual, expected = op(*ours), reference(*theirs)
-        assert_close(actual, expected)
-        grad = normal(g, *expected.shape)
-        for a, b in zip(torch.autograd.grad(actual, ours, grad), torch.autograd.grad(expected, theirs, grad)):
-            assert_close(a, b)
+    assert_equals_with_gradients(causal_expand, expand_by_conv1d, x, taps)
+    assert_equals_with_gradients(causal_read, read_by_conv1d, streams, taps)
 
 
 @given(lengths, kernels, widths, widths, seeds)
@@ -168,13 +162,8 @@ def test_packed_documents_are_convolved_one_by_one(kernel):
             rows = ([op(part[None], taps) for part in row.split(own)] for row, own in zip(source, lengths))
             return torch.cat([torch.cat(row, 1) for row in rows])
 
-        inputs = source.requires_grad_(), taps.requires_grad_()
-        packed, expected = op(*inputs, documents), alone(*inputs)
-        assert_close(packed, expected)
-        grad = normal(generator(4), *expected.shape)
-        for ours, theirs in zip(torch.autograd.grad(packed, inputs, grad), torch.autograd.grad(expected, inputs, grad)):
-            assert_close(ours, theirs)
+        assert_equals_with_gradients(lambda source, taps, op=op: op(source, taps, documents), alone, source, taps)
         transformed = torch.func.vmap(lambda row, numbers, op=op: op(row, taps, numbers))(source, documents)
-        assert_close(transformed, expected)
+        assert_close(transformed, alone(source, taps))
     with pytest.raises(ValueError, match=r"^documents must be \(..., seq\) = \(2, 7\), got \(7,\)"):
         causal_expand(x, taps, documents[0])

@@ -8,12 +8,8 @@ from residua.ops import (
     delta_write,
     unit,
 )
-from support.delta_cases import cases, generator, normal, outer, product_form
+from support.delta_cases import cases, generator, leaves, normal, outer, product_form
 from support.tolerances import assert_close
-
-
-def leaves(*tensors):
-    return [t.detach().clone().requires_grad_() for t in tensors]
 
 
 @given(cases(norms=st.floats(0.0, 3.0)), st.sampled_from([1e-5, 0.3]), st.integers(0, 2**31))

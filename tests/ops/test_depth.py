@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import depth_mix, depth_read
-from support.delta_cases import generator, normal
+from support.delta_cases import assert_equals_with_gradients, generator, leaves, normal
 from support.tolerances import assert_close
 
 seeds, numbers, dims = st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 5)
@@ -29,10 +29,6 @@ def plain(sources, query, eps, heads=1):
     weights = torch.einsum("hd,nbthd->nbth", query, keys).softmax(0)
     x = torch.einsum("nbth,nbthd->bthd", weights, values).flatten(-2)
     return x, weights.movedim(0, -1).squeeze(-2) if heads == 1 else weights.movedim(0, -1)
-
-
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
 
 
 FLA = json.loads(Path(__file__).with_name("attnres-fla.json").read_text(encoding="utf-8"))["cases"]
@@ -55,15 +51,14 @@ def test_the_numbers_of_flash_linear_attention(case):
 @given(numbers, st.integers(1, 4), st.integers(1, 3), st.sampled_from([1e-5, 0.3]), seeds)
 def test_the_read_and_its_gradients_are_those_of_the_published_form(n, heads, width, eps, seed):
     sources, query = drawn(seed, n, heads * width)
-    ours, theirs = leaves(query, *sources), leaves(query, *sources)
-    x, weights = depth_read(ours[1:], ours[0], heads=heads, eps=eps)
-    expected, shares = plain(theirs[1:], theirs[0], eps, heads)
-    assert_close(x, expected)
-    assert_close(weights, shares)
+    assert_equals_with_gradients(
+        lambda query, *sources: depth_read(sources, query, heads=heads, eps=eps)[0],
+        lambda query, *sources: plain(sources, query, eps, heads)[0],
+        *(query, *sources),
+    )
+    weights = depth_read(sources, query.requires_grad_(), heads=heads, eps=eps)[1]
+    assert_close(weights, plain(sources, query, eps, heads)[1])
     assert not weights.requires_grad
-    grad = normal(generator(seed + 1), 2, 3, heads * width)
-    for a, b in zip(torch.autograd.grad(x, ours, grad), torch.autograd.grad(expected, theirs, grad)):
-        assert_close(a, b)
 
 
 @given(numbers, dims, seeds)
@@ -181,21 +176,23 @@ def test_wrong_shapes_are_refused():
 @pytest.mark.slow
 @given(numbers, st.integers(1, 3), dims, st.sampled_from([1e-5, 0.3]), seeds)
 def test_the_normalised_read_and_its_gradients_are_attention_over_normalised_sources(n, heads, width, eps, seed):
-    d = heads * width
-    sources, query = drawn(seed, n, d)
-    ours, theirs = leaves(query, *sources), leaves(query, *sources)
-    keys = torch.stack([source / (source.square().mean(-1, keepdim=True) + eps).sqrt() for source in theirs[1:]], -2)
-    in_heads = lambda x: x.unflatten(-1, (heads, width)).movedim(-2, -3)  # noqa: E731
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        in_heads(theirs[0].expand(2, 3, 1, d)), in_heads(keys), in_heads(keys), scale=1.0
-    ).flatten(-3)
-    x, weights = depth_read(ours[1:], ours[0], heads=heads, normalise_values=True, eps=eps)
-    assert_close(x, expected)
+    sources, query = drawn(seed, n, heads * width)
+
+    def in_heads(x):
+        return x.unflatten(-1, (heads, width)).movedim(-2, -3)
+
+    def attention(query, *sources):
+        keys = torch.stack([source / (source.square().mean(-1, keepdim=True) + eps).sqrt() for source in sources], -2)
+        arguments = map(in_heads, (query.expand(2, 3, 1, -1), keys, keys))
+        return torch.nn.functional.scaled_dot_product_attention(*arguments, scale=1.0).flatten(-3)
+
+    options = {"heads": heads, "normalise_values": True, "eps": eps}
+    assert_equals_with_gradients(
+        lambda query, *sources: depth_read(sources, query, **options)[0], attention, *(query, *sources)
+    )
+    weights = depth_read(sources, query.requires_grad_(), **options)[1]
     assert_close(weights.sum(-1), torch.ones((2, 3) if heads == 1 else (2, 3, heads)).double())
     assert not weights.requires_grad
-    grad = normal(generator(seed + 1), 2, 3, d)
-    for a, b in zip(torch.autograd.grad(x, ours, grad), torch.autograd.grad(expected, theirs, grad)):
-        assert_close(a, b)
 
 
 def test_the_normalised_read_forgets_the_size_of_every_source():
@@ -212,13 +209,11 @@ def test_the_normalised_read_forgets_the_size_of_every_source():
 def test_the_weighted_sum_and_its_gradients_are_those_of_a_stack(n, d, shared, seed):
     sources, _ = drawn(seed, n, d)
     weights = normal(generator(seed + 2), n) if shared else normal(generator(seed + 2), 2, 3, n)
-    ours, theirs = leaves(weights, *sources), leaves(weights, *sources)
-    x = depth_mix(ours[1:], ours[0])
-    expected = torch.einsum("btn,nbtd->btd", theirs[0].expand(2, 3, n), torch.stack(theirs[1:]))
-    assert_close(x, expected)
-    grad = normal(generator(seed + 1), 2, 3, d)
-    for a, b in zip(torch.autograd.grad(x, ours, grad), torch.autograd.grad(expected, theirs, grad)):
-        assert_close(a, b)
+    assert_equals_with_gradients(
+        lambda weights, *sources: depth_mix(sources, weights),
+        lambda weights, *sources: torch.einsum("btn,nbtd->btd", weights.expand(2, 3, n), torch.stack(sources)),
+        *(weights, *sources),
+    )
 
 
 def test_the_weighted_sum_of_bfloat16_sources_is_float32_inside():

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import hyper_mix, hyper_read, hyper_write
-from support.delta_cases import generator, normal
+from support.delta_cases import assert_equals_with_gradients, generator, leaves, normal
 from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
@@ -15,47 +15,33 @@ seeds = st.integers(0, 2**31)
 leadings = st.sampled_from([(2, 3), (2, 1), (3,), (1, 3), ()])
 
 
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
-
-
 @given(st.integers(1, 5), st.integers(1, 6), leadings, leadings, seeds)
 def test_read_mix_and_write_are_their_sums(n, d, first, second, seed):
+    """Values and gradients."""
     g = generator(seed)
-    x, y = normal(g, 2, 3, n, d), normal(g, 2, 3, d)
+    x, y, rows = normal(g, 2, 3, n, d), normal(g, 2, 3, d), normal(g, 2, 3, n, d)
     h_pre, h_res, h_post = normal(g, *first, n), normal(g, *second, n, n), normal(g, *first, n)
-    wide_pre, wide_post = h_pre.expand(2, 3, n), h_post.expand(2, 3, n)
-    wide_res = h_res.expand(2, 3, n, n)
-    mixed = torch.einsum("btoi,btid->btod", wide_res, x)
-    written = torch.einsum("bto,btd->btod", wide_post, y)
-    assert_close(hyper_read(x, h_pre), torch.einsum("bti,btid->btd", wide_pre, x))
-    assert_close(hyper_mix(x, h_res), mixed)
-    assert_close(hyper_write(x, y, h_res, h_post), mixed + written)
-    assert_close(hyper_write(x, y, None, h_post), x + written)
-    rows = normal(g, 2, 3, n, d)
-    assert_close(hyper_write(x, rows, h_res, h_post), mixed + torch.einsum("bto,btod->btod", wide_post, rows))
-    same = y.unsqueeze(-2).expand(2, 3, n, d)
-    assert_close(hyper_write(x, same, None, h_post), x + written)
 
+    def read(x, h_pre):
+        return torch.einsum("bti,btid->btd", h_pre.expand(2, 3, n), x)
 
-@given(st.integers(1, 4), leadings, leadings, st.booleans(), seeds)
-def test_gradients_are_those_of_the_sums(n, first, second, identity, seed):
-    g = generator(seed)
-    x, y, h_res, h_post = normal(g, 2, 3, n, 2), normal(g, 2, 3, 2), normal(g, *second, n, n), normal(g, *first, n)
-    if identity:
-        h_res = torch.eye(n, dtype=torch.float64)
-    grad = normal(g, 2, 3, n, 2)
-    dense = leaves(x, y, h_res, h_post)
-    plain = (dense[2].unsqueeze(-1) * dense[0].unsqueeze(-3)).sum(-2) + dense[3].unsqueeze(-1) * dense[1].unsqueeze(-2)
-    expected = torch.autograd.grad(plain, dense, grad)
-    ours = leaves(x, y, h_res, h_post)
-    for a, b in zip(torch.autograd.grad(hyper_write(*ours), ours, grad), expected):
-        assert_close(a, b)
-    if identity:
-        without = leaves(x, y, h_post)
-        written = hyper_write(without[0], without[1], None, without[2])
-        for a, b in zip(torch.autograd.grad(written, without, grad), (expected[0], expected[1], expected[3])):
-            assert_close(a, b)
+    def mixed(x, h_res):
+        return torch.einsum("btoi,btid->btod", h_res.expand(2, 3, n, n), x)
+
+    def written(x, y, h_res, h_post):
+        return mixed(x, h_res) + torch.einsum("bto,btd->btod", h_post.expand(2, 3, n), y)
+
+    def added(x, y, h_post):
+        return written(x, y, torch.eye(n).double(), h_post)
+
+    def written_rows(x, rows, h_res, h_post):
+        return mixed(x, h_res) + torch.einsum("bto,btod->btod", h_post.expand(2, 3, n), rows)
+
+    assert_equals_with_gradients(hyper_read, read, x, h_pre)
+    assert_equals_with_gradients(hyper_mix, mixed, x, h_res)
+    assert_equals_with_gradients(hyper_write, written, x, y, h_res, h_post)
+    assert_equals_with_gradients(hyper_write, written_rows, x, rows, h_res, h_post)
+    assert_equals_with_gradients(lambda x, y, h_post: hyper_write(x, y, None, h_post), added, x, y, h_post)
 
 
 def test_reading_and_writing_are_adjoint():

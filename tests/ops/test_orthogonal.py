@@ -23,7 +23,7 @@ from residua.ops import (
     hybrid,
     iterative_cayley,
 )
-from support.delta_cases import direction, generator, normal, outer
+from support.delta_cases import direction, generator, leaves, normal, outer
 from support.tolerances import assert_close
 
 seeds = st.integers(0, 2**31)
@@ -404,10 +404,6 @@ def test_a_gate_of_one_half_feels_no_penalty_and_is_unstable(optimizer, bias, mo
 
 
 # Gradients
-
-
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
 
 
 @pytest.mark.parametrize("n", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 5))])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residua.ops import channel_taps, linear_at_least_float32, rms_norm, stream_read
-from support.delta_cases import generator, normal
+from support.delta_cases import assert_equals_with_gradients, generator, normal
 from support.tolerances import assert_close
 
 CONVOLUTIONS = [(kernel, streams) for streams in range(1, 6) for kernel in range(1, streams + 1)]
@@ -27,13 +27,11 @@ def convolve_then_read(streams, conv, read, causal):
 def test_channel_taps_are_the_convolution_followed_by_the_read(kernel, num_streams, causal):
     g = generator(10 * kernel + num_streams)
     streams, conv, read = normal(g, 2, 3, num_streams, 4), normal(g, kernel, 4), normal(g, num_streams)
-    ours, theirs = ([x.clone().requires_grad_() for x in (streams, conv, read)] for _ in range(2))
-    actual = stream_read(ours[0], channel_taps(ours[1], ours[2], causal=causal))
-    expected = convolve_then_read(*theirs, causal)
-    assert_close(actual, expected)
-    grad = normal(g, *expected.shape)
-    for a, b in zip(torch.autograd.grad(actual, ours, grad), torch.autograd.grad(expected, theirs, grad)):
-        assert_close(a, b)
+    assert_equals_with_gradients(
+        lambda streams, conv, read: stream_read(streams, channel_taps(conv, read, causal=causal)),
+        lambda streams, conv, read: convolve_then_read(streams, conv, read, causal),
+        *(streams, conv, read),
+    )
 
 
 def test_channel_taps_can_reach_every_weight():

@@ -1,11 +1,14 @@
-"""Random arguments of delta writes, and the dense product form that every identity is checked against."""
+"""Random arguments of operations, the comparison with a reference, and the dense product form of a delta write."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+from support.tolerances import assert_close
 
 betas = st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0.0, 2.0))
 invertible_betas = betas.filter(lambda beta: abs(1 - beta) > 0.05)  # the inverse loses digits as 1 / (1 - beta)
@@ -29,6 +32,20 @@ def generator(seed: int) -> torch.Generator:
 
 def normal(g: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=g, dtype=torch.float64)
+
+
+def leaves(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def assert_equals_with_gradients(op: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Check that an operation has the value of a reference, and its gradients for a random gradient."""
+    ours, theirs = leaves(*inputs), leaves(*inputs)
+    actual, expected = op(*ours), reference(*theirs)
+    assert_close(actual, expected)
+    grad = normal(generator(7), *expected.shape)
+    for a, b in zip(torch.autograd.grad(actual, ours, grad), torch.autograd.grad(expected, theirs, grad)):
+        assert_close(a, b)
 
 
 def direction(g: torch.Generator, *shape: int) -> Tensor:
