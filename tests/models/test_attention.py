@@ -1,6 +1,7 @@
 """Attention, rotary positions and the MLP against plain loops over their formulas (there are no outside vectors for
 "pre_rope")."""
 
+import copy
 import itertools
 import math
 
@@ -120,3 +121,15 @@ def test_a_packed_document_has_keys_and_values_of_its_own():
 
 def test_no_rank_cuts_convolved_keys_and_values():
     assert tiny_config(key_value_kernel=3).base_model_tp_plan is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("norm", "projection"), [("norm", "q_proj"), ("key_norm", "k_proj"), ("value_norm", "v_proj")])
+def test_attention_takes_an_input_for_queries_keys_and_values(norm, projection):
+    """The first sublayer reads the embedding through three norms: a gain of the other sign is a weight of the other."""
+    model, ids = tiny_model("attnres-inkling-s3-e1"), prompt(2, 6)
+    plain, before = copy.deepcopy(model), model(ids).logits
+    getattr(model.model.stream.connections[0], norm).weight[0] *= -1
+    getattr(plain.model.layers[0].attention, projection).weight[:, 0] *= -1
+    assert_close(model(ids).logits, plain(ids).logits)
+    assert (model(ids).logits - before).abs().max() > 1e-6
