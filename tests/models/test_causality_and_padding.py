@@ -116,7 +116,9 @@ def test_a_second_turn_after_a_row_that_ended_early(name, cached):
 @every_kind
 def test_the_cache_has_a_state_for_every_look_back(name):
     model = tiny_model(name)
-    layers = model(prompt(1, 3), use_cache=True)[CACHE].layers
+    cache = model(prompt(1, 3), use_cache=True)[CACHE]
+    layers = cache.layers
+    assert [keys is None for keys, *_ in cache] == [isinstance(layer, StreamLayer) for layer in layers]
     states = [layer.number_of_states for layer in layers if isinstance(layer, StreamLayer)]
     assert len(layers) == 2 + len(states)
     assert sum(states) == sum(window_of(part) > 0 for part in model.model.parts)

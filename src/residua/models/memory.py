@@ -90,6 +90,8 @@ class StreamLayer(LinearAttentionLayer):
     readouts: those of the readouts after each layer but the last, for hidden states, are in a layer of their own.
     """
 
+    keys = values = None  # of every layer of a cache that is iterated over
+
     def __init__(self, number_of_states: int, *, readouts: bool = False):
         super().__init__(number_of_states=number_of_states)
         self.readouts = readouts
