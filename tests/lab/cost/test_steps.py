@@ -125,13 +125,6 @@ def test_recomputed_states_are_not_kept():
     assert replayed <= 4.5 + 2 * (2 * 4 + 4) / 64
 
 
-def test_a_state_of_several_tensors_is_kept_once():
-    """Beside the plain residual: a source for each sublayer, and two numbers for each source of each read; less what is
-    read and its norm, which are derived again."""
-    read = sum(1 + boundary for boundary in range(1, 9))
-    assert above_residual("attnres")["attnres"] == pytest.approx((8 - 2 * 8 + 2 * read / 64) / 4, abs=0.05)
-
-
 @pytest.mark.parametrize("changes", [{}, {"train__precision": "bfloat16"}, {"model__state_dtype": "bfloat16"}])
 def test_counting_gives_the_same_number_again_and_leaves_no_gradient(changes):
     one = step("ddl-tc", **changes)

@@ -28,10 +28,6 @@ class Activations(NamedTuple):
     logits: int
     temporary: int
 
-    @property
-    def peak(self) -> int:
-        return sum(self)
-
 
 def activation_memory(
     config: ResiduaConfig,

@@ -65,35 +65,29 @@ def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
     names the source with the largest weight, `most_read_weight`; both are None for a sublayer that reads none.
     """
     values, gates = trace.values, trace.facts["gates"]
-    rows: list[dict[str, Any]] = [{"sublayer": name} for name in trace.facts["sublayers"]]
-    depth = len(rows)
+    columns: dict[str, Sequence[Any]] = {"sublayer": trace.facts["sublayers"]}
     for name in ("state_norm", "input_norm", "output_norm", "change_norm", "erase_norm", "write_norm", *gates, *_MEANS):
         if name in values:
-            _fill(rows, name, values[name][:depth].mean(1))
+            columns[name] = values[name][: trace.num_sublayers].mean(1).tolist()
     for name in gates:
         levels = torch.tensor([0.05, 0.5, 0.95])
-        for level, column in zip(("q05", "q50", "q95"), values[name].quantile(levels, dim=1)):
-            _fill(rows, f"{name}_{level}", column)
+        quantiles = values[name].quantile(levels, dim=1).tolist()
+        columns |= {f"{name}_{level}": column for level, column in zip(("q05", "q50", "q95"), quantiles)}
     if "beta" in values:
-        enlarging, identity, projection, reflection = trace.regimes().T
         low, _ = gates["beta"]["range"] or (0.0, 2.0)
-        if low < 0:
-            _fill(rows, "enlarging", enlarging)
-        _fill(rows, "identity", identity)
-        _fill(rows, "projection", projection)
-        _fill(rows, "reflection", reflection)
+        regimes = dict(zip(("enlarging", "identity", "projection", "reflection"), trace.regimes().T.tolist()))
+        columns |= {name: column for name, column in regimes.items() if low < 0 or name != "enlarging"}
     if "h_res" in values:
-        _fill(rows, "distance_from_identity", _from_identity(values["h_res"]).mean(1))
+        columns["distance_from_identity"] = _from_identity(values["h_res"]).mean(1).tolist()
     for name in ("determinant", "singular_max", "singular_min", "defect"):
         if name in values:
-            _fill(rows, name, values[name].median(1).values)
+            columns[name] = values[name].median(1).values.tolist()
     if "depth_mean" in values:
-        _most_read(rows, trace)
+        columns |= zip(_MOST_READ, zip(*_most_read(trace)))
     for name in ("h_pre", "h_post"):
         if name in values:
-            for row, means in zip(rows, values[name].mean(1).tolist()):
-                row[name] = finite(means)
-    return rows
+            columns[name] = values[name].mean(1).tolist()
+    return [finite(dict(zip(columns, row))) for row in zip(*columns.values())]
 
 
 _MEANS = (
@@ -193,17 +187,12 @@ def _columns_of_gate(name: str) -> list[_Column]:
     return [_Column(name, name, ".3f"), *quantiles]
 
 
-def _fill(rows: list[dict[str, Any]], name: str, column: Tensor) -> None:
-    for row, value in zip(rows, column.tolist()):
-        row[name] = finite(value)
-
-
-def _most_read(rows: list[dict[str, Any]], trace: Trace) -> None:
+def _most_read(trace: Trace) -> Iterator[tuple[str | None, float | None]]:
     sources, without = trace.facts["sources"], trace.facts["left_out"].get("depth_weights", [])
-    for i, (row, weights) in enumerate(zip(rows, trace.values["depth_mean"].mean(1))):
+    for i, weights in enumerate(trace.values["depth_mean"].mean(1)):
         most = int(weights.abs().argmax())
-        source = (None, None) if i in without or not weights.isfinite().all() else (sources[most], weights[most].item())
-        row.update(zip(_MOST_READ, source))
+        read = i not in without and weights.isfinite().all()
+        yield (sources[most], weights[most].item()) if read else (None, None)
 
 
 def _named(trace: Trace, which: list[int]) -> str:

@@ -22,8 +22,7 @@ def has_gates(stream: Stream, dim: int) -> bool:
         like = {} if weights is None else {"dtype": weights.dtype, "device": weights.device}
         before = stream.expand(torch.ones(1, 1, dim, **like))
         x, carry = connection.read(before)
-        y = as_inputs(x)[0]
-        return bool(gates(ConnectionRecord(0, connection, before, None, y, carry, y, before).shortcut()))
+        return bool(gates(connection.shortcut(before, carry, as_inputs(x)[0])))
     return False
 
 
