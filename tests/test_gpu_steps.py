@@ -11,7 +11,6 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from residua.commands import cost
 from residua.commands.signature import call, command_parser
-from residua.lab.cost import schemes
 from support.pages import EXPERIMENTS, script
 
 pytestmark = pytest.mark.skipif(not EXPERIMENTS.is_dir(), reason="experiments/ is not in this archive")
@@ -91,8 +90,9 @@ def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path, monke
     assert len({step.name for step in steps}) == len(steps)
     commands = [step.command[2:] for step in steps if {"cost", "benchmarks"} & set(step.command)]
     monkeypatch.setattr("benchmarks.__main__.measure", lambda benchmark, settings, out: measured.append(settings.steps))
-    monkeypatch.setattr(schemes, "measure_schemes", lambda config, names, **_: measured.append(names) or [])
-    monkeypatch.setattr(schemes, "table", lambda records: (["scheme"], []))
+    steps_of_cost = "residua.lab.cost.steps"
+    monkeypatch.setattr(f"{steps_of_cost}.measure_schemes", lambda config, names, **_: measured.append(names) or [])
+    monkeypatch.setattr(f"{steps_of_cost}.table", lambda records: (["scheme"], []))
     measured, kinds = [], set()
     place.out.mkdir(exist_ok=True)
     for command in commands:
