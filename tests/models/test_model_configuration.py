@@ -85,6 +85,7 @@ def test_another_scheme_for_a_saved_configuration(change, tmp_path):
         ({"mup": "yes"}, ["mup", "true or false", "'yes'"]),
         ({"connection": "ddl-cc-e"}, ["'ddl-cc-e'", "did you mean 'ddl-cc-ec'"]),
         ({"connection": None}, ["connection", "None"]),
+        ({"connection": "frac", "hidden_size": 62, "head_dim": 16}, ["num_fractions", "divisor", "62"]),
     ],
 )
 def test_a_wrong_value_is_one_clear_line(options, words):
@@ -119,6 +120,8 @@ def test_a_wrong_scheme_set_later_is_refused():
     config = tiny_config()
     with pytest.raises(ValueError, match="did you mean 'ddl-tc'"):
         config.connection = "ddl-tcc"
+    with pytest.raises(ValueError, match="num_fractions must be a divisor"):
+        config.connection = {"preset": "frac", "num_fractions": 5}
 
 
 def test_whole_numbers_do_for_numbers():

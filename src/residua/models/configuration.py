@@ -4,6 +4,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from residua.connections import Scheme, describe, resolve
 from residua.errors import check_types, extra
 from residua.model_fields import ModelFields
@@ -73,6 +75,7 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
     def __post_init__(self, **kwargs: Any):
         self._describe_connection()
         ModelFields.__post_init__(self)
+        self._expect_fit()
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 8 * self.hidden_size // 3
         vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
@@ -92,10 +95,16 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
         if name in ("connection", "num_hidden_layers") and "base_model_tp_plan" in vars(self):
             self._describe_connection()
             check_types(self, ModelFields)
+            self._expect_fit()
 
     def _describe_connection(self) -> None:
         """Store the scheme as a mapping with all its options."""
         vars(self)["connection"] = describe(causal_scheme(self.connection))
+
+    def _expect_fit(self) -> None:
+        """Raise ValueError if the scheme does not take this width or number of layers."""
+        with torch.device("meta"):
+            resolve(self.connection).build(self.hidden_size, 2 * self.num_hidden_layers)
 
     def _tensor_parallel_plan(self) -> dict[str, str] | None:
         """Return how to cut the trunk: into heads and rows of the MLP. Every rank has all connections.
