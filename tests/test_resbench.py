@@ -643,7 +643,7 @@ def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
             other = (run["rung"], run["scheme"], run["kind"]) in xeon
             apart.setdefault(other, []).append(abs(run["val_loss"] - again[run["key"]]["val_loss"]))
     assert {*apart[False]} == {0.0}
-    assert round(max(apart[True]), 3) == 0.006
+    assert round(max(apart[True]), 3) == 0.012
 
 
 def test_a_ratio_of_times_moves_from_one_measurement_to_the_next(rows):
@@ -673,11 +673,10 @@ def test_what_the_audits_say_of_the_gates():
 
 
 def test_what_remains_on_labels_that_do_not_repeat():
-    """It fails when the fourth seed of every row is there: the page says how many there are."""
     tables = script("tables")
     pairs = tables.remaining()
     losses = {name: tables.split_losses(name) for pair in pairs for name in pair}
-    seeds = {1, 2, 3}
+    seeds = {1, 2, 3, 4, 5}
     assert set.intersection(*({*runs} for runs in losses.values())) == seeds
 
     def apart(first, second, column):
@@ -690,18 +689,20 @@ def test_what_remains_on_labels_that_do_not_repeat():
         for contrast in [apart(*pair, column)]
     }
     writing = [("ddl-tc-write-only", other, column) for other in ("residual+tc", "lambdas+tc") for column in (2, 3)]
-    assert {key for key, is_seen in seen.items() if is_seen} == {*writing}
-    assert sorted(-round(apart(*key).mean, 2) for key in writing)[:: len(writing) - 1] == [0.06, 0.08]
-    leads = [apart(name, to, column).mean for name, to in pairs[:2] for column in (2, 3)]
-    assert sorted(-round(lead, 2) for lead in leads)[::3] == [0.01, 0.03]
+    erasing = [("ddl-tc", "ddl-tc-write-only", column) for column in (2, 3)]
+    on_scales = [("lambdas+tc", "lambdas", column) for column in (2, 3)]
+    assert {key for key, is_seen in seen.items() if is_seen} == {*writing, *erasing, on_scales[1]}
+    assert sorted(-round(apart(*key).mean, 2) for key in writing)[:: len(writing) - 1] == [0.05, 0.08]
+    assert [-round(apart(*key).mean, 2) for key in on_scales] == [0.02, 0.03]
+    assert [round(apart(*key).mean, 2) for key in erasing] == [0.02, 0.02]
 
 
 def test_which_of_the_runs_that_were_split_learn_to_copy(rows):
-    runs = [run for run in records("resbench-headline.jsonl") if run["rung"] == "0.3M" and run["seed"] <= 3]
+    runs = [run for run in records("resbench-headline.jsonl") if run["rung"] == "0.3M"]
     runs = [run for run in runs if run["point"] == rows["0.3M"][run["scheme"]].point]
-    assert len(runs) == 24
+    assert len(runs) == 40
     assert {run["scheme"] for run in runs if run["transition"] is None} == {*BASELINES}
-    assert sum(run["transition"] is None for run in runs) == 6
+    assert sum(run["transition"] is None for run in runs) == 10
 
 
 # One million parameters, not finished
