@@ -3,18 +3,20 @@
 python experiments/resbench_picture.py
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from residua.lab.study.results import Results, read_results
+from residua.records import jsonlines
 from residua.records.figures import COLOURS, plain, save
 
 RECORDS = Path(__file__).with_name("resbench")
+HEADLINE = Path(__file__).with_name("resbench-headline.jsonl")
 PICTURE = Path(__file__).parents[1] / "docs" / "resbench-lead.png"
 BASELINE = "residual"
 SCHEMES = {
@@ -50,36 +52,40 @@ def leads(results: Results, rung: str) -> dict[str, Lead]:
     return {name: Lead(-estimate.mean, estimate.half_width) for name, estimate in estimates.items()}
 
 
-def splits() -> dict[str, Split]:
-    """The leads of one run of each scheme at 0.3 million parameters."""
-    lines = (RECORDS / "repeats.jsonl").read_text(encoding="utf-8").splitlines()
-    ends = {run["scheme"]: run["points"][-1] for run in map(json.loads, lines)}
-    base = ends.pop(BASELINE)
-    share = base["share"]
-    return {
-        name: Split(share * (base["repeated"] - end["repeated"]), (1 - share) * (base["other"] - end["other"]))
-        for name, end in ends.items()
-    }
+def splits(results: Results) -> dict[str, Split]:
+    """The mean leads at 0.3 million parameters of the same runs, trained again with both losses."""
+    trained = jsonlines.read(HEADLINE)
+    parts = {}
+    for name in (BASELINE, *SCHEMES):
+        if row := results.row("0.3M", name):
+            keys = {run["key"] for run in row.reported}
+            labels = [(run["val_loss"], *run["split"][-1][1:]) for run in trained if run["key"] in keys]
+            loss, repeated, other = map(fmean, zip(*labels))
+            share = (other - loss) / (other - repeated)
+            parts[name] = Split(share * repeated, (1 - share) * other)
+    base = parts.pop(BASELINE)
+    return {name: Split(base.repeated - part.repeated, base.other - part.other) for name, part in parts.items()}
 
 
 def draw(results: Results) -> Figure:
     figure = Figure(figsize=(9.6, 4.7), dpi=130, layout="constrained")
-    panels = figure.subplots(1, 3, sharex=True, sharey=True)
-    parts = splits()
-    for panel, rung in zip(panels, ("0.1M", "0.3M")):
-        for place, lead in _placed(panel, leads(results, rung)):
-            panel.barh(place, lead.mean, 0.6, xerr=lead.half, color=COLOURS[5], error_kw={"capsize": 2.5})
-            _number(panel, place, max(lead.mean, 0) + lead.half, lead.mean)
-        panel.set_title(f"{rung.removesuffix('M')} million parameters\nfive seeds, 95 % interval", fontsize=10)
-    for place, part in _placed(panels[2], parts):
-        ends = 0.0
-        for value, colour in zip(part, COLOURS):
-            panels[2].barh(place, value, 0.6, left=ends if value > 0 else 0, color=colour)
-            ends += max(value, 0)
-        _number(panels[2], place, ends, sum(part))
-    panels[2].set_title("0.3 million parameters\none run each, split by labels", fontsize=10)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    parts = splits(results)
+    for panel, rung, split in zip(panels, ("0.1M", "0.3M"), ("", ", split by labels")):
+        for place, (name, lead) in _placed(panel, leads(results, rung)):
+            if split:
+                repeated, other = parts[name]
+                panel.barh(place, repeated, 0.6, color=COLOURS[0])
+                panel.barh(place, other, 0.6, left=repeated if other > 0 else 0, color=COLOURS[1])
+            else:
+                panel.barh(place, lead.mean, 0.6, color=COLOURS[5])
+            panel.errorbar(lead.mean, place, xerr=lead.half, color="black", capsize=2.5)
+            text = f"{lead.mean:.2f}".replace("-", "\N{MINUS SIGN}")
+            panel.text(max(lead.mean, 0) + lead.half + 0.01, place, text, fontsize=9, va="center")
+        title = f"{rung.removesuffix('M')} million parameters\nfive seeds, 95 % interval{split}"
+        panel.set_title(title, fontsize=10)
     labels = "labels that repeat an earlier pair (15 %)", "all other labels"
-    handles = [panels[2].barh(0, 0, color=colour, label=label) for label, colour in zip(labels, COLOURS)]
+    handles = [panels[1].barh(0, 0, color=colour, label=label) for label, colour in zip(labels, COLOURS)]
     figure.legend(handles=handles, loc="outside upper right", ncols=2, fontsize=9, frameon=False)
     panels[0].set_yticks(range(len(SCHEMES)), [f"{words}\n" for words in SCHEMES.values()], fontsize=9)
     for place, name in enumerate(SCHEMES):
@@ -91,20 +97,15 @@ def draw(results: Results) -> Figure:
     return figure
 
 
-def _placed(panel: Axes, values: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """The places of values on the y axis. Other places say that there is none."""
+def _placed(panel: Axes, values: dict[str, Lead]) -> Iterator[tuple[int, tuple[str, Lead]]]:
+    """The places of leads on the y axis. Other places say that there is none."""
     panel.axvline(0, color="#222222", linewidth=1.0)
     plain(panel, "x")
     for place, name in enumerate(SCHEMES):
         if name in values:
-            yield place, values[name]
+            yield place, (name, values[name])
         else:
             panel.text(0.01, place, "not measured", color="#777777", fontsize=8.5, va="center")
-
-
-def _number(panel: Axes, place: int, end: float, value: float) -> None:
-    text = f"{value:.2f}".replace("-", "\N{MINUS SIGN}")
-    panel.text(end + 0.01, place, text, fontsize=9, va="center")
 
 
 if __name__ == "__main__":
