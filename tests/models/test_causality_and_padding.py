@@ -11,7 +11,7 @@ from residua.connections.memory import window_of
 from residua.models.memory import CACHE, StreamLayer
 from support.tiny_models import left_padded, prompt, tiny_model
 from support.tolerances import assert_close
-from support.variants import LOOKING_BACK
+from support.variants import LOOKING_BACK, PRESETS
 
 # One scheme for every kind of look back; the rest of the mechanism does not know the scheme.
 KINDS = [
@@ -39,6 +39,16 @@ def test_causal(name):
     before, after = model(ids).logits, model(changed).logits
     assert torch.equal(before[:, :4], after[:, :4])
     assert not torch.equal(before[:, 4], after[:, 4])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in KINDS])
+def test_token_by_token_equals_the_full_pass(name):
+    """With every other preset. Prefixes of one, two, ... tokens are shorter than every kernel."""
+    model, ids = tiny_model(name), prompt(2, 7)
+    cache = DynamicCache(config=model.config)
+    logits = [model(token, cache=cache).logits for token in ids.split(1, 1)]
+    assert_close(torch.cat(logits, 1), model(ids).logits)
 
 
 @torch.no_grad()
