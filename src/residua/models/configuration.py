@@ -73,9 +73,9 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
     connection: str | dict | Scheme = "ddl"  # type: ignore[assignment]  # a mapping as soon as it is stored
 
     def __post_init__(self, **kwargs: Any):
-        self._describe_connection()
+        scheme = self._describe_connection()
         ModelFields.__post_init__(self)
-        self._expect_fit()
+        self._expect_fit(scheme)
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 8 * self.hidden_size // 3
         vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
@@ -93,18 +93,20 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in ("connection", "num_hidden_layers") and "base_model_tp_plan" in vars(self):
-            self._describe_connection()
+            scheme = self._describe_connection()
             check_types(self, ModelFields)
-            self._expect_fit()
+            self._expect_fit(scheme)
 
-    def _describe_connection(self) -> None:
-        """Store the scheme as a mapping with all its options."""
-        vars(self)["connection"] = describe(causal_scheme(self.connection))
+    def _describe_connection(self) -> Scheme:
+        """Store the scheme as a mapping with all its options. Return the scheme."""
+        scheme = causal_scheme(self.connection)
+        vars(self)["connection"] = describe(scheme)
+        return scheme
 
-    def _expect_fit(self) -> None:
+    def _expect_fit(self, scheme: Scheme) -> None:
         """Raise ValueError if the scheme does not take this width or number of layers."""
         with torch.device("meta"):
-            resolve(self.connection).build(self.hidden_size, 2 * self.num_hidden_layers)
+            scheme.build(self.hidden_size, 2 * self.num_hidden_layers)
 
     def _tensor_parallel_plan(self) -> dict[str, str] | None:
         """Return how to cut the trunk: into heads and rows of the MLP. Every rank has all connections.
