@@ -43,15 +43,21 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
         )
     from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_STREAMS
 
-    fits = 1 <= state.shape[-2] <= MAX_STREAMS
     if implementation == "auto":
-        return "triton" if fits and not INTERPRETED and all(x.dtype in DTYPES for x in tensors) else "reference"
-    asked = "implementation must be 'auto' or 'reference' for"
-    if not fits:
-        raise ValueError(f"{asked} other than 1 to {MAX_STREAMS} streams, got 'triton' and {state.shape[-2]}")
+        fits = 1 <= state.shape[-2] <= MAX_STREAMS and all(x.dtype in DTYPES for x in tensors)
+        return "triton" if fits and not INTERPRETED else "reference"
+    _expect_taken(state.shape[-2], tensors)
+    return "triton"
+
+
+def _expect_taken(streams: int, tensors: list[Tensor]) -> None:
+    from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_STREAMS
+
+    required = "implementation must be 'auto' or 'reference' for"
+    if not 1 <= streams <= MAX_STREAMS:
+        raise ValueError(f"{required} other than 1 to {MAX_STREAMS} streams, got 'triton' and {streams}")
     for x in tensors:
         if not x.is_cuda and not INTERPRETED:
-            raise InputError(f"{asked} tensors that are not on a CUDA device, got 'triton' and one on {x.device}")
+            raise InputError(f"{required} tensors that are not on a CUDA device, got 'triton' and one on {x.device}")
         if x.dtype not in DTYPES:
-            raise TypeError(f"{asked} other dtypes than float32, bfloat16 and float16, got 'triton' and {x.dtype}")
-    return "triton"
+            raise TypeError(f"{required} other dtypes than float32, bfloat16 and float16, got 'triton' and {x.dtype}")
