@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,6 +55,13 @@ def causal_scheme(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     return scheme
 
 
+@lru_cache(maxsize=256)
+def expect_fit(scheme: Scheme, dim: int, num_layers: int) -> None:
+    """Raise ValueError if the scheme does not take this width or number of layers. Building it takes milliseconds."""
+    with torch.device("meta"):
+        scheme.build(dim, 2 * num_layers)
+
+
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Arguments of every configuration of transformers, which its base class does not declare."""
 
@@ -75,7 +83,7 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
     def __post_init__(self, **kwargs: Any):
         scheme = self._describe_connection()
         ModelFields.__post_init__(self)
-        self._expect_fit(scheme)
+        expect_fit(scheme, self.hidden_size, self.num_hidden_layers)
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 8 * self.hidden_size // 3
         vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
@@ -95,18 +103,13 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
         if name in ("connection", "num_hidden_layers") and "base_model_tp_plan" in vars(self):
             scheme = self._describe_connection()
             check_types(self, ModelFields)
-            self._expect_fit(scheme)
+            expect_fit(scheme, self.hidden_size, self.num_hidden_layers)
 
     def _describe_connection(self) -> Scheme:
         """Store the scheme as a mapping with all its options. Return the scheme."""
         scheme = causal_scheme(self.connection)
         vars(self)["connection"] = describe(scheme)
         return scheme
-
-    def _expect_fit(self, scheme: Scheme) -> None:
-        """Raise ValueError if the scheme does not take this width or number of layers."""
-        with torch.device("meta"):
-            scheme.build(self.hidden_size, 2 * self.num_hidden_layers)
 
     def _tensor_parallel_plan(self) -> dict[str, str] | None:
         """Return how to cut the trunk: into heads and rows of the MLP. Every rank has all connections.
