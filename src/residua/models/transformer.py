@@ -225,14 +225,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
         While an early exit drafts for assisted decoding, those of the first layers.
         """
         depth = self.config.num_hidden_layers
-        layers: Any = self.layers[:depth] if self.config.key_value_kernel is not None else ()
-        connections = self.stream.connections[: 2 * depth]
+        layers: Any = list(self.layers)[:depth] if self.config.key_value_kernel is not None else ()
+        connections = list(self.stream.connections)[: 2 * depth]  # a slice of a ModuleList is a new module
         return [self.stream.expand, *connections, self.stream.collapse, *(x.attention.convolution for x in layers)]
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether a part needs a memory of earlier tokens."""
-        return any(map(window_of, self.parts))
 
     def make_room(self, cache: Any) -> None:
         """Give a new cache the layer in which parts that read earlier tokens keep them, if there are any."""
@@ -291,10 +286,11 @@ class ResiduaModel(ResiduaPreTrainedModel):
         config = self.config
         depth = config.num_hidden_layers
         remember = partial(memories, cache=call.cache, padding=call.padding, documents=call.documents, num_layers=depth)
-        first, *others = remember(self.parts)
+        parts = self.parts
+        first, *others = remember(parts)
         begun = call.cache is not None and stream_layer(call.cache, readouts=True) is not None
         readouts = remember([self.stream.collapse] * (depth - 1), readouts=True) if chosen or begun else []
-        connections = [*self.stream.connections[: 2 * depth], Readout(self.stream.collapse)]
+        connections = [*parts[1 : 1 + 2 * depth], Readout(self.stream.collapse)]
         readers = list(map(Reader, connections, others))
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), first)
@@ -340,14 +336,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
         cache, pages = caches
         cached = bool(use_cache) or cache is not None
         documents = documents_of(embeddings, attention_mask, position_ids, options, cached=cached)
-        self._expect_told_apart(attention_mask, documents, options)
+        looks_back = any(map(window_of, self.parts))
+        self._expect_told_apart(attention_mask, documents, options, looks_back=looks_back)
         if documents is not None and position_ids is None:
             position_ids = positions_in(documents)
         given = {"cache": cache, "use_cache": False if self.training and use_cache is None else use_cache}
         whole = documents is not None or (self.training and self.gradient_checkpointing)
         cache = cache_for(given, (), self.config, whole=whole)
         by_row = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-        padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or self.looks_back else None
+        padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or looks_back else None
         mask: Any = create_causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
         positions = self._positions(embeddings, attention_mask if by_row else None, cache, position_ids)
 
@@ -367,11 +364,13 @@ class ResiduaModel(ResiduaPreTrainedModel):
         )
         return Call(context, attentions, cache, padding, documents)
 
-    def _expect_told_apart(self, mask: Tensor | None, documents: Tensor | None, options: dict[str, Any]) -> None:
+    def _expect_told_apart(
+        self, mask: Tensor | None, documents: Tensor | None, options: dict[str, Any], *, looks_back: bool
+    ) -> None:
         """Raise ValueError if a part or attention would read across padding, pages or packed documents."""
-        if self.looks_back:
+        if looks_back:
             expect_no_pages(options)
-        if self.looks_back or documents is not None:
+        if looks_back or documents is not None:
             expect_told_apart(self.parts, mask, documents)
         flash = "flash" in (self.config._attn_implementation or "")
         if flash and documents is not None and len(documents) > 1:
