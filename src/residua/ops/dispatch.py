@@ -41,23 +41,26 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
         raise ValueError(
             "implementation='triton': kernels have no rules for torch.func and forward mode: use 'auto' or 'reference'"
         )
-    from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_STREAMS
+    from residua.ops.kernels.launch import INTERPRETED
 
+    refusal = _refusal(state.shape[-2], tensors)
     if implementation == "auto":
-        fits = 1 <= state.shape[-2] <= MAX_STREAMS and all(x.dtype in DTYPES for x in tensors)
-        return "triton" if fits and not INTERPRETED else "reference"
-    _expect_taken(state.shape[-2], tensors)
+        return "reference" if refusal or INTERPRETED else "triton"
+    if refusal:
+        raise refusal
     return "triton"
 
 
-def _expect_taken(streams: int, tensors: list[Tensor]) -> None:
+def _refusal(streams: int, tensors: list[Tensor]) -> Exception | None:
+    """Return the error for tensors that the kernels do not take; None if they take them."""
     from residua.ops.kernels.launch import DTYPES, INTERPRETED, MAX_STREAMS
 
     required = "implementation must be 'auto' or 'reference' for"
     if not 1 <= streams <= MAX_STREAMS:
-        raise ValueError(f"{required} other than 1 to {MAX_STREAMS} streams, got 'triton' and {streams}")
+        return ValueError(f"{required} other than 1 to {MAX_STREAMS} streams, got 'triton' and {streams}")
     for x in tensors:
         if not x.is_cuda and not INTERPRETED:
-            raise InputError(f"{required} tensors that are not on a CUDA device, got 'triton' and one on {x.device}")
+            return InputError(f"{required} tensors that are not on a CUDA device, got 'triton' and one on {x.device}")
         if x.dtype not in DTYPES:
-            raise TypeError(f"{required} other dtypes than float32, bfloat16 and float16, got 'triton' and {x.dtype}")
+            return TypeError(f"{required} other dtypes than float32, bfloat16 and float16, got 'triton' and {x.dtype}")
+    return None
