@@ -66,7 +66,7 @@ class Difference:
     @property
     def contrast(self) -> tuple[Any, ...]:
         """Which two are compared, in either order, at which size and over how many seeds."""
-        return self.size, {self.scheme, self.baseline}, self.estimate and self.estimate.count
+        return self.size, frozenset((self.scheme, self.baseline)), self.estimate and self.estimate.count
 
     @property
     def p(self) -> float | None:
@@ -324,10 +324,10 @@ def _primary(
             if difference.p is not None:
                 primary[place] = difference
     elsewhere = [*asked, *(each for row in rows.values() for each in row.differences if each.measure == "tokens")]
-    for difference, value in zip(primary.values(), holm([each.p for each in primary.values()])):
-        for each in (difference, *elsewhere):
-            if each.contrast == difference.contrast:
-                each.holm = value
+    contrasts = [difference.contrast for difference in primary.values()]
+    corrected = dict(zip(contrasts, holm([difference.p for difference in primary.values()])))
+    for each in (*primary.values(), *elsewhere):
+        each.holm = corrected.get(each.contrast)
     return primary
 
 
