@@ -71,7 +71,8 @@ def _against(comparison: Comparison) -> dict[str, Any]:
 
 def _settings(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the settings in which the groups differ, one row each, as text; "–" if a group does not have it."""
-    settings = [run.settings | {"model.connection": run.connection} for run, *_ in (group.runs for group in groups)]
+    runs = [group.runs[0] for group in groups]
+    settings = [{**run.settings, "model.connection": run.connection} for run in runs]
     keys = sorted({key for some in settings for key in some})
     rows = [[key, *(_text(some, key) for some in settings)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
