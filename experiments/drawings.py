@@ -339,7 +339,7 @@ def gain_and_time() -> str:
     parts += [text(90 + 1000 * (ratio - 1), 296, f"{ratio:g}", SOFT, size=17) for ratio in (1, 1.1, 1.2, 1.3, 1.4)]
     parts.append(text(320, 318, "time of a step, the plain residual = 1", SOFT, size=17))
     with (RECORDS / "resbench" / "results.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if (row["rung"], row["baseline"]) == ("0.3M", "residual")]
+        rows = [row for row in csv.DictReader(file) if (row["size"], row["baseline"]) == ("0.3M", "residual")]
     gains = {row["scheme"]: -float(row["difference"]) for row in rows if row["measure"] == "tokens"}
     times = {row["scheme"]: float(row["cost"]) for row in rows if row["measure"] == "seconds"}
     for scheme, anchor in (

@@ -45,9 +45,9 @@ class Split(NamedTuple):
     other: float
 
 
-def leads(results: Results, rung: str) -> dict[str, Lead]:
+def leads(results: Results, size: str) -> dict[str, Lead]:
     """The leads at equal tokens of the schemes that were trained at a size."""
-    rows = {name: row for name in SCHEMES if (row := results.row(rung, name))}
+    rows = {name: row for name in SCHEMES if (row := results.row(size, name))}
     estimates = {name: row.difference(BASELINE, "tokens").estimate for name, row in rows.items()}
     return {name: Lead(-estimate.mean, estimate.half_width) for name, estimate in estimates.items()}
 
@@ -71,8 +71,8 @@ def draw(results: Results) -> Figure:
     figure = Figure(figsize=(9.6, 4.7), dpi=130, layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     parts = splits(results)
-    for panel, rung, split in zip(panels, ("0.1M", "0.3M"), ("", ", split by labels")):
-        for place, (name, lead) in _placed(panel, leads(results, rung)):
+    for panel, size, split in zip(panels, ("0.1M", "0.3M"), ("", ", split by labels")):
+        for place, (name, lead) in _placed(panel, leads(results, size)):
             if split:
                 repeated, other = parts[name]
                 panel.barh(place, repeated, 0.6, color=COLOURS[0])
@@ -82,7 +82,7 @@ def draw(results: Results) -> Figure:
             panel.errorbar(lead.mean, place, xerr=lead.half, color="black", capsize=2.5)
             text = f"{lead.mean:.2f}".replace("-", "\N{MINUS SIGN}")
             panel.text(max(lead.mean, 0) + lead.half + 0.01, place, text, fontsize=9, va="center")
-        title = f"{rung.removesuffix('M')} million parameters\nfive seeds, 95 % interval{split}"
+        title = f"{size.removesuffix('M')} million parameters\nfive seeds, 95 % interval{split}"
         panel.set_title(title, fontsize=10)
     labels = "labels that repeat an earlier pair (15 %)", "all other labels"
     handles = [panels[1].barh(0, 0, color=colour, label=label) for label, colour in zip(labels, COLOURS)]

@@ -6,8 +6,8 @@ again, which gives the same bits, and appends one JSON line for each to the reco
 Then draws all of the record. With --gates it measures what the connections do instead, on eight held-out sequences, and
 draws nothing.
 
-    python experiments/resbench_repeats.py runs/resbench --data data/resbench --rung 0.3M --schemes residual lambdas
-    python experiments/resbench_repeats.py runs/resbench --data data/resbench --rung 0.3M --schemes ddl-tc --gates
+    python experiments/resbench_repeats.py runs/resbench --data data/resbench --size 0.3M --schemes residual lambdas
+    python experiments/resbench_repeats.py runs/resbench --data data/resbench --size 0.3M --schemes ddl-tc --gates
 """
 
 import argparse
@@ -72,7 +72,7 @@ def repeated(
         with threads(1):
             record = train_run(run._replace(config=replace(run.config, train=train)), place=place, report=report)
         points = finite([{"step": step, **measure(place, step)} for step in saved_steps(place)])
-    named = {name: recorded[name] for name in ("key", "rung", "scheme", "connection", "seed", "steps")}
+    named = {name: recorded[name] for name in ("key", "size", "scheme", "connection", "seed", "steps")}
     equal = Verified(run.key, recorded, finite(record)).equal
     return {**named, "equal": equal, "points": points, "facts": circumstances(torch.device("cpu"))}
 
@@ -85,7 +85,7 @@ def draw(rows: Sequence[Record]) -> Figure:
     for panel, (name, title) in zip(figure.subplots(1, 2), titles.items()):
         for row, (colour, mark) in zip(rows, itertools.cycle(zip(COLOURS, "os^Dvp"))):
             steps, losses = zip(*((point["step"], point[name]) for point in row["points"]))
-            label = f"{row['scheme']}, {row['rung']}"
+            label = f"{row['scheme']}, {row['size']}"
             panel.plot(steps, losses, color=colour, marker=mark, markersize=4, label=label)
         panel.set_title(title, fontsize=10)
         plain(panel)
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="the folder of a study")
     parser.add_argument("--data", help="the prepared data")
-    parser.add_argument("--rung", required=True)
+    parser.add_argument("--size", required=True)
     parser.add_argument("--schemes", nargs="+", required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gates", action="store_true", help="measure the connections, not the loss")
@@ -119,7 +119,7 @@ def main() -> None:
     with JsonLines(record) as lines:
         there = {row["key"] for row in lines.rows}
         for run in plan.runs(finished):
-            wanted = run.kind == "report" and (run.size, run.config.train.seed) == (arguments.rung, arguments.seed)
+            wanted = run.kind == "report" and (run.size, run.config.train.seed) == (arguments.size, arguments.seed)
             if wanted and run.scheme in arguments.schemes and run.key in finished and run.key not in there:
                 with Progress(run.key, run.config.train.steps) as bar:
                     line = repeated(run, finished[run.key], measure, lambda step, bar=bar: bar.update(step, ""))

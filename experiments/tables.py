@@ -371,7 +371,7 @@ def resbench_table() -> str:
     sizes = {"0.1M": "0.1M, four layers", "0.1M-deep": "eight layers", "0.1M-wide": "two layers", "0.3M": "0.3M"}
     lines = []
     for name, words in SCHEMES.items():
-        rows = [results.row(rung, name) for rung in sizes]
+        rows = [results.row(size, name) for size in sizes]
         cells = [lead(row.difference(BASELINE, "tokens") if row else None) for row in rows]
         times = [row.cost["time_ratio"]["median"] for row in rows if row and row.cost]
         ends = dict.fromkeys(f"{time:.1f}" for time in (min(times), max(times)))
@@ -405,7 +405,7 @@ def copying_table() -> str:
     """The baselines with three times the tokens, at two rates: how many runs learned to copy, and both losses."""
     runs: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for record in records("resbench-headline.jsonl"):
-        if record["rung"] == "0.3M-long":
+        if record["size"] == "0.3M-long":
             runs.setdefault((record["scheme"], record["point"]["train.lr"]), []).append(record)
     lines = []
     for (name, rate), group in sorted(runs.items(), reverse=True):
@@ -430,7 +430,7 @@ def split_losses(scheme: str) -> dict[int, tuple[float, ...]]:
 
     ddl-tc is taken at the settings of its form that does not erase.
     """
-    runs = [run for run in records("resbench-headline.jsonl") if run["rung"] == "0.3M"]
+    runs = [run for run in records("resbench-headline.jsonl") if run["size"] == "0.3M"]
     like = "ddl-tc-write-only" if scheme == "ddl-tc" else scheme
     point = next(run["point"] for run in runs if run["scheme"] == like)
     return {

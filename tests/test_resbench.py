@@ -86,22 +86,22 @@ def ratio(row):
     return round(row.cost["time_ratio"]["median"], 2)
 
 
-def trained(rung, scheme, kind):
+def trained(size, scheme, kind):
     """The records of runs."""
-    wanted = {"rung": rung, "scheme": scheme, "kind": kind}
+    wanted = {"size": size, "scheme": scheme, "kind": kind}
     return [run for run in records("resbench/records.jsonl") if wanted.items() <= run.items()]
 
 
-def ends(rung, scheme, kind, **point):
+def ends(size, scheme, kind, **point):
     """The last losses of runs by seed, at one point of the tuning."""
     return {
-        run["seed"]: run["val_loss"] for run in trained(rung, scheme, kind) if point.items() <= run["point"].items()
+        run["seed"]: run["val_loss"] for run in trained(size, scheme, kind) if point.items() <= run["point"].items()
     }
 
 
-def longer(rung, baseline):
+def longer(size, baseline):
     """Of the runs with 1.5 times the tokens."""
-    return ends(rung, baseline, "longer")
+    return ends(size, baseline, "longer")
 
 
 def second_point():
@@ -151,9 +151,9 @@ def test_the_picture_splits_a_lead_by_labels(picture, rows):
     for name, part in parts.items():
         assert sum(part) == pytest.approx(gain(rows["0.3M"][name]), abs=2e-3), name  # some on another processor
         assert name == "lambdas" or part.repeated > 0.8 * sum(part)
-    for rung in ("0.1M", "0.3M"):
-        for name, lead in picture.leads(results, rung).items():
-            assert lead.mean == gain(rows[rung][name])
+    for size in ("0.1M", "0.3M"):
+        for name, lead in picture.leads(results, size).items():
+            assert lead.mean == gain(rows[size][name])
 
 
 def test_each_name_of_the_picture_can_be_typed(picture, study):
@@ -176,9 +176,9 @@ def test_how_much_was_trained(study, rows):
     assert {name: rows["0.1M"][name].tuning_runs for name in BASELINES} == {"residual": 8, "lambdas": 12}
     assert len(rows["0.3M"]) == 8
     embedding = {}
-    for rung in SIZES:
-        plain = rows[rung]["residual"]
-        embedding[rung] = round(2048 * study.study.rungs[rung].keys["model.hidden_size"] / plain.parameters, 2)
+    for size in SIZES:
+        plain = rows[size]["residual"]
+        embedding[size] = round(2048 * study.study.sizes[size].keys["model.hidden_size"] / plain.parameters, 2)
         assert round(plain.tokens / plain.parameters) == 20
     assert (min(embedding.values()), max(embedding.values())) == (0.40, 0.69)
     facts = rows["0.1M"]["residual"].runs[0]["facts"]["data"]
@@ -186,10 +186,10 @@ def test_how_much_was_trained(study, rows):
 
 
 def test_the_convolution_by_shape(rows):
-    assert [round(gain(rows[rung]["residual+tc"]), 2) for rung in SIZES] == [0.08, 0.06, 0.07, 0.25]
+    assert [round(gain(rows[size]["residual+tc"]), 2) for size in SIZES] == [0.08, 0.06, 0.07, 0.25]
     parts = {
-        rung: round(gain(rows[rung]["lambdas+conv"], "lambdas") / gain(rows[rung]["lambdas+tc"], "lambdas"), 2)
-        for rung in SIZES
+        size: round(gain(rows[size]["lambdas+conv"], "lambdas") / gain(rows[size]["lambdas+tc"], "lambdas"), 2)
+        for size in SIZES
     }  # of the lead of the convolution before every sublayer, what one behind the embedding has
     assert parts == {"0.1M": 0.59, "0.1M-wide": 0.85, "0.1M-deep": 0.11, "0.3M": 0.92}
 
@@ -205,10 +205,10 @@ def test_erasing_gains_nothing_in_nine_comparisons(study):
     assert len(behind) == 4
     assert {name for name in behind if name[1] == "ddl-tc"} == {("0.3M", "ddl-tc")}
     assert max(behind, key=lambda name: (name[1] != "ddl-tc", behind[name])) == ("0.1M-wide", "ddl")
-    seen = [round(differences[rung, "ddl-tc"].estimate.detectable, 3) for rung in SHAPES]
+    seen = [round(differences[size, "ddl-tc"].estimate.detectable, 3) for size in SHAPES]
     assert seen == [0.025, 0.019, 0.023]
-    counts = {each.estimate.count for (rung, name), each in differences.items() if (rung, name) != ("0.1M", "ddl-tc")
-              and rung == "0.1M"}  # fmt: skip
+    counts = {each.estimate.count for (size, name), each in differences.items() if (size, name) != ("0.1M", "ddl-tc")
+              and size == "0.1M"}  # fmt: skip
     assert counts == {10}
 
 
@@ -232,27 +232,27 @@ def test_what_a_learning_rate_is_worth():
 
 
 def test_four_channels_that_only_write_are_ahead_of_scales_at_the_second_size_alone(rows):
-    sides = {rung: against(rows[rung]["ddl-tc-write-only"], rows[rung]["lambdas+tc"]) for rung in SIZES}
+    sides = {size: against(rows[size]["ddl-tc-write-only"], rows[size]["lambdas+tc"]) for size in SIZES}
     assert sides == {"0.1M": "level", "0.1M-wide": "level", "0.1M-deep": "behind", "0.3M": "ahead"}
-    for rung, lead in (("0.3M", 0.07), ("0.3M-long", 0.08)):
-        ours, theirs = (rows[rung][name] for name in ("ddl-tc-write-only", "lambdas+tc"))
+    for size, lead in (("0.3M", 0.07), ("0.3M-long", 0.08)):
+        ours, theirs = (rows[size][name] for name in ("ddl-tc-write-only", "lambdas+tc"))
         assert against(ours, theirs) == "ahead"
         assert round(theirs.loss.mean - ours.loss.mean, 2) == lead
 
 
 def test_scales_with_the_convolution_are_ahead_of_both_baselines_in_every_shape(rows):
-    for rung in SIZES:
-        row = rows[rung]["lambdas+tc"]
+    for size in SIZES:
+        row = rows[size]["lambdas+tc"]
         assert all(ahead_of_both(row, measure) for measure in MEASURES[:3])
         assert not any(row.difference(*pair).clear for pair in itertools.product(BASELINES, MEASURES[:3]))
 
 
 def test_a_baseline_with_more_tokens_is_level_with_every_convolution(rows):
-    for rung in SHAPES:
-        more = longer(rung, "lambdas")
-        forms = [name for name in rows[rung] if name.startswith("ddl-") and name != "ddl-write-only"]
-        forms += [name for name in rows[rung] if name.endswith(("+conv", "+tc"))]
-        assert "ahead" not in {side(paired(rows[rung][name].losses, more)) for name in forms}
+    for size in SHAPES:
+        more = longer(size, "lambdas")
+        forms = [name for name in rows[size] if name.startswith("ddl-") and name != "ddl-write-only"]
+        forms += [name for name in rows[size] if name.endswith(("+conv", "+tc"))]
+        assert "ahead" not in {side(paired(rows[size][name].losses, more)) for name in forms}
 
 
 # When a run learns to copy
@@ -321,7 +321,7 @@ def test_how_the_learning_rate_may_decide_when_a_run_learns(rows):
 
 
 def test_the_baselines_with_three_times_the_tokens_at_two_rates(rows):
-    runs = [run for run in records("resbench-headline.jsonl") if run["rung"] == "0.3M-long"]
+    runs = [run for run in records("resbench-headline.jsonl") if run["size"] == "0.3M-long"]
     point = {name: rows["0.3M"][name].point["train.lr"] for name in BASELINES}
     assert point == {"residual": 0.016, "lambdas": 0.032}
     tried = {(run["scheme"], run["point"]["train.lr"], run["seed"]) for run in runs}
@@ -355,7 +355,7 @@ def test_the_baselines_with_three_times_the_tokens_at_two_rates(rows):
 def erasing_at_equal_settings(rows):
     """ddl-tc at the settings of its form that does not erase: by how much it is behind by seed, and on average."""
     theirs = rows["0.3M"]["ddl-tc-write-only"]
-    runs = [run for run in records("resbench-headline.jsonl") if (run["rung"], run["scheme"]) == ("0.3M", "ddl-tc")]
+    runs = [run for run in records("resbench-headline.jsonl") if (run["size"], run["scheme"]) == ("0.3M", "ddl-tc")]
     ours = {run["seed"]: run["val_loss"] for run in runs if run["point"] == theirs.point}
     assert ours.keys() == theirs.losses.keys() == {1, 2, 3, 4, 5}
     behind = [loss - theirs.losses[seed] for seed, loss in ours.items()]
@@ -393,8 +393,8 @@ def test_what_a_seed_that_learned_does_to_a_mean(rows):
 
 
 def test_what_ddl_adds_to_its_convolution_is_not_clear(rows, answers):
-    differences = {rung: answers[rung, "ddl-tc", "residual+tc"] for rung in SIZES}
-    sides = {rung: side(difference.estimate) for rung, difference in differences.items()}
+    differences = {size: answers[size, "ddl-tc", "residual+tc"] for size in SIZES}
+    sides = {size: side(difference.estimate) for size, difference in differences.items()}
     assert sides == {"0.1M": "level", "0.1M-wide": "ahead", "0.1M-deep": "level", "0.3M": "ahead"}
     assert not any(difference.clear for difference in differences.values())
     ours, theirs = (rows["0.3M"][name].losses for name in ("ddl-tc", "residual+tc"))
@@ -406,17 +406,17 @@ def test_what_ddl_adds_to_its_convolution_is_not_clear(rows, answers):
 def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
     """The same marks as under "delta form": where each is ahead of both baselines."""
     marks = {
-        (name, measure): {rung for rung in SIZES if ahead_of_both(rows[rung][name], measure)}
+        (name, measure): {size for size in SIZES if ahead_of_both(rows[size][name], measure)}
         for name, measure in itertools.product(("ddl-tc", "lambdas-gated+conv"), MEASURES[2:])
     }
     assert marks.pop(("ddl-tc", "seconds")) == {"0.3M"}
-    assert all(rungs == {"0.1M", "0.1M-wide", "0.3M"} for rungs in marks.values())
-    assert [ratio(rows[rung]["ddl-tc"]) for rung in SHAPES] == [1.39, 1.45, 1.76]
+    assert all(sizes == {"0.1M", "0.1M-wide", "0.3M"} for sizes in marks.values())
+    assert [ratio(rows[size]["ddl-tc"]) for size in SHAPES] == [1.39, 1.45, 1.76]
     assert to(rows["0.1M-deep"]["ddl-tc"], "lambdas", "compiled seconds") == "behind"
     level = rows["0.1M-deep"]["lambdas-gated+conv"].difference("lambdas", "seconds").estimate
     assert (side(level), round(level.detectable, 3)) == ("level", 0.027)
     for name in ("ddl", "ddl-ec", "gated-delta", "gated-delta-write", "gated-delta+tc"):
-        assert not any(ahead_of_both(rows[rung][name], "seconds") for rung in SHAPES if name in rows[rung]), name
+        assert not any(ahead_of_both(rows[size][name], "seconds") for size in SHAPES if name in rows[size]), name
 
 
 def test_scales_help_in_eight_layers(rows):
@@ -454,7 +454,7 @@ def test_the_run_that_failed(rows):
     (points,) = (
         audit["points"]
         for audit in records("resbench/audits.jsonl")
-        if (audit["rung"], audit["scheme"], audit["seed"]) == (*FAILED, seed)
+        if (audit["size"], audit["scheme"], audit["seed"]) == (*FAILED, seed)
     )
     assert {len(point["sublayers"]) for point in points} == {16}
     stuck = {point["step"]: sum(sub["gate_q05"] > 0.99 for sub in point["sublayers"]) for point in points}
@@ -521,7 +521,7 @@ def test_the_pairs_that_a_small_size_orders_as_a_larger_one(rows):
 def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
     losses = {}  # by scheme, point and kind: of the schemes whose two best points were trained with all seeds
     for run in records("resbench/records.jsonl"):
-        row = rows["0.1M"].get(run["scheme"]) if run["rung"] == "0.1M" else None
+        row = rows["0.1M"].get(run["scheme"]) if run["size"] == "0.1M" else None
         if row and (run["kind"] != "report" or run["seed"] in row.losses):
             points = losses.setdefault(run["scheme"], {})
             points.setdefault(json.dumps(run["point"]), {}).setdefault(run["kind"], {})[run["seed"]] = run["val_loss"]
@@ -547,13 +547,13 @@ def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
 
 
 def test_the_noise_that_a_size_shares(study):
-    noise = {rung: study.noise(rung) for rung in SHAPES}
-    assert [round(noise[rung].deviation, 3) for rung in SHAPES] == [0.014, 0.011, 0.013]
+    noise = {size: study.noise(size) for size in SHAPES}
+    assert [round(noise[size].deviation, 3) for size in SHAPES] == [0.014, 0.011, 0.013]
     halves = [round(one.contrast([0.0] * 5, [0.0] * 5).half_width, 3) for one in noise.values()]
     assert halves == [0.018, 0.013, 0.017]
     assert [(row.size, row.scheme) for row in study.rows if row.failed] == [("0.1M-wide", "ddl-ec"), FAILED]
-    own = {rung for rung, size in study.study.rungs.items() if size.noise == "own"}
-    assert own == {rung for rung in study.study.rungs if not rung.startswith("0.1M")}
+    own = {name for name, size in study.study.sizes.items() if size.noise == "own"}
+    assert own == {size for size in study.study.sizes if not size.startswith("0.1M")}
     assert study.noise("0.3M") is None
 
 
@@ -564,18 +564,18 @@ def test_the_primary_contrasts_are_those_that_were_asked_before_their_runs(study
     first = {}
     for run in records("resbench/records.jsonl"):
         if run["kind"] == "report":
-            first.setdefault((run["rung"], run["scheme"]), []).append(datetime.fromisoformat(run["facts"]["date"]))
+            first.setdefault((run["size"], run["scheme"]), []).append(datetime.fromisoformat(run["facts"]["date"]))
     first = {name: min(dates) for name, dates in first.items()}
     before = {
         answer[:4]: asked[answer.scheme, answer.to] < max(first[answer.size, name] for name in answer[2:4])
         for answer in study.answers
         if answer.measure == "tokens" and answer.difference
     }
-    before = {(rung, frozenset(pair)): early for (_, rung, *pair), early in before.items()}
-    named = {(rung, frozenset(pair)) for rung, pairs in study.study.primary.items() for pair in pairs}
+    before = {(size, frozenset(pair)): early for (_, size, *pair), early in before.items()}
+    named = {(size, frozenset(pair)) for size, pairs in study.study.primary.items() for pair in pairs}
     assert named == {name for name, early in before.items() if early}
     assert {len(named), len(study.corrected)} == {83}
-    assert [(rung, sorted(pair)) for rung, pair in before.keys() - named] != []
+    assert [(size, sorted(pair)) for size, pair in before.keys() - named] != []
     assert len(before.keys() - named) == 5
     assert sum(difference.clear for difference in study.corrected.values()) == 32
     assert load_study("resbench").primary.keys() == study.study.primary.keys()
@@ -583,13 +583,13 @@ def test_the_primary_contrasts_are_those_that_were_asked_before_their_runs(study
 
 def test_what_a_lead_is_worth_in_tokens(rows):
     worth = {
-        (rung, name): rows[rung]["lambdas+tc"].difference(name, "tokens").worth
-        for rung, name in itertools.product(SIZES, BASELINES)
+        (size, name): rows[size]["lambdas+tc"].difference(name, "tokens").worth
+        for size, name in itertools.product(SIZES, BASELINES)
     }
-    assert [round(worth[rung, "lambdas"], 1) for rung in SHAPES] == [1.4, 1.3, 1.3]
-    assert {rung: worth[rung, "residual"] > 1.48 for rung in SIZES} == dict.fromkeys(SIZES, True)
+    assert [round(worth[size, "lambdas"], 1) for size in SHAPES] == [1.4, 1.3, 1.3]
+    assert {size: worth[size, "residual"] > 1.48 for size in SIZES} == dict.fromkeys(SIZES, True)
     assert worth["0.3M", "lambdas"] == math.inf
-    speed = [worth[rung, "lambdas"] / rows[rung]["lambdas+tc"].difference("lambdas", "seconds").cost for rung in SHAPES]
+    speed = [worth[size, "lambdas"] / rows[size]["lambdas+tc"].difference("lambdas", "seconds").cost for size in SHAPES]
     assert [round(value, 1) for value in speed] == [1.2, 1.2, 1.2]
 
 
@@ -602,7 +602,7 @@ def test_times_scatter_from_session_to_session_by_about_the_error_that_is_added(
             right = cost.get("compiled", False) is compiled and len(cost["seconds"]) >= 9
             if right and "EPYC" in cost["device"] and cost["scheme"] != cost["baseline"]:
                 one = math.log(cost["time_ratio"]["median"]), _error(cost)
-                ratios.setdefault((cost["rung"], cost["scheme"], cost["connection"]), []).append(one)
+                ratios.setdefault((cost["size"], cost["scheme"], cost["connection"]), []).append(one)
         again = [some for some in ratios.values() if len(some) > 1]
         scatter = sum(len(some) * statistics.pvariance(ratio for ratio, _ in some) for some in again)
         own = sum(error**2 * (1 - 1 / len(some)) for some in again for _, error in some)
@@ -630,7 +630,7 @@ def test_a_baseline_between_two_lengths_lies_on_a_convex_curve(rows):
 def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
     used = {}  # by size, scheme and kind
     for run in records("resbench/records.jsonl"):
-        used.setdefault((run["rung"], run["scheme"], run["kind"]), set()).add(run["facts"]["cpu"])
+        used.setdefault((run["size"], run["scheme"], run["kind"]), set()).add(run["facts"]["cpu"])
     xeon = {key for key, names in used.items() if names == {"Intel(R) Xeon(R) Processor"}}
     assert all(names == {"AMD EPYC"} for key, names in used.items() if key not in xeon)
     trained = itertools.product((*BASELINES, "lambdas+conv", "lambdas-gated+conv"), ("tune", "report"))
@@ -640,7 +640,7 @@ def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
     apart = {}  # what a second run changes, by whether it was made on the other processor
     for run in records("resbench/records.jsonl"):
         if run["key"] in again:
-            other = (run["rung"], run["scheme"], run["kind"]) in xeon
+            other = (run["size"], run["scheme"], run["kind"]) in xeon
             apart.setdefault(other, []).append(abs(run["val_loss"] - again[run["key"]]["val_loss"]))
     assert {*apart[False]} == {0.0}
     assert round(max(apart[True]), 3) == 0.012
@@ -653,7 +653,7 @@ def test_a_ratio_of_times_moves_from_one_measurement_to_the_next(rows):
 
 def test_what_the_audits_say_of_the_gates():
     audits = {audit["key"]: audit for audit in records("resbench/audits.jsonl")}.values()
-    last = {audit["scheme"]: audit["points"][-1]["sublayers"] for audit in audits if audit["rung"] == "0.1M"}
+    last = {audit["scheme"]: audit["points"][-1]["sublayers"] for audit in audits if audit["size"] == "0.1M"}
     assert sum(sub["gate_q50"] < -0.98 for sub in last["gated-orthogonal"]) == 5
     assert len(last["gated-orthogonal"]) == 8
     assert statistics.fmean(sub["reflection"] for sub in last["ddl"]) < 0.05
@@ -661,7 +661,7 @@ def test_what_the_audits_say_of_the_gates():
     assert mlp["sublayer"] == "1 mlp"
     assert 0.15 < mlp["reflection"] < 0.2
     assert all(sub["reflection"] < 0.01 for sub in others)
-    (larger,) = (audit["points"][-1]["sublayers"] for audit in audits if audit["rung"] == "0.3M")
+    (larger,) = (audit["points"][-1]["sublayers"] for audit in audits if audit["size"] == "0.3M")
     most, second, *others = sorted(larger, key=lambda sub: -sub["reflection"])
     assert [sub["sublayer"] for sub in (most, second)] == ["1 mlp", "2 attention"]
     assert [round(sub["reflection"], 2) for sub in (most, second)] == [0.93, 0.51]
@@ -699,7 +699,7 @@ def test_what_remains_on_labels_that_do_not_repeat():
 
 
 def test_which_of_the_runs_that_were_split_learn_to_copy(rows):
-    runs = [run for run in records("resbench-headline.jsonl") if run["rung"] == "0.3M"]
+    runs = [run for run in records("resbench-headline.jsonl") if run["size"] == "0.3M"]
     runs = [run for run in runs if run["point"] == rows["0.3M"][run["scheme"]].point]
     assert len(runs) == 40
     assert {run["scheme"] for run in runs if run["transition"] is None} == {*BASELINES}

@@ -126,7 +126,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("study verify nowhere --share 0", "--share must be a number above 0, 1 at most, got 0"),
         ("study run resbench --out x --seeds 7", "unknown option --seeds"),
         ("study report x --no-costs", "unknown option --no-costs; see residua study report --help"),
-        ("study run resbench --out x --rungs 9M", "--rungs must be some of"),
+        ("study run resbench --out x --sizes 9M", "--sizes must be some of"),
         ("study tune --config tiny", "give --out DIR"),
         ("study tune --config tiny --out x", "--over must have at least one key"),
         ("study tune --config tiny --out x --over train.lr=", "must be KEY=VALUE,VALUE"),

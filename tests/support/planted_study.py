@@ -20,7 +20,7 @@ DOCUMENT = {
     },
     "tokens_per_parameter": 0.02,
     "evaluations": 2,
-    "rungs": {
+    "sizes": {
         "small": {
             "model.num_hidden_layers": 1,
             "model.hidden_size": 16,
@@ -52,12 +52,12 @@ def study(**changes):
     return read_study({**DOCUMENT, **changes}, "planted")
 
 
-def record(scheme, kind, seed, loss, *, steps=100, lr=0.008, rung="small", curve=()):
+def record(scheme, kind, seed, loss, *, steps=100, lr=0.008, size="small", curve=()):
     facts = {"commit": "a" * 40, "torch": "2", "device": "planted", "date": "2026", "parameters": 8000, "data": {}}
     return {
-        "key": f"{rung} {scheme} {kind} seed={seed} steps={steps} {lr}",
+        "key": f"{size} {scheme} {kind} seed={seed} steps={steps} {lr}",
         "kind": kind,
-        "rung": rung,
+        "size": size,
         "scheme": scheme,
         "connection": scheme,
         "point": {"train.lr": lr},
@@ -72,10 +72,10 @@ def record(scheme, kind, seed, loss, *, steps=100, lr=0.008, rung="small", curve
     }
 
 
-def cost(scheme, time, flops, rung="small", compiled=False, rounds=45, date="2026"):
+def cost(scheme, time, flops, size="small", compiled=False, rounds=45, date="2026"):
     return {
         "compiled": compiled,
-        "rung": rung,
+        "size": size,
         "scheme": scheme,
         "connection": scheme,
         "time_ratio": {"lower": time - 0.01, "median": time, "upper": time + 0.01},

@@ -14,7 +14,7 @@ def run(
     out: str,
     data: str | None = None,
     schemes: tuple[str, ...] | None = None,
-    rungs: tuple[str, ...] | None = None,
+    sizes: tuple[str, ...] | None = None,
     pool: Pool,
     dry_run: bool = False,
     teraflops: Positive | None = None,
@@ -31,7 +31,7 @@ def run(
     Examples:
         residua study run resbench --data data/resbench --out runs/resbench --dry-run
         residua study run resbench --data data/resbench --out runs/mine \\
-            --rungs 0.3M --schemes residual ddl
+            --sizes 0.3M --schemes residual ddl
         residua study run my-study.yaml --out runs/mine --processes 2
         residua study run my-study.yaml --out runs/mine \\
             --executor slurm --slurm time=720 partition=gpu gres=gpu:1
@@ -41,7 +41,7 @@ def run(
         out (DIR): the folder of the study, new or to continue
         data (DIR): prepared data, in place of what the study names
         schemes (SCHEME): these beside the baselines (default: all)
-        rungs: these sizes (default: all)
+        sizes (SIZE): only these (default: all)
         dry_run: print runs, hours and the differences that they can show, and train nothing
         teraflops: of another machine, for --dry-run (default: as a step of the first baseline has here)
 
@@ -55,9 +55,9 @@ def run(
     from residua.lab.study.engine import ROUNDS, forecast, forecast_table, measure_costs, open_study, run_study
     from residua.lab.study.plan import Plan
 
-    chosen = load_study(study).only(schemes, rungs)
+    chosen = load_study(study).only(schemes, sizes)
     if dry_run:
-        forecasts = [*forecast(Plan(chosen, chosen.data(data), rungs), teraflops and 1e12 * teraflops)]
+        forecasts = [*forecast(Plan(chosen, chosen.data(data), sizes), teraflops and 1e12 * teraflops)]
         processes = pool.processes or 1
         hours = sum(each.hours for each in forecasts) / processes
         notes = (
@@ -68,11 +68,11 @@ def run(
         return Output([each._asdict() for each in forecasts], [forecast_table(forecasts), notes])
     options = {"rounds": rounds or ROUNDS, "executor": pool.executor_of_jobs()}
     if measure:
-        plan, _ = open_study(out, data, chosen, rungs)
+        plan, _ = open_study(out, data, chosen, sizes)
         measure_costs(plan, Path(out), again=True, compiled=compiled, **options)
     else:
         processes = pool.processes or 1
-        run_study(chosen, out, data=data, rungs=rungs, processes=processes, costs=not no_costs, **options)
+        run_study(chosen, out, data=data, sizes=sizes, processes=processes, costs=not no_costs, **options)
     return report(out)
 
 
@@ -100,7 +100,7 @@ def verify(
     *,
     data: str | None = None,
     schemes: tuple[str, ...] | None = None,
-    rungs: tuple[str, ...] | None = None,
+    sizes: tuple[str, ...] | None = None,
     seeds: tuple[Natural, ...] | None = None,
     share: Annotated[float, Range("a number above 0, 1 at most", lambda share: 0 < share <= 1)] = 0.1,
 ) -> int:
@@ -117,14 +117,14 @@ def verify(
         folder (DIR): the folder of a study
         data (DIR): prepared data, in place of what the study names
         schemes (SCHEME): runs of these (default: all)
-        rungs: runs of these sizes (default: all)
+        sizes (SIZE): runs of these (default: all)
         seeds (N): runs of these (default: all)
         share: of these runs
     """
     from residua.lab.study.verify import verify
 
     count = wrong = 0
-    for rerun in verify(folder, data=data, share=share, schemes=schemes, rungs=rungs, seeds=seeds):
+    for rerun in verify(folder, data=data, share=share, schemes=schemes, sizes=sizes, seeds=seeds):
         count, wrong = count + 1, wrong + (not rerun.equal)
         print(f"{rerun.key}: {rerun.outcome}", flush=True)
     print(f"{count - wrong} of {count} runs are equal to the last bit")

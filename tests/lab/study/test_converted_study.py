@@ -37,7 +37,7 @@ def written(folder, base, **changes):
             "train.device": "cpu",
         },
         "tokens_per_parameter": 0.01,
-        "rungs": {"small": {}},
+        "sizes": {"small": {}},
         "schemes": {"residual": {}, "hc": {}, "new": {"connection": "ddl", "model.start": "fresh"}},
         "tuning": {
             "over": {"train.lr": [0.001], "train.connection_lr_factor": [10]},
@@ -120,12 +120,12 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
     [
         ({"schemes": {"residual": {}, "hc": {"parameters_of": "residual"}}}, "schemes.hc.parameters_of must be none"),
         ({"schemes": {"residual": {}, "ddl-cc": {}}}, r"schemes\.ddl-cc: model\.base: .* no start preserves"),
-        ({"rungs": {"small": {"model.hidden_size": 8}}}, "model.hidden_size must not be set beside model.base"),
+        ({"sizes": {"small": {"model.hidden_size": 8}}}, "model.hidden_size must not be set beside model.base"),
         (
             {"tuning": {"over": {"train.connection_lr_factor": [10]}, "runs": 1, "baseline_runs": 1}},
             "tuning.over must be a key for residual too, which has no parameters of its own",
         ),
-        ({"rungs": {"small": {"model.base": 5}}}, "model.base must be a folder with a model of transformers, got 5"),
+        ({"sizes": {"small": {"model.base": 5}}}, "model.base must be a folder with a model of transformers, got 5"),
         ({"set": {"model.base": "nowhere"}}, "model.base must be a folder with a model of transformers, got nowhere"),
     ],
 )

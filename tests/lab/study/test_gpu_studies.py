@@ -14,11 +14,11 @@ from support.pages import EXPERIMENTS, records
 def planned(monkeypatch):
     """A function that plans a study on data with a vocabulary and so many tokens, in place of data on disk."""
 
-    def plan(name, vocabulary, tokens, schemes=None, rungs=None):
+    def plan(name, vocabulary, tokens, schemes=None, sizes=None):
         facts = records("resbench/records.jsonl")[0]["facts"]["data"]
         data = PreparedData(EXPERIMENTS, vocabulary, 0, "", facts, range(tokens), range(10**5), 1)
         monkeypatch.setattr(PreparedData, "open", lambda folder: data)
-        return Plan(load_study(str(EXPERIMENTS / name)).only(schemes), "data", rungs)
+        return Plan(load_study(str(EXPERIMENTS / name)).only(schemes), "data", sizes)
 
     return plan
 
@@ -39,8 +39,8 @@ def test_ten_million_parameters_take_25_minutes(planned):
 @pytest.mark.slow
 def test_the_larger_study_takes_a_day(planned):
     small, rest = (
-        planned("resbench-gpu-day.yaml", 50257, 10**9 * 9, schemes, [rung])
-        for schemes, rung in ((None, "20M"), (["residual+tc", "ddl-tc-write-only"], "125M"))
+        planned("resbench-gpu-day.yaml", 50257, 10**9 * 9, schemes, [size])
+        for schemes, size in ((None, "20M"), (["residual+tc", "ddl-tc-write-only"], "125M"))
     )
     sizes = *forecast(small, 150e12), [*forecast(rest, 150e12)][-1]
     assert [size.size for size in sizes] == ["20M", "125M"]

@@ -51,7 +51,7 @@ def test_a_scheme_whose_heads_do_not_divide_a_width_is_not_at_that_size(stub):
 def test_a_scheme_that_fits_no_size_is_refused(stub):
     study = read_folder(SHIPPED).only(["mhar"], ["0.1M"])
     with pytest.raises(InputError, match="heads"):
-        Plan(replace(study, rungs={"odd": replace(study.rungs["0.1M"], name="odd", keys=ODD)}), stub)
+        Plan(replace(study, sizes={"odd": replace(study.sizes["0.1M"], name="odd", keys=ODD)}), stub)
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_every_record_is_a_run_of_the_study_with_the_same_key(stub, finished):
     assert [plan.recorded(row).key for row in finished.values()] == list(finished)
     # When more seeds compared the finalists, the study chose anew for some schemes.
     others = finished.keys() - planned.keys()
-    assert Counter((finished[key]["rung"], finished[key]["kind"]) for key in others) == {("0.1M", "report"): 60}
+    assert Counter((finished[key]["size"], finished[key]["kind"]) for key in others) == {("0.1M", "report"): 60}
     for key in finished.keys() & planned.keys():
-        told = tuple(finished[key][name] for name in ("kind", "rung", "scheme", "point"))
+        told = tuple(finished[key][name] for name in ("kind", "size", "scheme", "point"))
         assert planned[key][:4] == told
 
 

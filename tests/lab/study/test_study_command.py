@@ -34,7 +34,7 @@ def finished(data, tmp_path_factory):
     rows = jsonlines.read(out / "records.jsonl")
     write(out, [{**row, "facts": {**row["facts"], "commit": "a" * 40}} for row in rows])
     costs = measure(configs_of(Plan(study(**SMALLEST), data)), "residual", rounds=1, peak=False)
-    write(out, [{"rung": "small", "connection": row["scheme"], **row} for row in costs], "costs")
+    write(out, [{"size": "small", "connection": row["scheme"], **row} for row in costs], "costs")
     return home
 
 
@@ -99,15 +99,15 @@ def test_a_study_may_grow_and_loses_no_scheme(finished, data, tmp_path):
 @pytest.mark.slow
 def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "peak_of", lambda *args, **kwargs: 1)
-    small = SMALLEST["rungs"]["small"]
+    small = SMALLEST["sizes"]["small"]
     file, out = tmp_path / "study.yaml", tmp_path / "out"
-    file.write_text(write_yaml({**SMALLEST, "rungs": {"small": small, "deep": {**small, "tuned": "small"}}}))
-    argv = ["study", "run", str(file), "--out", str(out), "--data", str(data), "--rungs", "deep", "--rounds", "9"]
+    file.write_text(write_yaml({**SMALLEST, "sizes": {"small": small, "deep": {**small, "tuned": "small"}}}))
+    argv = ["study", "run", str(file), "--out", str(out), "--data", str(data), "--sizes", "deep", "--rounds", "9"]
     assert main(argv) == 0
     assert main([*argv, "--measure"]) == 0
     runs, costs = (jsonlines.read(out / f"{name}.jsonl") for name in ("records", "costs"))
-    assert {(row["rung"], row["kind"]) for row in runs} == {("small", "tune"), ("deep", "report")}
-    assert [row["rung"] for row in costs] == 2 * len(SMALLEST["schemes"]) * ["deep"]
+    assert {(row["size"], row["kind"]) for row in runs} == {("small", "tune"), ("deep", "report")}
+    assert [row["size"] for row in costs] == 2 * len(SMALLEST["schemes"]) * ["deep"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path,
         ({"set": {**SMALLEST["set"], "train.weight_decay": 0.5}}, "set was {"),
         ({"tokens_per_parameter": 0.03}, "tokens_per_parameter was 0.015, is 0.03"),
         ({"schemes": {"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}}}, "schemes.ddl was {"),
-        ({"rungs": {"small": {**SMALLEST["rungs"]["small"], "model.num_hidden_layers": 2}}}, "rungs.small was {"),
+        ({"sizes": {"small": {**SMALLEST["sizes"]["small"], "model.num_hidden_layers": 2}}}, "sizes.small was {"),
         ({"tuning": {**SMALLEST["tuning"], "length": 1.0}}, "tuning.length was 0.5, is 1.0"),
         ({"seeds": [2, 3]}, "seeds must be at least [1, 2], as in"),
     ],
@@ -149,14 +149,14 @@ def test_a_contrast_becomes_primary_before_its_runs_and_not_after(finished):
 
 
 def test_a_size_may_add_seeds_and_leave_out_none(tmp_path):
-    few, more = ({"small": {**SMALLEST["rungs"]["small"], "seeds": seeds}} for seeds in ([1, 2], [1, 2, 3]))
+    few, more = ({"small": {**SMALLEST["sizes"]["small"], "seeds": seeds}} for seeds in ([1, 2], [1, 2, 3]))
     seeds = {"seeds": [1, 2, 3]}
-    (tmp_path / "study.json").write_text(json.dumps(asdict(grown(tmp_path, rungs=few, **seeds))))
-    grown_study = grown(tmp_path, rungs=more, **seeds)
+    (tmp_path / "study.json").write_text(json.dumps(asdict(grown(tmp_path, sizes=few, **seeds))))
+    grown_study = grown(tmp_path, sizes=more, **seeds)
     assert grown_study.seeds_at("small") == (1, 2, 3)
     (tmp_path / "study.json").write_text(json.dumps(asdict(grown_study)))
-    with pytest.raises(InputError, match=r"rungs\.small\.seeds must be at least \[1, 2, 3\], as in .*, got \[1, 2\]"):
-        grown(tmp_path, rungs=few, **seeds)
+    with pytest.raises(InputError, match=r"sizes\.small\.seeds must be at least \[1, 2, 3\], as in .*, got \[1, 2\]"):
+        grown(tmp_path, sizes=few, **seeds)
 
 
 def test_a_study_keeps_the_baseline_beside_which_steps_were_timed(finished):

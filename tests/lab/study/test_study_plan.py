@@ -58,8 +58,8 @@ def test_no_seed_that_tuned_is_reported_and_only_baselines_are_trained_longer(da
     assert not of(runs, "ddl", "longer")
     assert len(runs) <= plan.most
     assert sum(run.config.train.steps for run in runs) == sum(part.runs * part.steps for part in plan.at_most())
-    rungs = {"small": {**DOCUMENT["rungs"]["small"], "longer": []}}
-    assert not of(walked(Plan(study(rungs=rungs), data), by_rate(0.008)), "residual", "longer")
+    sizes = {"small": {**DOCUMENT["sizes"]["small"], "longer": []}}
+    assert not of(walked(Plan(study(sizes=sizes), data), by_rate(0.008)), "residual", "longer")
 
 
 def test_a_scheme_of_which_every_run_diverges_is_not_reported(data):
@@ -70,35 +70,35 @@ def test_a_scheme_of_which_every_run_diverges_is_not_reported(data):
 
 @pytest.mark.slow
 def test_a_size_takes_the_settings_of_the_size_that_it_names(data):
-    rungs = {
-        **DOCUMENT["rungs"],
-        "deep": {**DOCUMENT["rungs"]["small"], "model.num_hidden_layers": 2, "tuned": "small"},
+    sizes = {
+        **DOCUMENT["sizes"],
+        "deep": {**DOCUMENT["sizes"]["small"], "model.num_hidden_layers": 2, "tuned": "small"},
     }
-    runs = walked(Plan(study(rungs=rungs), data), by_rate(0.004))
+    runs = walked(Plan(study(sizes=sizes), data), by_rate(0.004))
     assert {run.size for run in runs if run.kind == "tune"} == {"small"}
     deep = [run for run in runs if run.size == "deep"]
     assert len(deep) == 9
     assert {run.config.train.lr for run in deep} == {0.004}
     assert {run.config.model.num_hidden_layers for run in deep} == {2}
-    plan = Plan(study(rungs=rungs), data, ["deep"])
+    plan = Plan(study(sizes=sizes), data, ["deep"])
     alone = walked(plan, by_rate(0.004))
     assert [run.key for run in alone] == [run.key for run in runs if run.kind == "tune" or run.size == "deep"]
-    assert len(alone) <= plan.most < Plan(study(rungs=rungs), data).most
+    assert len(alone) <= plan.most < Plan(study(sizes=sizes), data).most
 
 
 @pytest.mark.slow
 def test_a_size_may_search_some_keys_again_in_full_length(data):
     """The best rate is 0.008 at the small size and 0.002 at the large one, whose search stands on what that found."""
-    small = DOCUMENT["rungs"]["small"]
+    small = DOCUMENT["sizes"]["small"]
     large = {**small, "model.hidden_size": 32, "tuned": "small", "over": {"train.lr": [0.004, 0.008]}}
-    rungs = {"small": small, "large": large, "wide": {**small, "tuned": "large"}}
+    sizes = {"small": small, "large": large, "wide": {**small, "tuned": "large"}}
     tuning = {**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6, "length": 0.5, "finalists": 2}
 
     def loss(run):
         train, best = run.config.train, 0.008 if run.size == "small" else 0.002
         return abs(math.log(train.lr / best)) + abs(math.log(train.connection_lr_factor / 2))
 
-    plan = Plan(study(rungs=rungs, tuning=tuning), data)
+    plan = Plan(study(sizes=sizes, tuning=tuning), data)
     runs = walked(plan, loss)
     there = [run for run in runs if run.size == "large"]
     assert [run.config.train.lr for run in of(there, "residual", "tune")] == [0.004, 0.008, 0.002, 0.001]
@@ -134,7 +134,7 @@ def test_without_prepared_data_the_option_is_named():
 
 
 def test_data_that_would_be_seen_twice_are_refused(data):
-    with pytest.raises(InputError, match=r"rungs.small: needs .* tokens so that none is seen twice"):
+    with pytest.raises(InputError, match=r"sizes.small: needs .* tokens so that none is seen twice"):
         Plan(study(tokens_per_parameter=20), data)
     assert Plan(study(tokens_per_parameter=20, epochs=1000), data).steps["small"] > 1000
     with pytest.raises(InputError, match=r"so that none is seen more than 2 times"):
@@ -182,26 +182,26 @@ OVER = {"train.lr": [0.1]}
         ("", {"set": {"train.seed": 3}}, "train.seed must be a key that a study does not set"),
         ("", {"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
         ("", {"schemes": ["residual"]}, "schemes must be a mapping"),
-        ("", {"rungs": {}}, "rungs must be at least one"),
-        ("rungs", {"a": {"tuned": "b"}}, "rungs.a.tuned must be a size that is tuned by itself (none is there)"),
-        ("rungs", {"a": {"over": OVER}}, "rungs.a.tuned must be a size, beside `over`"),
-        ("rungs", {"a": {}, "b": {"tuned": "a", "over": {}}}, "rungs.b.over must be values for at least one key"),
+        ("", {"sizes": {}}, "sizes must be at least one"),
+        ("sizes", {"a": {"tuned": "b"}}, "sizes.a.tuned must be a size that is tuned by itself (none is there)"),
+        ("sizes", {"a": {"over": OVER}}, "sizes.a.tuned must be a size, beside `over`"),
+        ("sizes", {"a": {}, "b": {"tuned": "a", "over": {}}}, "sizes.b.over must be values for at least one key"),
         (
-            "rungs",
+            "sizes",
             {"a": {}, "b": {"tuned": "a", "over": {"train.weight_decay": [0.1]}}},
-            "rungs.b.over must be some of train.lr, train.connection_lr_factor, got",
+            "sizes.b.over must be some of train.lr, train.connection_lr_factor, got",
         ),
         (
-            "rungs",
+            "sizes",
             {name: {"tuned": "a", "over": OVER} for name in ("a", "b")},
-            "rungs.a.tuned must be a size that is tuned by itself (none is there)",
+            "sizes.a.tuned must be a size that is tuned by itself (none is there)",
         ),
-        ("rungs", {"a": {"seeds": [1]}}, "rungs.a.seeds must be at least 2 different ones"),
-        ("rungs", {"a": {"seeds": []}}, "rungs.a.seeds must be at least 2 different ones"),
-        ("rungs", {"a": {"seeds": "12"}}, "rungs.a.seeds must be a list, each item a whole number"),
-        ("rungs", {"a": {"seeds": [1, 9]}}, "rungs.a.seeds must be some of 1, 2, 3, got 9"),
-        ("rungs", {"a": {"longer": [0.5]}}, "rungs.a.longer must be a list of numbers above 1"),
-        ("rungs", {"a": {"tokens_per_parameter": 0}}, "rungs.a.tokens_per_parameter must be a positive number"),
+        ("sizes", {"a": {"seeds": [1]}}, "sizes.a.seeds must be at least 2 different ones"),
+        ("sizes", {"a": {"seeds": []}}, "sizes.a.seeds must be at least 2 different ones"),
+        ("sizes", {"a": {"seeds": "12"}}, "sizes.a.seeds must be a list, each item a whole number"),
+        ("sizes", {"a": {"seeds": [1, 9]}}, "sizes.a.seeds must be some of 1, 2, 3, got 9"),
+        ("sizes", {"a": {"longer": [0.5]}}, "sizes.a.longer must be a list of numbers above 1"),
+        ("sizes", {"a": {"tokens_per_parameter": 0}}, "sizes.a.tokens_per_parameter must be a positive number"),
         ("tuning", {"finalists": 2}, "tuning.finalists must be 1, as tuning runs are as long"),
         ("tuning", {"finalists": 0, "length": 0.5}, "tuning.finalists must be 1 to tuning.runs"),
         ("tuning", {"final_seeds": [9, 2]}, "seeds must be others than those that tune (0, 2, 9), got [1, 2, 3]"),
@@ -216,7 +216,7 @@ OVER = {"train.lr": [0.1]}
     ],
 )
 def test_a_wrong_study_is_refused_with_one_line(part, change, said):
-    changes = {"": change, "rungs": {"rungs": change}, "tuning": {"tuning": {**DOCUMENT["tuning"], **change}}}
+    changes = {"": change, "sizes": {"sizes": change}, "tuning": {"tuning": {**DOCUMENT["tuning"], **change}}}
     with pytest.raises(InputError) as refusal:
         study(**changes[part])
     assert said in str(refusal.value)
@@ -225,10 +225,10 @@ def test_a_wrong_study_is_refused_with_one_line(part, change, said):
 
 def test_the_sizes_of_resbench_are_what_they_are_called_and_its_schemes_are_causal():
     found = load_study("resbench")
-    for rung in found.rungs.values():
-        keys = {key.removeprefix("model."): value for key, value in rung.keys.items()}
-        size = parameters(ResiduaConfig(vocab_size=2048, connection="residual", **keys))["total"]
-        assert size == pytest.approx(float(rung.name.partition("M")[0]) * 1e6, rel=0.16)
+    for size in found.sizes.values():
+        keys = {key.removeprefix("model."): value for key, value in size.keys.items()}
+        total = parameters(ResiduaConfig(vocab_size=2048, connection="residual", **keys))["total"]
+        assert total == pytest.approx(float(size.name.partition("M")[0]) * 1e6, rel=0.16)
     assert all(resolve(entry.connection).causal for entry in found.schemes.values())
 
 
@@ -241,9 +241,9 @@ def test_resbench_can_be_read_and_a_registered_scheme_joins_it(monkeypatch):
     assert found.tuning.baseline_runs > found.tuning.runs
     chosen = found.only(["mine"], ["0.3M-deep"])
     assert list(chosen.schemes) == [*found.baselines, "mine"]
-    assert list(chosen.rungs) == ["0.1M", "0.3M", "0.3M-deep"]
+    assert list(chosen.sizes) == ["0.1M", "0.3M", "0.3M-deep"]
     with pytest.raises(InputError, match=r"did you mean 0\.3M"):
-        found.only(rungs=["0.3"])
+        found.only(sizes=["0.3"])
     with pytest.raises(InputError, match="no preset is called 'thine'"):
         found.only(["thine"])
 
@@ -264,10 +264,10 @@ def test_further_seeds_of_a_question_come_last_and_only_with_all_that_it_compare
 
 
 def test_a_size_may_have_other_tokens_and_fewer_seeds_and_questions_add_none_there(data):
-    small = DOCUMENT["rungs"]["small"]
+    small = DOCUMENT["sizes"]["small"]
     long = {**small, "tuned": "small", "tokens_per_parameter": 0.06, "seeds": [1, 3], "longer": []}
     asked = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [7]}}
-    plan = Plan(study(rungs={"small": small, "long": long}, questions=asked), data)
+    plan = Plan(study(sizes={"small": small, "long": long}, questions=asked), data)
     assert plan.steps["long"] == pytest.approx(3 * plan.steps["small"], abs=1)
     runs = walked(plan, by_rate(0.008))
     there = [run for run in runs if run.size == "long"]

@@ -87,10 +87,10 @@ def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_s
 
 
 def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
-    small = DOCUMENT["rungs"]["small"]
+    small = DOCUMENT["sizes"]["small"]
     pair, other = ["ddl", "residual"], ["hc", "residual"]
     study = {
-        "rungs": {"small": small, **{name: {**small, "tuned": "small"} for name in ("wide", "deep")}},
+        "sizes": {"small": small, **{name: {**small, "tuned": "small"} for name in ("wide", "deep")}},
         "questions": {
             "gain": {"ask": "Is it?", "compare": [pair]},
             "more": {"ask": "And?", "compare": [pair, other]},
@@ -99,9 +99,9 @@ def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
         "schemes": {"residual": {}, "ddl": {}, "hc": {}},
     }
 
-    def elsewhere(rung, **where):
+    def elsewhere(size, **where):
         rows = [row for row in records() if row["kind"] == "report" and where.items() <= row.items()]
-        return [{**row, "rung": rung, "key": f"{rung} {row['scheme']} {row['seed']}"} for row in rows]
+        return [{**row, "size": size, "key": f"{size} {row['scheme']} {row['seed']}"} for row in rows]
 
     started = [*elsewhere("wide", scheme="residual"), *elsewhere("deep", scheme="residual", seed=1)]
     text = markdown(planted([*records(), *started], **study)).partition("## Questions")[2].partition("\n## ")[0]
@@ -179,7 +179,7 @@ def test_a_wrong_question_is_refused(change, said):
 
 def test_a_file_whose_questions_name_no_scheme_is_refused(tmp_path):
     text = (
-        "title: t\nrungs: {a: {}}\nschemes: {residual: {}}\n"
+        "title: t\nsizes: {a: {}}\nschemes: {residual: {}}\n"
         "tuning: {over: {train.lr: [0.1]}, runs: 1, baseline_runs: 1}\n"
         "questions: {q: {ask: who, compare: [[residul, residual]]}}\n"
     )

@@ -158,8 +158,8 @@ def test_longer_runs_that_still_go_on_give_no_difference_over_some_of_the_seeds(
 
 
 def test_longer_runs_of_a_single_size_are_told_in_how_to_read():
-    rungs = {**study().rungs, "small": {"longer": [2.0]}}
-    assert "trained for 2 times as many steps" in markdown(planted(longer=[], rungs=rungs))
+    sizes = {**study().sizes, "small": {"longer": [2.0]}}
+    assert "trained for 2 times as many steps" in markdown(planted(longer=[], sizes=sizes))
     assert "the baselines have no longer runs" in markdown(planted(longer=[]))
 
 
@@ -179,11 +179,11 @@ def test_missing_seeds_and_schemes_are_named():
 
 
 def test_a_size_with_fewer_seeds_is_whole_with_them():
-    small = DOCUMENT["rungs"]["small"]
+    small = DOCUMENT["sizes"]["small"]
     long = {**small, "tuned": "small", "seeds": [1, 2], "tokens_per_parameter": 0.06}
-    more = [record(name, "report", seed, 3.0 + seed / 10, rung="long", steps=300)
+    more = [record(name, "report", seed, 3.0 + seed / 10, size="long", steps=300)
             for name in ("residual", "ddl") for seed in (1, 2)]  # fmt: skip
-    found = planted([*records(), *more], rungs={"small": small, "long": long})
+    found = planted([*records(), *more], sizes={"small": small, "long": long})
     assert [row.whole for row in found.rows if row.size == "long"] == [True, True]
     assert found.row("long", "ddl").difference("residual", "tokens").estimate.count == 2
     assert "- long: 0.06 tokens a parameter, seeds 1, 2.\n" in markdown(found)
@@ -206,8 +206,8 @@ def test_schemes_of_a_size_share_one_noise_and_two_alone_have_that_of_their_diff
 
 
 def test_where_the_noise_is_each_schemes_own_the_test_is_welchs():
-    rungs = {"small": {**DOCUMENT["rungs"]["small"], "noise": "own"}}
-    found = planted(rungs=rungs)
+    sizes = {"small": {**DOCUMENT["sizes"]["small"], "noise": "own"}}
+    found = planted(sizes=sizes)
     ours, theirs = (list(row_of(found, name).losses.values()) for name in ("ddl", "residual"))
     difference = row_of(found).difference("residual", "tokens")
     test = ttest_ind(ours, theirs, equal_var=False)
@@ -292,9 +292,9 @@ def test_csv_and_page_say_the_same():
 def test_a_name_of_a_scheme_or_a_size_is_no_markup():
     name = "`<img src=x> | a\nb`"
     renamed = [{**r, "scheme": name, "connection": name} if r["scheme"] == "ddl" else r for r in records()]
-    renamed = [{**r, "rung": name} for r in renamed]
-    rungs = {name: study().rungs["small"].keys}
-    text = markdown(planted(renamed, schemes={"residual": {}, name: {}}, rungs=rungs, title=name))
+    renamed = [{**r, "size": name} for r in renamed]
+    sizes = {name: study().sizes["small"].keys}
+    text = markdown(planted(renamed, schemes={"residual": {}, name: {}}, sizes=sizes, title=name))
     assert "<img" not in text
     assert [line for line in text.splitlines() if line.startswith("b`")] == []
     assert "| `&lt;img src=x> \\| a b` |" in text
@@ -333,16 +333,16 @@ def searched_again(start):
 
     start: the other tuned value of ddl in the search of the large size; at the small one 1.0 was best.
     """
-    small = DOCUMENT["rungs"]["small"]
+    small = DOCUMENT["sizes"]["small"]
     large = {**small, "tuned": "small", "over": {"train.lr": [0.004, 0.008]}}
     runs = []
     for scheme in ("residual", "ddl"):
-        for rung, best in (("small", 0.004), ("large", 0.002)):
-            made = [record(scheme, "tune", 0, abs(lr - best), lr=lr, rung=rung) for lr in (0.004, 0.008, 0.002)]
-            made += [record(scheme, "report", seed, 3.0, lr=best, rung=rung) for seed in (1, 2)]
-            factor = {"train.connection_lr_factor": start if rung == "large" else 1.0} if scheme == "ddl" else {}
+        for size, best in (("small", 0.004), ("large", 0.002)):
+            made = [record(scheme, "tune", 0, abs(lr - best), lr=lr, size=size) for lr in (0.004, 0.008, 0.002)]
+            made += [record(scheme, "report", seed, 3.0, lr=best, size=size) for seed in (1, 2)]
+            factor = {"train.connection_lr_factor": start if size == "large" else 1.0} if scheme == "ddl" else {}
             runs += changed(made, lambda run, factor=factor: {"point": {**run["point"], **factor}})
-    return planted(runs, [], rungs={"small": small, "large": large}, seeds=[1, 2])
+    return planted(runs, [], sizes={"small": small, "large": large}, seeds=[1, 2])
 
 
 def test_a_size_that_searches_again_has_the_point_of_its_own_search():
@@ -361,11 +361,11 @@ def test_a_search_that_started_elsewhere_makes_no_row():
 
 
 def test_the_picture_has_the_rows_of_each_size_under_its_name():
-    small = DOCUMENT["rungs"]["small"]
-    rungs = {"small": small, "large": {**small, "tuned": "small", "model.hidden_size": 32}}
-    again = changed(records(), lambda run: {"rung": "large", "key": run["key"].replace("small", "large")})
+    small = DOCUMENT["sizes"]["small"]
+    sizes = {"small": small, "large": {**small, "tuned": "small", "model.hidden_size": 32}}
+    again = changed(records(), lambda run: {"size": "large", "key": run["key"].replace("small", "large")})
     for runs, expected in (([*records(), *again], ["small", "ddl", "large", "ddl"]), (records(), ["ddl"])):
-        found = planted(runs, rungs=rungs)
+        found = planted(runs, sizes=sizes)
         (panel,) = draw(found).axes
         assert [label.get_text() for label in reversed(panel.get_yticklabels())] == expected
         marks, hollow = (tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o")

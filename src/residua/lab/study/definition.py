@@ -180,7 +180,7 @@ class Study:
     config, set            the training configuration that all runs share, and keys that differ from it
     tokens_per_parameter   of every run, counted on the first baseline at that size
     epochs                 how often a run may see the data at most
-    rungs, schemes         sizes and schemes by name, in the order of the runs
+    sizes, schemes         sizes and schemes by name, in the order of the runs
     baselines              the schemes that the others are compared with, the plainest first
     tuning                 the budget
     seeds                  of the reported runs; none of them tuned anything
@@ -196,7 +196,7 @@ class Study:
     """
 
     title: str
-    rungs: Annotated[Mapping[str, Size], Range("at least one", bool)]
+    sizes: Annotated[Mapping[str, Size], Range("at least one", bool)]
     schemes: Mapping[str, Entry]
     tuning: Tuning
     config: str | tuple[str, ...] = "tiny"
@@ -224,9 +224,9 @@ class Study:
         for name, entry in self.schemes.items():
             check_names(f"schemes.{name}.parameters_of", filter(None, [entry.parameters_of]), unmatched)
         self._check_questions()
-        for size in self.rungs.values():
+        for size in self.sizes.values():
             self._check_size(size)
-        parts = (*self.schemes.values(), *self.rungs.values())
+        parts = (*self.schemes.values(), *self.sizes.values())
         for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
             require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
 
@@ -242,9 +242,9 @@ class Study:
             require(second is None or question.at == ("tokens",), f"questions.{name}.at", reason, question.at)
 
     def _check_size(self, size: Size) -> None:
-        place, again = f"rungs.{size.name}", size.over is not None
+        place, again = f"sizes.{size.name}", size.over is not None
         check_names(f"{place}.seeds", size.seeds, self.seeds)
-        sizes = [name for name, r in self.rungs.items() if r.tuned is None or (r.over is not None and not again)]
+        sizes = [name for name, r in self.sizes.items() if r.tuned is None or (r.over is not None and not again)]
         expected = f"a size that is tuned by itself ({', '.join(sizes) or 'none is there'})"
         require(size.tuned in (None, *sizes), f"{place}.tuned", expected, size.tuned)
         check_names(f"{place}.over", size.over, self.tuning.over)
@@ -252,26 +252,26 @@ class Study:
 
     def longer_at(self, size: str) -> Sequence[float]:
         """How many times as many tokens the further runs of the baselines have at a size."""
-        longer = self.rungs[size].longer
+        longer = self.sizes[size].longer
         return self.longer if longer is None else longer
 
     def tokens_at(self, size: str) -> float:
         """Tokens a parameter of the runs at a size."""
-        return self.rungs[size].tokens_per_parameter or self.tokens_per_parameter
+        return self.sizes[size].tokens_per_parameter or self.tokens_per_parameter
 
     def seeds_at(self, size: str) -> Sequence[int]:
         """The seeds of the reported runs at a size."""
-        return self.rungs[size].seeds or self.seeds
+        return self.sizes[size].seeds or self.seeds
 
     def searches(self, size: str) -> list[str]:
         """The sizes whose searches give the settings of one, in their order: each starts where the last ended."""
-        tuned, over = self.rungs[size].tuned, self.rungs[size].over
+        tuned, over = self.sizes[size].tuned, self.sizes[size].over
         before = [] if tuned is None else self.searches(tuned)
         return [*before, size] if tuned is None or over is not None else before
 
     def tuning_at(self, size: str) -> Tuning:
         """The budget of a scheme in the search of a size."""
-        over = self.rungs[size].over
+        over = self.sizes[size].over
         return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 
     def further_seeds(self, size: str, scheme: str) -> list[int]:
@@ -279,7 +279,7 @@ class Study:
 
         None at a size that has seeds of its own.
         """
-        if self.rungs[size].seeds is not None:
+        if self.sizes[size].seeds is not None:
             return []
         asked = [q for q in self.questions.values() if scheme in q.schemes and set(q.schemes) <= self.schemes.keys()]
         return sorted({seed for question in asked for seed in question.seeds})
@@ -290,21 +290,21 @@ class Study:
         require(folder is not None, "--data", "a folder that residua prepare made", None)
         return folder
 
-    def only(self, schemes: Sequence[str] | None = None, rungs: Sequence[str] | None = None) -> "Study":
+    def only(self, schemes: Sequence[str] | None = None, sizes: Sequence[str] | None = None) -> "Study":
         """Return this study with some of its schemes, beside the baselines, and some of its sizes.
 
         A scheme that the file does not have, such as a registered one, joins with its name. Raises InputError for an
         unknown size.
         """
-        check_names("--rungs", rungs, self.rungs)
+        check_names("--sizes", sizes, self.sizes)
         chosen = self.schemes
         if schemes is not None:
             matched = {chosen[name].parameters_of for name in schemes if name in chosen}
             wanted = {*self.baselines, *schemes, *matched}
             joining = {name: Entry(name, canonical(name)) for name in schemes if name not in chosen}
             chosen = {name: entry for name, entry in chosen.items() if name in wanted} | joining
-        needed = {size for name in rungs or self.rungs for size in (name, *self.searches(name))}
-        return replace(self, schemes=chosen, rungs={name: size for name, size in self.rungs.items() if name in needed})
+        needed = {size for name in sizes or self.sizes for size in (name, *self.searches(name))}
+        return replace(self, schemes=chosen, sizes={name: size for name, size in self.sizes.items() if name in needed})
 
 
 def load_study(source: str) -> Study:
@@ -325,7 +325,7 @@ def load_study(source: str) -> Study:
     entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
     for name, question in study.questions.items():
         check_names(f"questions.{name}.compare", question.schemes, entries)
-    check_names("primary", study.primary, study.rungs)
+    check_names("primary", study.primary, study.sizes)
     for size, pairs in study.primary.items():
         check_names(f"primary.{size}", itertools.chain(*pairs), entries)
     return replace(study, schemes=entries)
@@ -353,7 +353,7 @@ def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any])
 
 def read_study(document: Any, source: str) -> Study:
     """The study in a document: of a file, or of a folder, where the keys of each part stand by themselves."""
-    sections: dict[str, type] = {"rungs": Size, "schemes": Entry, "questions": Question}
+    sections: dict[str, type] = {"sizes": Size, "schemes": Entry, "questions": Question}
     values = dict(mapping(document, source))
     try:
         for section, kind in sections.items():

@@ -42,7 +42,7 @@ def run_study(
     out: str | Path,
     *,
     data: str | None = None,
-    rungs: Sequence[str] | None = None,
+    sizes: Sequence[str] | None = None,
     processes: int = 1,
     executor: Executor | None = None,
     costs: bool = True,
@@ -55,7 +55,7 @@ def run_study(
 
     Args:
         data: a folder of prepared data, in place of what the study's configuration names.
-        rungs: the sizes of which rows are wanted; others of the study are tuned at most. None for all of them.
+        sizes: the sizes of which rows are wanted; others of the study are tuned at most. None for all of them.
         processes: runs at the same time, each with one thread; no number depends on it.
         executor: makes the runs and measures the costs in place of these processes, see `run_jobs`.
         costs: measure time and memory of the schemes that have no record of them.
@@ -66,7 +66,7 @@ def run_study(
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
     out = Path(out)
-    plan = Plan(study, study.data(data), rungs)
+    plan = Plan(study, study.data(data), sizes)
     with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
         read_runs(out / "records.jsonl", plan.facts["fingerprint"])
         with writable(out):
@@ -122,7 +122,7 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Fore
             plan.steps[size] * plan.step_tokens[size],
             flops,
             flops / speed / 3600,
-            Estimate(0.0, 1.0, len(plan.study.seeds_at(size))).detectable if size in plan.rungs else None,
+            Estimate(0.0, 1.0, len(plan.study.seeds_at(size))).detectable if size in plan.sizes else None,
         )
 
 
@@ -161,19 +161,19 @@ def joined(study: Study, out: Path) -> Study:
         least, budget = getattr(before.tuning, name), getattr(study.tuning, name)
         require(budget >= least, f"tuning.{name}", f"at least {least}, as in {out}", budget)
     runs = jsonlines.read(out / "records.jsonl")
-    reported = {(run["rung"], run["scheme"]) for run in runs if run["kind"] == "report"}
+    reported = {(run["size"], run["scheme"]) for run in runs if run["kind"] == "report"}
     for size, pairs in study.primary.items():
         named = {frozenset(pair) for pair in before.primary.get(size, ())}
         late = [pair for pair in pairs if frozenset(pair) not in named and {(size, name) for name in pair} <= reported]
         require(not late, f"primary.{size}", f"contrasts named before both have runs in {out}", late)
-    return replace(study, schemes={**before.schemes, **study.schemes}, rungs={**before.rungs, **study.rungs})
+    return replace(study, schemes={**before.schemes, **study.schemes}, sizes={**before.sizes, **study.sizes})
 
 
 def _fixed(study: Study) -> dict[str, Any]:
     """What all runs in a folder share, as JSON holds it."""
     parts = {name: getattr(study, name) for name in ("config", "set", "tokens_per_parameter", "warmup", "evaluations")}
     parts |= {f"tuning.{name}": getattr(study.tuning, name) for name in ("over", "factors", "length", "seed")}
-    parts |= {f"rungs.{name}": replace(size, seeds=None) for name, size in study.rungs.items()}
+    parts |= {f"sizes.{name}": replace(size, seeds=None) for name, size in study.sizes.items()}
     parts |= {f"schemes.{name}": entry for name, entry in study.schemes.items()}
     return json.loads(json.dumps(parts, default=asdict))
 
@@ -182,11 +182,11 @@ def _growing(study: Study) -> dict[str, Sequence[Any]]:
     """What may be added to. Taking some away would choose among results."""
     parts = {name: getattr(study, name) for name in ("seeds", "baselines", "longer")}
     parts["tuning.final_seeds"] = study.tuning.finalist_seeds
-    return parts | {f"rungs.{name}.seeds": study.seeds_at(name) for name in study.rungs}
+    return parts | {f"sizes.{name}.seeds": study.seeds_at(name) for name in study.sizes}
 
 
 def open_study(
-    out: str | Path, data: str | None = None, study: Study | None = None, rungs: Sequence[str] | None = None
+    out: str | Path, data: str | None = None, study: Study | None = None, sizes: Sequence[str] | None = None
 ) -> tuple[Plan, list[Record]]:
     """The plan of a study's folder, or of `study`, into which it may have grown, and the records.
 
@@ -196,7 +196,7 @@ def open_study(
     out = Path(out)
     recorded = read_folder(out)
     study = study or recorded
-    plan = Plan(study, study.data(data), rungs)
+    plan = Plan(study, study.data(data), sizes)
     fingerprint = read_object(out / "settings.json").get("data")
     require(fingerprint == plan.facts["fingerprint"], "--data", f"the data of {out}", plan.data)
     joined(plan.study, out)
@@ -215,7 +215,7 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
 def train_run(run: Run, *, place: Path, report: Any) -> Record:
     """One run, in the folder `place`; returns its record."""
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
-    of = {"key": run.key, "kind": run.kind, "rung": run.size, "scheme": run.scheme}
+    of = {"key": run.key, "kind": run.kind, "size": run.size, "scheme": run.scheme}
     record = {**of, "connection": run.config.model.connection, **record}
     if run.kind != "report" or record["val_loss"] is None:
         return record
@@ -272,9 +272,9 @@ def measure_costs(
     """
     path = out / "costs.jsonl"
     rows = () if again else jsonlines.read(path)
-    measured = {(row["rung"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
+    measured = {(row["size"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
     jobs_of_sizes = []
-    for size in plan.rungs:
+    for size in plan.sizes:
         connections = {name: entry.connection for name, entry in plan.study.schemes.items()}
         missing = [name for name in plan.schemes_at(size) if (size, name, connections[name]) not in measured]
         if not missing:
@@ -303,7 +303,7 @@ def _measure_size(
     costs = measure(configs, next(iter(configs)), rounds=rounds, compiled=compiled, advance=lambda: report(next(done)))
     return {
         "key": key,
-        "costs": [{"rung": size, "connection": connections[cost["scheme"]], **cost} for cost in costs],
+        "costs": [{"size": size, "connection": connections[cost["scheme"]], **cost} for cost in costs],
     }
 
 

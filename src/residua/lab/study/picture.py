@@ -30,7 +30,7 @@ def draw(results: Results) -> Figure | None:
     """
     compared = list(itertools.product(results.study.baselines, results.measures))
     lines: list[Row | str] = []  # from the lowest up: rows, and the size above its rows
-    for size in reversed(results.study.rungs):
+    for size in reversed(results.study.sizes):
         some = [row for row in results.rows if row.size == size and any(row.difference(*pair) for pair in compared)]
         lines += [*sorted(some, key=lambda row: -row.loss.mean if row.loss else -math.inf), *([size] if some else [])]
     rows = {place: line for place, line in enumerate(lines) if not isinstance(line, str)}

@@ -75,7 +75,7 @@ _IRRELEVANT = (FREE_KEYS - {"train.evaluate_every"}) | {"data.source", "data.tok
 class Plan:
     """The runs of a study on prepared data. `data` is their folder.
 
-    rungs: the sizes at which runs are reported; at others of the study only those that tune. None for all of them.
+    sizes: the sizes at which runs are reported; at others of the study only those that tune. None for all of them.
 
     `misfits` says why a scheme cannot be built at a size, such as heads that do not divide its width, by size and
     scheme. It has no runs there, nor at sizes that take their settings from there.
@@ -84,9 +84,9 @@ class Plan:
         InputError: the data have too few tokens, a size cannot be used, or a scheme at no size.
     """
 
-    def __init__(self, study: Study, data: str | Path, rungs: Sequence[str] | None = None):
+    def __init__(self, study: Study, data: str | Path, sizes: Sequence[str] | None = None):
         study = self.study = _pinned(study)
-        self.rungs = [name for name in study.rungs if rungs is None or name in rungs]
+        self.sizes = [name for name in study.sizes if sizes is None or name in sizes]
         self.data = str(data)
         self.prepared = PreparedData.open(data)
         self._settings, self._has_parameters = cache(self._read), cache(_has_parameters)
@@ -94,27 +94,27 @@ class Plan:
         self._done: dict[tuple[str, str], tuple[list[Run], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
         self.step_tokens: dict[str, int] = {}
-        for size in study.rungs.values():
+        for size in study.sizes.values():
             config = self.config(size.name, study.baselines[0])
             train = config.train
             per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
             self.step_tokens[size.name] = per_step
             self.steps[size.name] = max(1, round(study.tokens_at(size.name) * self._count(config) / per_step))
-            longest = max([1.0, *(study.longer_at(size.name) if size.name in self.rungs else ())])
+            longest = max([1.0, *(study.longer_at(size.name) if size.name in self.sizes else ())])
             needed = round(longest * self.steps[size.name]) * per_step + 2 * train.sequence_length
             if needed > study.epochs * len(self.prepared.train):
                 often = "twice" if study.epochs == 1 else f"more than {study.epochs} times"
                 raise InputError(
-                    f"rungs.{size.name}: needs {needed:,} tokens so that none is seen {often}, {self.data} has "
-                    f"{len(self.prepared.train):,}; give more text or leave this size out with --rungs"
+                    f"sizes.{size.name}: needs {needed:,} tokens so that none is seen {often}, {self.data} has "
+                    f"{len(self.prepared.train):,}; give more text or leave this size out with --sizes"
                 )
         self.misfits: dict[tuple[str, str], InputError] = {}
         for entry in study.schemes.values():  # every configuration is checked before hours are spent on the first
-            errors = {(name, entry.name): error for name in study.rungs if (error := self._misfit(name, entry.name))}
-            if len(errors) == len(study.rungs):
+            errors = {(name, entry.name): error for name in study.sizes if (error := self._misfit(name, entry.name))}
+            if len(errors) == len(study.sizes):
                 raise next(iter(errors.values()))
             self.misfits |= errors
-        self.search(next(size.name for size in study.rungs.values() if size.tuned is None), study.baselines[0], {})
+        self.search(next(size.name for size in study.sizes.values() if size.tuned is None), study.baselines[0], {})
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -129,12 +129,12 @@ class Plan:
     def runs(self, finished: Mapping[Any, Record]) -> Iterator[Run]:
         """All runs that the study needs, as far as the finished ones tell, in the order of their worth."""
         study = self.study
-        for size in study.rungs:
+        for size in study.sizes:
             chosen = {}
             for scheme in self.schemes_at(size):
                 if size in study.searches(size):
                     yield from self.search(size, scheme, finished)[0]
-                if size in self.rungs and (point := self.chosen(size, scheme, finished)) is not None:
+                if size in self.sizes and (point := self.chosen(size, scheme, finished)) is not None:
                     chosen[scheme] = point
                     yield from self.reported(size, scheme, point)
             for name, factor in itertools.product(study.baselines, study.longer_at(size)):
@@ -149,7 +149,7 @@ class Plan:
         It need not be one of `runs`: a study that grows may choose anew, as when more seeds compare the finalists, and
         the runs of its earlier choice stay.
         """
-        return self.run(*(record[name] for name in ("kind", "rung", "scheme", "point", "seed", "steps")))
+        return self.run(*(record[name] for name in ("kind", "size", "scheme", "point", "seed", "steps")))
 
     @property
     def most(self) -> int:
@@ -159,7 +159,7 @@ class Plan:
     def at_most(self) -> Iterator[Part]:
         """All runs that there can be, whatever the search finds."""
         study = self.study
-        for size, scheme in itertools.product(study.rungs, study.schemes):
+        for size, scheme in itertools.product(study.sizes, study.schemes):
             if scheme not in self.schemes_at(size):
                 continue
             steps, baseline = self.steps[size], scheme in study.baselines
@@ -169,7 +169,7 @@ class Plan:
                 yield Part(size, scheme, budget, max(1, round(tuning.length * steps)))
                 if tuning.finalists > 1:
                     yield Part(size, scheme, tuning.finalists * len(tuning.finalist_seeds), steps)
-            if size in self.rungs:
+            if size in self.sizes:
                 seeds = len(study.seeds_at(size))
                 yield Part(size, scheme, seeds + len(study.further_seeds(size, scheme)), steps)
                 for factor in study.longer_at(size) if baseline else ():
@@ -269,7 +269,7 @@ class Plan:
         return load_config(self.study.config, {**self._shared(size, entry), **width, **json.loads(point)})
 
     def _shared(self, size: str, entry: Entry) -> dict[str, Any]:
-        keys = {**self.study.set, **self.study.rungs[size].keys, **entry.keys, "model.connection": entry.connection}
+        keys = {**self.study.set, **self.study.sizes[size].keys, **entry.keys, "model.connection": entry.connection}
         return {**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1}
 
     def model(self, config: RunConfig) -> PreTrainedConfig:
@@ -318,6 +318,6 @@ def _pinned(study: Study) -> Study:
     return replace(
         study,
         set=pin({**base, **study.set}),
-        rungs={name: replace(size, keys=pin(size.keys)) for name, size in study.rungs.items()},
+        sizes={name: replace(size, keys=pin(size.keys)) for name, size in study.sizes.items()},
         schemes={name: replace(entry, keys=pin(entry.keys)) for name, entry in study.schemes.items()},
     )

@@ -54,7 +54,7 @@ def markdown(results: Results) -> str:
     """The report in Markdown."""
     study = results.study
     lines = [f"# {_text(study.title)}", "", *_setting(results), ""]
-    for size in study.rungs:
+    for size in study.sizes:
         rows = [row for row in results.rows if row.size == size]
         if not rows:
             continue
@@ -100,12 +100,12 @@ def _setting(results: Results) -> list[str]:
         f"({_list(study.baselines)}).{finals if tuning.finalists > 1 else ''}",
         *(
             f"- {size.name}: the settings of {size.tuned}, but {_grid(size.over)}, searched again in full length."
-            for size in study.rungs.values()
+            for size in study.sizes.values()
             if size.over is not None
         ),
         *(
             f"- {name}: {study.tokens_at(name):g} tokens a parameter, seeds {_list(study.seeds_at(name))}."
-            for name, size in study.rungs.items()
+            for name, size in study.sizes.items()
             if size.tokens_per_parameter is not None or size.seeds is not None
         ),
         f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
@@ -124,7 +124,7 @@ def _short(commit: str) -> str:
 
 def _noise(results: Results, size: str) -> list[str]:
     seeds = len(results.study.seeds_at(size))
-    if results.study.rungs[size].noise == "own":
+    if results.study.sizes[size].noise == "own":
         return [f"Each scheme has the noise of its own {seeds} seeds (Welch's t): some runs go through a transition."]
     noise = results.noise(size)
     if noise is None:
@@ -189,8 +189,8 @@ def questions(results: Results) -> Iterator[Asked]:
             for reason in (*reasons, *(f"No comparison{{}}: {why}." for why in missing)):
                 remarks.setdefault(reason, []).append(size)
         lines = [
-            reason.format("" if len(rungs) == len(at) else f" at {', '.join(rungs)}")
-            for reason, rungs in remarks.items()
+            reason.format("" if len(sizes) == len(at) else f" at {', '.join(sizes)}")
+            for reason, sizes in remarks.items()
         ]
         yield Asked(question.ask, _answers(at, sizes, len(results.study.seeds)) if sizes else None, lines)
 
@@ -225,7 +225,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _reading(results: Results) -> list[str]:
-    factors = sorted({factor for size in results.study.rungs for factor in results.study.longer_at(size)})
+    factors = sorted({factor for size in results.study.sizes for factor in results.study.longer_at(size)})
     times = " and ".join(f"{factor:g}" for factor in factors)
     equal = (
         f"baselines were also trained for {times} times as many steps; where a scheme's step costs r times the "
@@ -361,7 +361,7 @@ def _list(values: Iterable[Any]) -> str:
 def row_values(row: Row) -> dict[str, Any]:
     """The numbers of a row, in the CSV and on the page."""
     return {
-        "rung": row.size,
+        "size": row.size,
         "scheme": row.scheme,
         "connection": row.connection,
         "parameters": row.parameters,
@@ -407,12 +407,12 @@ def payload(results: Results) -> dict[str, Any]:
     study, shown = results.study, columns(results)
     return {
         "title": study.title,
-        "rungs": [size for size in study.rungs if any(row.size == size for row in results.rows)],
+        "sizes": [size for size in study.sizes if any(row.size == size for row in results.rows)],
         "baselines": list(study.baselines),
         "measures": results.measures,
         "setting": [line.removeprefix("- ") for line in _setting(results)],
         "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(results)],
-        "about": {size: _noise(results, size) for size in study.rungs},
+        "about": {size: _noise(results, size) for size in study.sizes},
         "columns": list(shown),
         "rows": [
             _plain_row(row) | {"curves": results.curves(row), "cells": [text(row) for text in shown.values()]}

@@ -183,7 +183,7 @@ class Row:
             tried: dict[str, set[float]] = {}
             for run in self.tuning:
                 if run["kind"] == "tune":
-                    tried.setdefault(run["rung"], set()).add(run["point"][key])
+                    tried.setdefault(run["size"], set()).add(run["point"][key])
             searched = [values for values in tried.values() if len(values) > 1]
             if searched and at_edge(best, searched[-1]):
                 edges.append(key)
@@ -231,7 +231,7 @@ class Results:
     @property
     def unfinished(self) -> list[str]:
         """The rows that have not all their seeds, or none."""
-        rows = {place: self.row(*place) for place in itertools.product(self.study.rungs, self.study.schemes)}
+        rows = {place: self.row(*place) for place in itertools.product(self.study.sizes, self.study.schemes)}
         return [
             f"{scheme} at {size}" + (f": {len(row.losses)} of {row.seeds} seeds" if row else "")
             for (size, scheme), row in rows.items()
@@ -287,10 +287,10 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
     """
     runs = _by_connection({record["key"]: record for record in records}.values())
     measured = _by_connection(costs)
-    places = itertools.product(study.rungs, study.schemes)
+    places = itertools.product(study.sizes, study.schemes)
     rows = {place: row for place in places if (row := _row(study, *place, runs, measured))}
-    for size in study.rungs:
-        _share_noise([row for row in rows.values() if row.size == size], study.rungs[size].noise == "pooled")
+    for size in study.sizes:
+        _share_noise([row for row in rows.values() if row.size == size], study.sizes[size].noise == "pooled")
     for row, baseline in itertools.product(rows.values(), study.baselines):
         base = rows.get((row.size, baseline))
         if base is not None and base is not row:
@@ -303,7 +303,7 @@ def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list
     """Records by size, scheme and connection."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        groups.setdefault((record["rung"], record["scheme"], record["connection"]), []).append(record)
+        groups.setdefault((record["size"], record["scheme"], record["connection"]), []).append(record)
     return groups
 
 
@@ -379,7 +379,7 @@ def _row(
 def _answers(study: Study, rows: Mapping[tuple[str, str], Row]) -> list[Answer]:
     """The answers to all questions at all sizes that have a finished row."""
     finished = {row.size for row in rows.values() if row.whole}
-    sizes = [size for size in study.rungs if size in finished] or list(study.rungs)[:1]
+    sizes = [size for size in study.sizes if size in finished] or list(study.sizes)[:1]
     return [
         answer
         for question, size in itertools.product(study.questions.values(), sizes)
@@ -431,7 +431,7 @@ def _searched(
 
     start: where it may have begun, as far as the search before it tells.
     """
-    tuning, moved = study.tuning_at(size), study.rungs[size].over or study.tuning.over
+    tuning, moved = study.tuning_at(size), study.sizes[size].over or study.tuning.over
     length = {max(1, round(tuning.length * r["steps"])) for r in records if r["kind"] == "report"}
     begins = [{key: value for key, value in point.items() if key not in moved} for point in start]
     tuned = [

@@ -57,14 +57,14 @@ def verify(
     data: str | None = None,
     share: float = 0.1,
     schemes: Sequence[str] | None = None,
-    rungs: Sequence[str] | None = None,
+    sizes: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
     progress: bool = True,
 ) -> Iterator[Verified]:
     """Repeat a random share of a study's runs, one at least, and compare them with their records.
 
     Args:
-        schemes, rungs, seeds: the runs to draw from. None for all of them.
+        schemes, sizes, seeds: the runs to draw from. None for all of them.
 
     Raises:
         InputError: the folder holds no such run, or records that the study would not make, which nobody can repeat; or
@@ -73,13 +73,13 @@ def verify(
     """
     plan, rows = open_study(out, data)
     check_names("--schemes", schemes, plan.study.schemes)
-    check_names("--rungs", rungs, plan.study.rungs)
+    check_names("--sizes", sizes, plan.study.sizes)
     finished = {row["key"]: row for row in rows}
     runs = [plan.recorded(row) for row in finished.values()]
     if strange := finished.keys() - {run.key for run in runs}:
         listed = f"{len(strange)} others: {min(strange)!r}"
         raise InputError(f"{out} must hold records of the study's own runs, got {listed}")
-    wanted = {"scheme": schemes, "rung": rungs, "seed": seeds}
+    wanted = {"scheme": schemes, "size": sizes, "seed": seeds}
     asked = [
         run
         for run, row in zip(runs, finished.values())
