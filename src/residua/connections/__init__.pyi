@@ -3,7 +3,6 @@ from residua.connections.attnres import AttentionResiduals as AttentionResiduals
 from residua.connections.attnres_inkling import InklingAttentionResiduals as InklingAttentionResiduals
 from residua.connections.base import Carry as Carry
 from residua.connections.base import Connection as Connection
-from residua.connections.base import Readout as Readout
 from residua.connections.base import Scheme as Scheme
 from residua.connections.base import Stream as Stream
 from residua.connections.deep_delta import DeepDelta as DeepDelta

@@ -172,16 +172,6 @@ def expect_memory(part: nn.Module, memory: StreamMemory | None, x: Tensor) -> No
         )
 
 
-class Readout:
-    """The end of the stream, in place of a following connection: it reads, and nothing is written after it."""
-
-    def __init__(self, collapse: nn.Module):
-        self.collapse = collapse
-
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
-        return self.collapse(state, memory), Carry(state, None)
-
-
 class Stream(nn.Module):
     """A built scheme: `expand` makes the state, `connections` (one per sublayer) update it, `collapse` reads it out.
 

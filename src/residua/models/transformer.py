@@ -1,11 +1,11 @@
 """The language model: a pre-norm Transformer that works with any residual scheme through `read` and `write`.
 
-    state -> read -x-> attention -y-> write -> state -> read -x-> MLP -y-> write -> state -> read -x-> ...
-             '------ connection 2 i ------'             '-- connection 2 i + 1 --'           connection 2 i + 2,
-                    '----------------------------- layer i --------------------------------' or the readout
+    state -> read -x-> attention -y-> write -> state -> read -x-> MLP -y-> write -> state
+             '------ connection 2 i ------'             '-- connection 2 i + 1 --'
+             '------------------------------ layer i ---------------------------'
 
-A layer maps x to x. Before the first layer, `expand` makes the state from the embeddings; after the last, the readout
-collapses it, then norm and head follow.
+Before the first layer, `expand` makes the state from the embeddings; after the last, `collapse` reads it out, then norm
+and head follow.
 """
 
 import warnings
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from residua.connections import Carry, Memory, Projection, Readout, RMSNorm, WideProjection
+from residua.connections import Connection, Memory, Projection, RMSNorm, WideProjection
 from residua.connections.base import as_inputs
 from residua.connections.memory import positions_in, window_of
 from residua.errors import extra
@@ -87,32 +87,15 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class Reader(NamedTuple):
-    """A reader of the state, and its memory of earlier tokens."""
-
-    connection: Any  # a Connection, or at the end a Readout, which only reads
-    memory: Memory | None
-
-
 @dataclass(frozen=True)
-class Readers:
-    """The three readers around one layer, in order; the third opens the next layer, or is the readout.
+class Reader:
+    """The connection around a sublayer, and its memory of earlier tokens.
 
-    Not a tuple: hooks that move the arguments of a layer to its device must leave the connections where they are.
+    Not a tuple: hooks that move the arguments of a layer to its device must leave the connection where it is.
     """
 
-    attention: Reader
-    mlp: Reader
-    following: Reader
-
-
-class Passed(NamedTuple):
-    """The results of a layer: x and carry of the following reader, the penalties, and the state if requested."""
-
-    x: Any
-    carry: Carry
-    penalties: list[Tensor]
-    state: Any
+    connection: Connection
+    memory: Memory | None
 
 
 class Layer(GradientCheckpointingLayer):
@@ -124,18 +107,22 @@ class Layer(GradientCheckpointingLayer):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Any, carry: Carry, readers: Readers, context: AttentionContext, wants_state: bool = False
-    ) -> Passed:
-        """Map x and carry of the attention's read to x and carry of the following reader."""
-        first, (second, memory), following = readers.attention.connection, readers.mlp, readers.following
-        # A state may be wider than the weights of the sublayers.
-        inputs = (part.to(context.dtype) for part in as_inputs(x))
-        x, middle = second.read(first.write(self.attention(*inputs, context=context), carry), memory)
-        state = second.write(self.mlp(*(part.to(context.dtype) for part in as_inputs(x))), middle)
-        x, last = following.connection.read(state, following.memory)
-        terms = [first.penalty(carry.coefficients), second.penalty(middle.coefficients)] if self.training else []
-        penalties = [term for term in terms if term is not None]
-        return Passed(x, last, penalties, state if wants_state else None)
+        self, state: Any, around_attention: Reader, around_mlp: Reader, context: AttentionContext
+    ) -> tuple[Any, list[Tensor]]:
+        """Return the state after both sublayers, and in training the penalties of their connections."""
+        penalties = []
+        for reader, sublayer in (
+            (around_attention, partial(self.attention, context=context)),
+            (around_mlp, self.mlp),
+        ):
+            connection = reader.connection
+            x, carry = connection.read(state, reader.memory)
+            # A state may be wider than the weights of the sublayers.
+            state = connection.write(sublayer(*(part.to(context.dtype) for part in as_inputs(x))), carry)
+            penalty = connection.penalty(carry.coefficients) if self.training else None
+            if penalty is not None:
+                penalties.append(penalty)
+        return state, penalties
 
 
 class Call(NamedTuple):
@@ -152,12 +139,11 @@ class Call(NamedTuple):
     documents: Tensor | None
 
 
-def recomputed(checkpoint: Callable, run: Callable, x: Any, carry: Carry, *others: Any) -> Passed:
-    """Return `run(x, carry, *others)` of a layer, which the backward pass recomputes by means of `checkpoint`."""
+def recomputed(checkpoint: Callable, run: Callable, state: Any, *others: Any) -> Any:
+    """Return `run(state, *others)` of a layer, which the backward pass recomputes by means of `checkpoint`."""
     # The layer's input is kept anyway. Recomputing it would run the layer before, with weights that may be absent.
-    carry = carry._replace(residual=cut(carry.residual))
-    # Reentrant checkpointing tracks only tensors that are direct arguments, not tensors inside a carry.
-    return checkpoint(run, x, carry, *others, use_reentrant=False)
+    # Reentrant checkpointing tracks only tensors that are arguments themselves, and a state may be a pytree of them.
+    return checkpoint(run, cut(state), *others, use_reentrant=False)
 
 
 class ResiduaPreTrainedModel(PreTrainedModel):
@@ -286,29 +272,26 @@ class ResiduaModel(ResiduaPreTrainedModel):
         config = self.config
         depth = config.num_hidden_layers
         remember = partial(memories, cache=call.cache, padding=call.padding, documents=call.documents, num_layers=depth)
-        parts = self.parts
+        parts: Any = self.parts
         first, *others = remember(parts)
         begun = call.cache is not None and stream_layer(call.cache, readouts=True) is not None
         readouts = remember([self.stream.collapse] * (depth - 1), readouts=True) if chosen or begun else []
-        connections = [*parts[1 : 1 + 2 * depth], Readout(self.stream.collapse)]
-        readers = list(map(Reader, connections, others))
+        readers = list(map(Reader, parts[1 : 1 + 2 * depth], others))
+        at_end, *of_keys = others[2 * depth :]
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), first)
-        attention = call.attention._replace(memories=dict(enumerate(others[len(connections) :])))
+        attention = call.attention._replace(memories=dict(enumerate(of_keys)))
         states, penalties = [state], []
         hidden_states: list[Tensor | None] = [embeddings]
 
-        x, carry = readers[0].connection.read(state, readers[0].memory)
         for i, layer in enumerate(self.layers[:depth]):
-            reads_out = i < len(readouts)
-            around = Readers(*readers[2 * i : 2 * i + 3])
-            x, carry, layer_penalties, state = layer(x, carry, around, attention, reads_out or output_states)
+            state, layer_penalties = layer(state, *readers[2 * i : 2 * i + 2], attention)
             penalties += layer_penalties
             states.append(state)
-            wanted = reads_out and (i + 1 in chosen or readouts[i])
+            wanted = i < len(readouts) and (i + 1 in chosen or readouts[i])
             hidden = self.stream.collapse(state, readouts[i]).to(embeddings.dtype) if wanted else None
             hidden_states.append(hidden)
-        hidden_states[-1] = last = self.norm(x.to(embeddings.dtype))
+        hidden_states[-1] = last = self.norm(self.stream.collapse(state, at_end).to(embeddings.dtype))
 
         selected = tuple(hidden if i in chosen else None for i, hidden in enumerate(hidden_states))
         return ResiduaModelOutput(
