@@ -143,15 +143,15 @@ ddl gated-orthogonal residual:expand_kernel=3 | expand_kernel must be 4 unless e
 ddl:operator=v1_eps,k_norm=add | k_norm must be 'rms' unless operator is 'unit'
 ddl:beta_hidden=7 | beta_hidden must be 128 unless beta_head is 'mlp'
 ddl:v_activation=linear,v_scale=2.0 | v_scale must be 4.0 unless v_activation is 'scaled_sigmoid'
-ddl:v_activation=constant,v_bias=false | v_bias must be True unless v_activation is not 'constant'
+ddl:v_activation=constant,v_bias=false | v_bias must be True unless v_activation is 'scaled_sigmoid' or 'linear'
 ddl:v_constant=1.0 | v_constant must be 2.0 unless v_activation is 'constant'
-ddl:map=v,v_input=context | v_input must be 'x_in' unless map is 'k' and v_activation is not 'constant'
-ddl:v_activation=constant,v_input=context | v_input must be 'x_in' unless map is 'k' and v_activation is not 'constant'
+ddl:map=v,v_input=context | v_input must be 'x_in' unless map is 'k' and v_activation is 'scaled_sigmoid' or 'linear'
+ddl:v_activation=constant,v_input=context | v_input must be 'x_in' unless map is 'k' and v_activation is
 ddl:phi_k=linear | phi_k must be 'mlp' unless map is 'v'
-ddl:phi_k_input=x_in | phi_k_input must be 'context' unless phi_k of the v-Map is a map of it
-ddl:map=v,phi_k=attention,phi_k_input=x_in | phi_k_input must be 'context' unless phi_k of the v-Map is a map of it
-ddl:phi_k_rank=3 | phi_k_rank must be None unless phi_k of the v-Map has a hidden width
-ddl:map=v,phi_k=linear,phi_k_rank=3 | phi_k_rank must be None unless phi_k of the v-Map has a hidden width
+ddl:phi_k_input=x_in | phi_k_input must be 'context' unless map is 'v' and phi_k is 'linear' or 'mlp'
+ddl:map=v,phi_k=attention,phi_k_input=x_in | phi_k_input must be 'context' unless map is 'v' and phi_k is 'linear'
+ddl:phi_k_rank=3 | phi_k_rank must be None unless map is 'v' and phi_k is 'mlp' or
+ddl:map=v,phi_k=linear,phi_k_rank=3 | phi_k_rank must be None unless map is 'v' and phi_k is 'mlp' or
 denseformer:dilation=0 | dilation must be at least 1
 denseformer:period=0 | period must be at least 1
 edelta:hidden=0 | hidden must be at least 1
@@ -178,12 +178,12 @@ gated-orthogonal:scale=0.0 | scale must be a positive number
 gated-orthogonal:gate=one,scale=2.0 | scale must be 1.0 unless gate is 'token' or 'static'
 gated-orthogonal:eps=0.0 | eps must be a positive number
 gated-residual ihc mhc-deepseek:weight_std=-1.0 | weight_std must be 0 or more
-gated-residual mhc-deepseek:weight_std=0.1,start=residual | weight_std must be 0.02 unless start='published'
+gated-residual mhc-deepseek:weight_std=0.1,start=residual | weight_std must be 0.02 unless start is 'published'
 hc:num_streams=0 | num_streams must be at least 1
 ihc:magnitude=1.0 | magnitude must be a number above 1
 ihc mhc-deepseek:gate_eps=-1e-06 | gate_eps must be 0 or more, far below 1 / num_streams
 ihc mhc-deepseek:gate_eps=0.2 | gate_eps must be 0 or more, far below 1 / num_streams
-ihc:weight_std=0.1,start=residual | weight_std must be 0.006 unless start='published'
+ihc:weight_std=0.1,start=residual | weight_std must be 0.006 unless start is 'published'
 jpmhc:alpha=0.0 | alpha must be a positive number
 jpmhc:steps=0 | steps must be at least 1
 krom:num_streams=1 | num_streams must be a power of 2, at least 2
@@ -201,7 +201,7 @@ mhc mhc-deepseek:iterations=0 | iterations must be at least 1
 mhc:alpha_init=0.0 | alpha_init must be a finite number other than 0
 mhc-glm:pre=previous | head must be 'sigmoid' with pre='previous'
 mudd:layers=0 | layers must be at least 1
-mudd:prepost_norm=true,layers=2 | layers must be None unless prepost_norm is false
+mudd:prepost_norm=true,layers=2 | layers must be None unless prepost_norm is False
 mudd:hidden_multiple=0 | hidden_multiple must be at least 1
 mudd:expand_last=0 | expand_last must be at least 1
 pooled-householder:beta_init=2.5 | beta_init must be a number in [0, 2]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -18,11 +18,20 @@ from residua.connections.ends import (
     TokenCompress,
     TokenConv,
 )
-from residua.connections.options import Rows, Taps, require_option
+from residua.connections.options import OnlyIf, Rows, Taps, only_with, require_option
 from residua.connections.recomputing import RecomputingScheme
 from residua.connections.spec import TensorSpec
 
 Compressor = TokenCompress | ChannelCompress | OnlyStream
+
+
+def _compresses(scheme: "ChannelScheme") -> bool:
+    return scheme.compress is not None or scheme.value_channels > 1
+
+
+def _convolves(scheme: "ChannelScheme") -> bool:
+    read = scheme.compress != "channel" or scheme.compress_form == "read"
+    return _compresses(scheme) and (read or scheme.compress_kernel == scheme.value_channels)
 
 
 @dataclass(frozen=True)
@@ -44,12 +53,14 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
 
     value_channels: Rows = 1
     compress: Literal["token", "channel"] | None = None
-    compress_kernel: Taps | None = None
-    compress_form: Literal["read", "direct"] = "read"
-    compress_causal: bool = False
-    compress_sharing: Literal["block", "separate"] = "block"
+    compress_kernel: Annotated[Taps | None, OnlyIf("compress convolves", _convolves)] = None
+    compress_form: Annotated[Literal["read", "direct"], only_with(compress="channel")] = "read"
+    compress_causal: Annotated[bool, only_with(compress="channel", compress_form="read")] = False
+    compress_sharing: Annotated[
+        Literal["block", "separate"], OnlyIf("compress is 'token' or 'channel'", _compresses)
+    ] = "block"
     expand: Literal["repeat", "conv"] = "repeat"
-    expand_kernel: Taps = 4
+    expand_kernel: Annotated[Taps, only_with(expand="conv")] = 4
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,18 +75,6 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
                 self.compress_kernel <= self.value_channels,
                 f"at most value_channels ({self.value_channels}) taps with channel compression",
             )
-
-    @property
-    def channel_uses(self) -> dict[str, tuple[bool, str]]:
-        """Return for `options.expect_used` which of these options have an effect."""
-        convolves = self.compress == "token" or (self.compress == "channel" and self.compress_form == "read")
-        return {
-            "compress_kernel": (convolves or self.compress_kernel == self.value_channels, "compress convolves"),
-            "compress_form": (self.compress == "channel", "compress is 'channel'"),
-            "compress_causal": (convolves and self.compress == "channel", "compress is 'channel' in form 'read'"),
-            "compress_sharing": (self.compress is not None, "compress is 'token' or 'channel'"),
-            "expand_kernel": (self.expand == "conv", "expand is 'conv'"),
-        }
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.value_channels, dim) if self.has_stream_axis else (dim,))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from residua.connections.base import Carry, Connection, Scheme, State
 from residua.connections.ends import TokenConv
 from residua.connections.facts import Mixing, RankOne
 from residua.connections.memory import Memory, window_of
-from residua.connections.options import Taps, expect_used, require_option
+from residua.connections.options import Taps, only_with, require_option
 from residua.connections.phases import Borrowed
 
 
@@ -43,11 +43,7 @@ class BranchScheme(Scheme):
     """
 
     branch: Literal["conv"] | None = None
-    branch_kernel: Taps = 4
-
-    def __post_init__(self):
-        super().__post_init__()
-        expect_used(self, {"branch_kernel": (self.branch is not None, "branch is 'conv'")})
+    branch_kernel: Annotated[Taps, only_with(branch="conv")] = 4
 
     def connected(
         self,

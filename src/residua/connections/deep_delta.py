@@ -7,7 +7,7 @@ v-Map: the sublayer's output gives the value v; k is a map phi_k of the context 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,10 +16,13 @@ from residua.connections.branches import Direction, Gate, Pool, Value
 from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory, current, remembered
-from residua.connections.options import Beta, expect_used, require_option
+from residua.connections.options import Beta, only_with, require_option
 from residua.connections.projection import Projection
 from residua.errors import Count, Finite, Positive
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
+
+MAPPED = ("scaled_sigmoid", "linear")  # activations of a value that is a map
+NETS = ("mlp", "pool_mlp", "flatten_mlp", "attention")  # forms of phi_k with a hidden width
 
 
 class DeltaCoefficients(NamedTuple):
@@ -76,50 +79,28 @@ class DeepDelta(ChannelScheme):
     activations: ClassVar[tuple[str, ...]] = ("k",)  # the raw direction of a v-Map
 
     map: Literal["k", "v"] = "k"
-    k_norm: KNorm = "rms"
+    k_norm: Annotated[KNorm, only_with(operator="unit")] = "rms"
     k_eps: Positive = 1e-5
-    k_proj: bool = False
+    k_proj: Annotated[bool, only_with(map="k")] = False
     operator: Literal["unit", "v1_eps"] = "unit"
     beta_init: Beta = 1.0
     beta_head: Literal["linear", "mlp"] = "linear"
-    beta_hidden: Count = 128
+    beta_hidden: Annotated[Count, only_with(beta_head="mlp")] = 128
     beta_input: Literal["context", "pool_mean", "flatten", "conv", "sublayer_out"] = "context"
     v_activation: Literal["scaled_sigmoid", "linear", "constant"] = "scaled_sigmoid"
-    v_scale: Finite = 4.0
-    v_bias: bool = True
-    v_constant: Finite = 2.0
-    v_input: Literal["x_in", "context"] = "x_in"
-    phi_k: Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"] = "mlp"
-    phi_k_input: Literal["context", "x_in"] = "context"
-    phi_k_rank: Count | None = None
+    v_scale: Annotated[Finite, only_with(v_activation="scaled_sigmoid")] = 4.0
+    v_bias: Annotated[bool, only_with(v_activation=MAPPED)] = True
+    v_constant: Annotated[Finite, only_with(v_activation="constant")] = 2.0
+    v_input: Annotated[Literal["x_in", "context"], only_with(map="k", v_activation=MAPPED)] = "x_in"
+    phi_k: Annotated[Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"], only_with(map="v")] = "mlp"
+    phi_k_input: Annotated[Literal["context", "x_in"], only_with(map="v", phi_k=("linear", "mlp"))] = "context"
+    phi_k_rank: Annotated[Count | None, only_with(map="v", phi_k=NETS)] = None
     init: Literal["average", "authors"] = "average"
 
     def __post_init__(self):
         super().__post_init__()
-        if self.map == "v":
-            require_option(
-                self, "v_activation", self.v_activation != "constant", "'scaled_sigmoid' or 'linear' with the v-Map"
-            )
-        mapped = "v_activation is not 'constant'"
-        expect_used(
-            self,
-            {
-                **self.channel_uses,
-                "k_norm": (self.operator == "unit", "operator is 'unit'"),
-                "k_proj": (self.map == "k", "map is 'k'; the direction of the v-Map is phi_k"),
-                "beta_hidden": (self.beta_head == "mlp", "beta_head is 'mlp'"),
-                "v_scale": (self.v_activation == "scaled_sigmoid", "v_activation is 'scaled_sigmoid'"),
-                "v_bias": (self.v_activation != "constant", mapped),
-                "v_constant": (self.v_activation == "constant", "v_activation is 'constant'"),
-                "v_input": (self.map == "k" and self.v_activation != "constant", f"map is 'k' and {mapped}"),
-                "phi_k": (self.map == "v", "map is 'v'"),
-                "phi_k_input": (
-                    self.map == "v" and self.phi_k in ("linear", "mlp"),
-                    "phi_k of the v-Map is a map of it",
-                ),
-                "phi_k_rank": (self.map == "v" and self.phi_k != "linear", "phi_k of the v-Map has a hidden width"),
-            },
-        )
+        valued = self.map == "k" or self.v_activation != "constant"
+        require_option(self, "v_activation", valued, "'scaled_sigmoid' or 'linear' with the v-Map")
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         return self.stream(

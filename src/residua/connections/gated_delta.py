@@ -21,10 +21,19 @@ from residua.connections.channels import ChannelConnection, ChannelScheme, Compr
 from residua.connections.facts import GateFacts, RankOne
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import OnlyIf, only_with, require_option
 from residua.connections.sharded import on_whole_tensors
 from residua.errors import Count, Positive, Range
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
+
+ON_CHANNELS = OnlyIf(
+    "something is erased from several value channels",
+    lambda scheme: scheme.erase != "none" and scheme.value_channels > 1,
+)
+ON_DIRECTION = OnlyIf(
+    "something is erased or write is 'value'", lambda scheme: scheme.erase != "none" or scheme.write == "value"
+)
+GATED = OnlyIf("there is a gate", lambda scheme: ON_DIRECTION.holds(scheme) or scheme.write_gate)
 
 
 class GatedDeltaCoefficients(NamedTuple):
@@ -73,39 +82,22 @@ class GatedDelta(ChannelScheme):
     divisors: ClassVar[tuple[str, ...]] = ("heads",)
 
     erase: Literal["signed", "positive", "none", "coupled"] = "signed"
-    scale: Annotated[float, Range("a number above 0, at most 2", lambda x: 0 < x <= 2)] = 2.0
-    channel_gates: bool = False
+    scale: Annotated[
+        float, Range("a number above 0, at most 2", lambda x: 0 < x <= 2), only_with(erase=("signed", "positive"))
+    ] = 2.0
+    channel_gates: Annotated[bool, ON_CHANNELS] = False
     write: Literal["output", "value"] = "output"
-    write_gate: bool = False
-    v_activation: Literal["scaled_sigmoid", "linear"] = "scaled_sigmoid"
+    write_gate: Annotated[bool, only_with(write="output")] = False
+    v_activation: Annotated[Literal["scaled_sigmoid", "linear"], only_with(write="value")] = "scaled_sigmoid"
     rank: Count = 1
-    heads: Count = 1
-    k_eps: Positive = 1e-5
+    heads: Annotated[Count, GATED] = 1
+    k_eps: Annotated[Positive, ON_DIRECTION] = 1e-5
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(
-            self, "erase", self.erase != "coupled" or self.write == "value", "another choice unless write is 'value'"
-        )
-        gated = (self.erase in ("signed", "positive"), "erase is 'signed' or 'positive'")
-        output, value = ((self.write == name, f"write is '{name}'") for name in ("output", "value"))
-        directed = (self.erase != "none" or value[0], "something is erased or write is 'value'")
-        expect_used(
-            self,
-            {
-                **self.channel_uses,
-                "scale": gated,
-                "channel_gates": (
-                    self.erase != "none" and self.value_channels > 1,
-                    "something is erased from several value channels",
-                ),
-                "write_gate": output,
-                "v_activation": value,
-                "k_eps": directed,
-                "heads": (directed[0] or self.write_gate, "there is a gate"),
-            },
-        )
-        parts = value[0] or self.write_gate or self.channel_gates or self.expand == "conv"
+        uncoupled = self.erase != "coupled" or self.write == "value"
+        require_option(self, "erase", uncoupled, "another choice unless write is 'value'")
+        parts = self.write == "value" or self.write_gate or self.channel_gates or self.expand == "conv"
         require_option(
             self,
             "value_channels",

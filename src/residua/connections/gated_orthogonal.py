@@ -9,7 +9,7 @@ equally a residual scale 1 - e <h, x> / |x|^2 that depends on the token.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import FixedGate, GateCoefficients, StaticGate, TokenGate
 from residua.connections.memory import Memory
-from residua.connections.options import expect_used
+from residua.connections.options import only_with
 from residua.connections.single_stream import SingleStreamScheme
 from residua.errors import Count, Positive
 from residua.ops import orthogonal_update, residual_scale
@@ -50,14 +50,10 @@ class GatedOrthogonal(SingleStreamScheme):
     divisors: ClassVar[tuple[str, ...]] = ("heads",)
 
     gate: Literal["token", "static", "one"] = "token"
-    scale: Positive = 1.0
+    scale: Annotated[Positive, only_with(gate=("token", "static"))] = 1.0
     heads: Count = 1
     sublayers: Literal["all", "attention", "mlp"] = "all"
     eps: Positive = 1e-6
-
-    def __post_init__(self):
-        super().__post_init__()
-        expect_used(self, {"scale": (self.gate != "one", "gate is 'token' or 'static'")})
 
     @property
     def source(self) -> str:

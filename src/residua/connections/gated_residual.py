@@ -6,7 +6,7 @@ As `qwen4_exp` in transformers. The norm is part of the read, one for each strea
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from residua.connections.facts import Mixing
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
-from residua.connections.options import expect_used
+from residua.connections.options import only_with
 from residua.connections.projection import Projection, WideProjection, is_plain
 from residua.connections.sharded import on_whole_tensors
 from residua.errors import Count, NotNegative
@@ -48,13 +48,9 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     residual_start: ClassVar[dict[str, Any]] = {"start": "residual", "head": "mean", "weight_std": 0.02}
 
     rank: Count = 320
-    weight_std: NotNegative = 0.02
+    weight_std: Annotated[NotNegative, only_with(start="published")] = 0.02
     head: Literal["gated", "mean"] = "gated"
     start: Literal["published", "residual"] = "published"
-
-    def __post_init__(self):
-        super().__post_init__()
-        expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [GatedConnection(self, dim, i, norm(i)) for i in range(num_sublayers)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from residua.connections.gates import logit
 from residua.connections.hyper import SPREAD, MixingCoefficients, MixingConnection
-from residua.connections.options import Factor
+from residua.connections.options import Factor, only_with
 from residua.connections.stream_logits import (
     ProductionHyperConnections,
     even_biases,
@@ -45,7 +45,7 @@ class IndependentHyperConnections(ProductionHyperConnections):
 
     magnitude: Annotated[float, Range("a number above 1, the initial write weight", lambda x: 1 < x < math.inf)] = 2.0
     scale_init: Factor = 0.01
-    weight_std: NotNegative = 0.006
+    weight_std: Annotated[NotNegative, only_with(start="published")] = 0.006
     start: Literal["published", "residual", "mirrored"] = "published"  # type: ignore[assignment]
 
     @property

@@ -11,7 +11,7 @@ passes the gated orthogonal update (gated_orthogonal.py).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,20 @@ from residua.connections.compressing import CompressingConnection
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import Scale, TokenGate
 from residua.connections.memory import Memory, window_of
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import OnlyIf, require_option
 from residua.connections.single_stream import SingleStreamScheme
 from residua.connections.spec import TensorSpec
 from residua.errors import Finite
 from residua.ops import at_least_float32, orthogonal_update, residual_scale, scaled_sum
+
+HAS_R = OnlyIf("r is a number", lambda scheme: scheme.r is not None)
+HAS_Z = OnlyIf("z is a number", lambda scheme: scheme.z is not None)
+HAS_R_OR_Z = OnlyIf("r or z is a number", lambda scheme: (scheme.r, scheme.z) != (None, None))
+HAS_SCALE = OnlyIf("there is a scale", lambda scheme: (scheme.r, scheme.z, scheme.p) != (None, None, None))
+MAY_SHIFT = OnlyIf(
+    "r and p are numbers, r_every='sublayer' and when='write'",
+    lambda scheme: None not in (scheme.r, scheme.p) and (scheme.r_every, scheme.when) == ("sublayer", "write"),
+)
 
 
 class ScaleCoefficients(NamedTuple):
@@ -76,15 +85,15 @@ class Lambdas(SingleStreamScheme):
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"r_last": ("r",), "z_last": ("z",)}
 
     r: Finite | None = 1.0
-    r_last: Finite | None = None
-    r_every: Literal["block", "sublayer"] = "block"
+    r_last: Annotated[Finite | None, HAS_R] = None
+    r_every: Annotated[Literal["block", "sublayer"], HAS_R] = "block"
     z: Finite | None = 0.0
-    z_last: Finite | None = None
-    z_every: Literal["block", "sublayer"] = "block"
-    when: Literal["read", "write"] = "read"
+    z_last: Annotated[Finite | None, HAS_Z] = None
+    z_every: Annotated[Literal["block", "sublayer"], HAS_Z] = "block"
+    when: Annotated[Literal["read", "write"], HAS_R_OR_Z] = "read"
     p: Finite | None = None
-    per_channel: bool = False
-    bias: bool = False
+    per_channel: Annotated[bool, HAS_SCALE] = False
+    bias: Annotated[bool, MAY_SHIFT] = False
     backout: Finite | None = None
     norm: Literal["pre", "post"] = "pre"
     gate: Literal["none", "token"] = "none"
@@ -95,21 +104,6 @@ class Lambdas(SingleStreamScheme):
             require_option(self, name, self.norm == "pre" or getattr(self, name) is None, "None with norm='post'")
         ungated = self.norm == "post" or self.when == "write"
         require_option(self, "gate", self.gate == "none" or not ungated, "'none' with norm='post' or when='write'")
-        expect_used(
-            self,
-            {
-                "r_last": (self.r is not None, "r is a number"),
-                "r_every": (self.r is not None, "r is a number"),
-                "z_last": (self.z is not None, "z is a number"),
-                "z_every": (self.z is not None, "z is a number"),
-                "when": (self.r is not None or self.z is not None, "r or z is a number"),
-                "per_channel": (any(x is not None for x in (self.r, self.z, self.p)), "there is a scale"),
-                "bias": (
-                    self.r is not None and self.p is not None and (self.r_every, self.when) == ("sublayer", "write"),
-                    "r and p are numbers, r_every='sublayer' and when='write'",
-                ),
-            },
-        )
 
     @property
     def kept(self) -> int:

@@ -7,7 +7,7 @@ h_pre in (0, 1), h_post in (0, 2), and h_res is doubly stochastic: mixing cannot
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from residua.connections.ends import MeanStreams, Same
 from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import Scale
 from residua.connections.hyper import CutConnection, MixingCoefficients, MixingConnection, MixingScheme
-from residua.connections.options import Factor, Steps, expect_used, require_option
+from residua.connections.options import Factor, Steps, only_with, require_option
 from residua.connections.spec import TensorSpec
 from residua.connections.stream_logits import StreamLogits, reading_biases
 from residua.ops import hyper_read, permutation_mixture, sinkhorn
@@ -59,7 +59,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
     iterations: Steps = 20
     alpha_init: Factor = 0.01
-    start: Literal["prefer", "residual"] = "prefer"
+    start: Annotated[Literal["prefer", "residual"], only_with(layout="copies")] = "prefer"
 
     def __post_init__(self):
         super().__post_init__()
@@ -67,8 +67,8 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
             require_option(
                 self, "num_streams", self.num_streams <= 5, "at most 5 with mixing='permutations', as there are n!"
             )
-        copies = (self.layout == "copies", "layout is 'copies'")
-        expect_used(self, {"start": copies, "expand": copies})
+        copies = self.layout == "copies" or not self.streams_differ
+        require_option(self, "expand", copies, "'copies' unless layout is 'copies'")
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim) if self.layout == "copies" else (dim,))

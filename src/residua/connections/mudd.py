@@ -8,7 +8,7 @@ averages only near the end, of few outputs, and gates on what is kept and writte
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from residua.connections.facts import DepthWeights
 from residua.connections.gates import Scale
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
-from residua.connections.options import expect_used, require_option
+from residua.connections.options import only_with, require_option
 from residua.connections.projection import WideProjection
 from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
@@ -71,9 +71,9 @@ class MultiwayDynamicDense(Scheme):
     residual_start: ClassVar[dict[str, str]] = {}
 
     ways: Literal["qkvr", "vr", "r"] = "qkvr"
-    layers: Count | None = None
-    sources: tuple[int, ...] | None = None
-    write_gates: bool = False
+    layers: Annotated[Count | None, only_with(prepost_norm=False)] = None
+    sources: Annotated[tuple[int, ...] | None, only_with(prepost_norm=False)] = None
+    write_gates: Annotated[bool, only_with(prepost_norm=False)] = False
     prepost_norm: bool = False
     hidden_multiple: Count = 64
     expand_last: Count = 4
@@ -83,8 +83,6 @@ class MultiwayDynamicDense(Scheme):
         named = self.sources or ()
         distinct = min(named, default=0) >= 0 and len(set(named)) == len(named)
         require_option(self, "sources", distinct, "numbers of outputs from 0, each once, or null")
-        everywhere = (not self.prepost_norm, "prepost_norm is false")
-        expect_used(self, dict.fromkeys(("layers", "sources", "write_gates"), everywhere))
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return block_outputs(boundary, dim)

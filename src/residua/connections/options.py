@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from residua.errors import Count, Range, at_most, refusal
+from residua.errors import Count, Range, at_most, refusal, types_of
 
 Rows = Annotated[Count, at_most(256)]
 SeveralRows = Annotated[int, Range("at least 2", lambda x: x >= 2), at_most(256)]
@@ -39,6 +39,27 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+@dataclass(frozen=True)
+class OnlyIf:
+    """The condition under which an option has an effect: in words, and as a function that says whether it holds.
+
+    `Annotated[int, OnlyIf(...)]` declares it. An option that is set without effect is refused, because the user expects
+    one.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def only_with(**options: Any) -> OnlyIf:
+    """Return the condition that each of these other options has this value, or one of these values."""
+    choices = {name: value if isinstance(value, tuple) else (value,) for name, value in options.items()}
+    words = (f"{name} is {' or '.join(map(repr, values))}" for name, values in choices.items())
+    return OnlyIf(
+        " and ".join(words), lambda scheme: all(getattr(scheme, name) in values for name, values in choices.items())
+    )
+
+
 def check_options(kind: type, options: Mapping[str, Any]) -> None:
     """Raise ValueError for the first of the `options` that is not of the type and in the range that `kind` declares."""
     for name, value in options.items():
@@ -46,19 +67,17 @@ def check_options(kind: type, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{kind.__name__}: {name} {wrong}")
 
 
+def check_effects(scheme: Any) -> None:
+    """Raise ValueError for an option of `scheme` that is set but has no effect with the others."""
+    kind: type = type(scheme)
+    declared = types_of(kind, include_extras=True)
+    for field in fields(scheme):
+        for part in getattr(declared[field.name], "__metadata__", ()):
+            if isinstance(part, OnlyIf) and getattr(scheme, field.name) != field.default:
+                require_option(scheme, field.name, part.holds(scheme), f"{field.default!r} unless {part.words}")
+
+
 def require_option(scheme: Any, name: str, condition: bool, expected: str) -> None:
     """Raise ValueError unless `condition` holds: the field `name` of `scheme`, the text `expected`, and its value."""
     if not condition:
         raise ValueError(f"{type(scheme).__name__}: {name} must be {expected}, got {getattr(scheme, name)!r}")
-
-
-def expect_used(scheme: Any, uses: dict[str, tuple[bool, str]]) -> None:
-    """Raise ValueError for an option that is set but has no effect, because the user expects one.
-
-    uses: for an option, whether it has an effect given the other options, and the condition in words.
-    """
-    for field in fields(scheme):
-        used, when = uses.get(field.name, (True, ""))
-        require_option(
-            scheme, field.name, used or getattr(scheme, field.name) == field.default, f"{field.default!r} unless {when}"
-        )

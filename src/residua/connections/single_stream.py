@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from residua.connections.base import State, Stream
 from residua.connections.compressing import BranchScheme, CompressingConnection
 from residua.connections.ends import Collapse, Copies, Same, TokenCompress, TokenConv
 from residua.connections.memory import Memory
-from residua.connections.options import Taps, expect_used
+from residua.connections.options import Taps, only_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,10 @@ class SingleStreamScheme(BranchScheme):
     """
 
     compress: Literal["token"] | None = None
-    compress_kernel: Taps = 4
-    compress_sharing: Literal["block", "separate"] = "block"
+    compress_kernel: Annotated[Taps, only_with(compress="token")] = 4
+    compress_sharing: Annotated[Literal["block", "separate"], only_with(compress="token")] = "block"
     expand: Literal["repeat", "conv"] = "repeat"
-    expand_kernel: Taps = 4
-
-    def __post_init__(self):
-        super().__post_init__()
-        reads, expands = (self.compress == "token", "compress is 'token'"), (self.expand == "conv", "expand is 'conv'")
-        expect_used(self, {"compress_kernel": reads, "compress_sharing": reads, "expand_kernel": expands})
+    expand_kernel: Annotated[Taps, only_with(expand="conv")] = 4
 
     def stream(
         self,

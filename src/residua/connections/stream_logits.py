@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import Scale, logit
 from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
-from residua.connections.options import Factor, expect_used, require_option
+from residua.connections.options import Factor, only_with, require_option
 from residua.connections.projection import WideProjection, project_normalised
 from residua.connections.sharded import on_whole_tensors
 from residua.errors import NotNegative
@@ -96,7 +96,7 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
 
     gate_eps: float = 1e-6
     scale_init: Factor = 1.0
-    weight_std: NotNegative = 0.02
+    weight_std: Annotated[NotNegative, only_with(start="published")] = 0.02
     head: Literal["sigmoid", "mean"] = "sigmoid"
     start: Literal["published", "residual"] = "published"
 
@@ -105,7 +105,6 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
         require_option(
             self, "gate_eps", 0 <= self.gate_eps < 0.5 / self.num_streams, "0 or more, far below 1 / num_streams"
         )
-        expect_used(self, {"weight_std": (self.start == "published", "start='published'")})
 
     @property
     def residual_start(self) -> Mapping[str, Any]:
