@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua import Stream
-from residua.connections.compressing import BranchScheme
+from residua.connections.compressing import CompressingScheme
 from residua.connections.ends import TokenConv
 from support.stream_cases import DIM, built
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, every, normal, perturbed
 
 
-def beside_plain(scheme: BranchScheme, **options: float) -> tuple[Stream, Stream]:
+def beside_plain(scheme: CompressingScheme, **options: float) -> tuple[Stream, Stream]:
     """The stream of a scheme, and that of the scheme without convolutions, with the same parameters."""
     ours, plain = built(scheme, **options), built(replace(scheme, branch=None, branch_kernel=4))
     states = {name.replace(".inner.", "."): p for name, p in ours.state_dict().items() if ".convolution." not in name}
@@ -30,7 +30,7 @@ def convolved(y: Tensor, taps: Tensor) -> Tensor:
     return y + F.conv1d(padded, taps.flip(0).T.unsqueeze(1), groups=y.shape[-1]).mT
 
 
-@every(BranchScheme, branch="conv")
+@every(CompressingScheme, branch="conv")
 def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
     ours, plain = beside_plain(scheme, noise=0.3)
     sublayers = bare_sublayers(DIM, len(ours.connections))
@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
         assert_close(a, b)
 
 
-@every(BranchScheme, branch="conv")
+@every(CompressingScheme, branch="conv")
 def test_it_starts_as_the_scheme_without_to_the_bit(scheme):
     x, sublayers = normal(2, 6, DIM), bare_sublayers(DIM, 6)
     ours, plain = beside_plain(scheme)

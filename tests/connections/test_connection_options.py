@@ -138,7 +138,6 @@ ddl:compress_kernel=3 | compress_kernel must be None unless compress convolves
 ddl:value_channels=3,compress=channel,compress_form=direct,compress_kernel=2 | compress_kernel must be None
 ddl:value_channels=3,compress=channel,compress_form=direct,compress_causal=true | compress_causal must be False
 ddl:value_channels=3,compress=token,compress_causal=true | compress_causal must be False
-ddl:compress_sharing=separate | compress_sharing must be 'block' unless compress is 'token' or 'channel'
 ddl gated-orthogonal residual:expand_kernel=3 | expand_kernel must be 4 unless expand is 'conv'
 ddl:operator=v1_eps,k_norm=add | k_norm must be 'rms' unless operator is 'unit'
 ddl:beta_hidden=7 | beta_hidden must be 128 unless beta_head is 'mlp'
@@ -210,7 +209,7 @@ residual:branch=conv,branch_kernel=0 | branch_kernel must be at least 1
 residual:expand=conv,expand_kernel=0 | expand_kernel must be at least 1
 residual:compress=token,compress_kernel=0 | compress_kernel must be at least 1
 residual:compress_kernel=3 | compress_kernel must be 4 unless compress is 'token'
-residual:compress_sharing=separate | compress_sharing must be 'block' unless compress is 'token'
+ddl residual:compress_sharing=separate | compress_sharing must be 'block' unless compress is not null
 wide:spread=-0.1 | spread must be 0 or more
 wide:retention=1.0 | retention must be a number above 0 and below 1
 wide:retention=0.8 | retention must be above 1 - max_forget, 0.9, or null

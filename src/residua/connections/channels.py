@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from residua.connections.base import State, Stream
-from residua.connections.compressing import BranchScheme, CompressingConnection
+from residua.connections.compressing import CompressingConnection, CompressingScheme
 from residua.connections.ends import (
     ChannelCompress,
-    Collapse,
     CompressStart,
     OnlyStream,
     Repeat,
@@ -25,17 +24,13 @@ from residua.connections.spec import TensorSpec
 Compressor = TokenCompress | ChannelCompress | OnlyStream
 
 
-def _compresses(scheme: "ChannelScheme") -> bool:
-    return scheme.compress is not None or scheme.value_channels > 1
-
-
 def _convolves(scheme: "ChannelScheme") -> bool:
-    read = scheme.compress != "channel" or scheme.compress_form == "read"
-    return _compresses(scheme) and (read or scheme.compress_kernel == scheme.value_channels)
+    reads = scheme.compress != "channel" or scheme.compress_form == "read"
+    return scheme.compresses and (reads or scheme.compress_kernel == scheme.value_channels)
 
 
 @dataclass(frozen=True)
-class ChannelScheme(RecomputingScheme, BranchScheme):
+class ChannelScheme(RecomputingScheme, CompressingScheme):
     """A scheme whose state has the value channels of Deep Delta Learning.
 
     value_channels   d_v, the rows of the state; 1 for a single residual stream
@@ -44,23 +39,18 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
     compress_kernel  number of taps; None means 4 for "token", value_channels for "channel"
     compress_form    "read": convolution and read vector (the code), "direct": one weight per channel (the paper)
     compress_causal  the channel convolution sees only channels up to its own (form "read")
-    compress_sharing one compressor for the two sublayers of a "block", or "separate" ones
-    expand           "repeat" the embedding over the channels, or "conv": a causal convolution that starts as "repeat"
-    expand_kernel    taps of that convolution
     """
 
     derived: ClassVar[dict[str, tuple[str, ...]]] = {"compress_kernel": ("compress", "value_channels")}
 
     value_channels: Rows = 1
-    compress: Literal["token", "channel"] | None = None
     compress_kernel: Annotated[Taps | None, OnlyIf("compress convolves", _convolves)] = None
     compress_form: Annotated[Literal["read", "direct"], only_with(compress="channel")] = "read"
     compress_causal: Annotated[bool, only_with(compress="channel", compress_form="read")] = False
-    compress_sharing: Annotated[
-        Literal["block", "separate"], OnlyIf("compress is 'token' or 'channel'", _compresses)
-    ] = "block"
-    expand: Literal["repeat", "conv"] = "repeat"
-    expand_kernel: Annotated[Taps, only_with(expand="conv")] = 4
+
+    @property
+    def compresses(self) -> bool:
+        return self.compress is not None or self.value_channels > 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -69,12 +59,9 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
         if self.compress is not None and self.compress_kernel is None:
             object.__setattr__(self, "compress_kernel", 4 if self.compress == "token" else self.value_channels)
         if self.compress == "channel":
-            require_option(
-                self,
-                "compress_kernel",
-                self.compress_kernel <= self.value_channels,
-                f"at most value_channels ({self.value_channels}) taps with channel compression",
-            )
+            few = self.compress_kernel <= self.value_channels
+            most = f"at most value_channels ({self.value_channels}) taps with channel compression"
+            require_option(self, "compress_kernel", few, most)
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.value_channels, dim) if self.has_stream_axis else (dim,))
@@ -82,7 +69,7 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
     @property
     def has_stream_axis(self) -> bool:
         """Whether the state is (batch, seq, streams, dim), not (batch, seq, dim)."""
-        return self.value_channels > 1 or self.compress is not None or self.expand == "conv"
+        return self.compresses or self.expand == "conv"
 
     def build_compress(self, dim: int, start: CompressStart) -> Compressor:
         """Build one compressor, (batch, seq, streams, dim) -> (batch, seq, dim); `start` is `init` of its class."""
@@ -98,15 +85,12 @@ class ChannelScheme(RecomputingScheme, BranchScheme):
         self, dim: int, num_sublayers: int, compressor: Callable[[int], Compressor], connection: Callable[..., Any]
     ) -> Stream:
         """Return the stream of `connection(i, compress)` for each sublayer; `compressor(j)` makes compressor j."""
-        sharing = "separate" if self.compress is None else self.compress_sharing
-        connections, readout = self.connected(dim, num_sublayers, sharing, compressor, connection)
         if not self.has_stream_axis:
-            return Stream(Same(), connections, Same())
+            return self.stack(Same(), dim, num_sublayers, compressor, connection, lambda _: Same())
+        expand: nn.Module = Repeat(self.value_channels)
         if self.expand == "conv":
-            expand: nn.Module = TokenConv(dim, self.expand_kernel, self.value_channels)
-        else:
-            expand = Repeat(self.value_channels)
-        return Stream(expand, connections, Collapse(readout))
+            expand = TokenConv(dim, self.expand_kernel, self.value_channels)
+        return self.stack(expand, dim, num_sublayers, compressor, connection)
 
 
 class ChannelConnection(CompressingConnection):

@@ -1,4 +1,4 @@
-"""Connections that read the state through a compressor and may convolve what they write, and the stacks of them."""
+"""The convolutions of Deep Delta Learning, for its own state and for single streams: what reads, writes and expands."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Connection, Scheme, State
-from residua.connections.ends import TokenConv
+from residua.connections.base import Carry, Connection, Scheme, State, Stream
+from residua.connections.ends import Collapse, Copies, Same, TokenCompress, TokenConv
 from residua.connections.facts import Mixing, RankOne
 from residua.connections.memory import Memory, window_of
-from residua.connections.options import Taps, only_with, require_option
+from residua.connections.options import OnlyIf, Taps, only_with, require_option
 from residua.connections.phases import Borrowed
 
 
@@ -34,35 +34,49 @@ class CompressingConnection(Connection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BranchScheme(Scheme):
-    """A scheme whose sublayers' outputs may be convolved before they are written.
+class CompressingScheme(Scheme):
+    """A scheme with the convolutions of Deep Delta Learning over the tokens: before, behind and beside its sublayers.
 
-    branch         None: a sublayer's output is written as it is; "conv": with a causal convolution of it over the
-                   tokens added, which starts at 0
-    branch_kernel  taps of that convolution
+    branch            None: a sublayer's output is written as it is; "conv": with a causal convolution of it over the
+                      tokens added, which starts at 0
+    branch_kernel     taps of that convolution
+    compress_sharing  one compressor for the two sublayers of a "block", or "separate" ones
+    expand            "repeat" the embedding, or "conv": a causal convolution of it that starts as "repeat"
+    expand_kernel     taps of that convolution
     """
 
     branch: Literal["conv"] | None = None
     branch_kernel: Annotated[Taps, only_with(branch="conv")] = 4
+    compress: Literal["token", "channel"] | None = None
+    compress_sharing: Annotated[
+        Literal["block", "separate"], OnlyIf("compress is not null", lambda scheme: scheme.compresses)
+    ] = "block"
+    expand: Literal["repeat", "conv"] = "repeat"
+    expand_kernel: Annotated[Taps, only_with(expand="conv")] = 4
 
-    def connected(
+    @property
+    def compresses(self) -> bool:
+        """Whether sublayers read the state through a learned compressor."""
+        return self.compress is not None
+
+    def stack(
         self,
+        expand: nn.Module,
         dim: int,
         num_sublayers: int,
-        sharing: str,
         compressor: Callable[[int], nn.Module],
         connection: Callable[..., CompressingConnection],
-    ) -> tuple[list[CompressingConnection], nn.Module]:
-        """Return the connections of a stack, and the compressor of the readout.
+        readout: Callable[[nn.Module], nn.Module] = Collapse,
+    ) -> Stream:
+        """Return the stream of `connection(i, compress)` for each sublayer, between `expand` and `readout(compress)`.
 
-        sharing      "block": the second sublayer of a block borrows the compressor of the first; or "separate"
-        compressor   makes compressor j of the stack, that of the readout as the last
-        connection   makes that of sublayer i from i and the compressor or its owner
+        compressor: makes compressor j, that of the readout as the last. If a block shares one, its second sublayer gets
+        the connection of the first, to borrow from.
         """
         connections: list[CompressingConnection] = []
         count = 0
         for i in range(num_sublayers):
-            if sharing == "block" and i % 2:
+            if i % 2 and self.compresses and self.compress_sharing == "block":
                 compress: nn.Module = connections[-1]
             else:
                 compress, count = compressor(count), count + 1
@@ -71,7 +85,58 @@ class BranchScheme(Scheme):
                 require_option(self, "branch", not made.window, "null if reads are convolved over the tokens too")
                 made = BranchConnection(made, dim, self.branch_kernel)
             connections.append(made)
-        return connections, compressor(count)
+        return Stream(expand, connections, readout(compressor(count)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleStreamScheme(CompressingScheme):
+    """A scheme of one stream, (batch, seq, dim), with the convolutions over tokens of Deep Delta Learning if wanted.
+
+    The options are named as in `DeepDelta` and mean the same. They show how much of its gain needs no delta write. The
+    convolutions start as the identity, so that the scheme starts as it does without them.
+
+    compress          None: a sublayer reads the stream; "token": it reads a causal convolution of it over the tokens,
+                      as does the readout, and writes to the stream itself. The Canon layers of arXiv 2512.17351 before
+                      attention and MLP are such convolutions behind the norm, one for each sublayer
+    compress_kernel   taps of that convolution
+    """
+
+    compress: Literal["token"] | None = None
+    compress_kernel: Annotated[Taps, only_with(compress="token")] = 4
+
+    def stream(
+        self,
+        dim: int,
+        num_sublayers: int,
+        connection: Callable[..., CompressingConnection],
+        *,
+        copies: int = 1,
+        readout: Callable[[nn.Module], nn.Module] = Collapse,
+    ) -> Stream:
+        """Return the stream of `connection(i, compress)` for each sublayer and `readout(compress)`.
+
+        copies: how many times the state holds the embedding.
+        """
+
+        def compressor(_: int) -> nn.Module:
+            return TokenCompress(dim, None, self.compress_kernel) if self.compresses else Same()
+
+        expand: nn.Module = Same() if copies == 1 else Copies(copies)
+        if self.expand == "conv":
+            expand = ConvEmbedding(dim, self.expand_kernel, copies)
+        return self.stack(expand, dim, num_sublayers, compressor, connection, readout)
+
+
+class ConvEmbedding(TokenConv):
+    """The embedding convolution of a state without a stream axis: (batch, seq, dim), or a tuple of copies of it."""
+
+    def __init__(self, dim: int, kernel: int, copies: int):
+        super().__init__(dim, kernel)
+        self.copies = copies
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> State:
+        x = super().forward(x, memory)
+        return x if self.copies == 1 else (x,) * self.copies
 
 
 class BranchCoefficients(NamedTuple):

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
-from residua.connections.compressing import CompressingConnection
+from residua.connections.compressing import CompressingConnection, SingleStreamScheme
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import FixedGate, GateCoefficients, StaticGate, TokenGate
 from residua.connections.memory import Memory
 from residua.connections.options import only_with
-from residua.connections.single_stream import SingleStreamScheme
 from residua.errors import Count, Positive
 from residua.ops import orthogonal_update, residual_scale
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
-from residua.connections.compressing import CompressingConnection
+from residua.connections.compressing import CompressingConnection, SingleStreamScheme
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import Scale, TokenGate
 from residua.connections.memory import Memory, window_of
 from residua.connections.options import OnlyIf, require_option
-from residua.connections.single_stream import SingleStreamScheme
 from residua.connections.spec import TensorSpec
 from residua.errors import Finite
 from residua.ops import at_least_float32, orthogonal_update, residual_scale, scaled_sum

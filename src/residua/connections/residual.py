@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
-from residua.connections.compressing import CompressingConnection
+from residua.connections.compressing import CompressingConnection, SingleStreamScheme
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import GateCoefficients
 from residua.connections.memory import Memory
-from residua.connections.single_stream import SingleStreamScheme
 from residua.connections.stream_logits import StreamLogits
 from residua.ops import gated_delta
 
