@@ -98,7 +98,7 @@ class ChannelConnection(CompressingConnection):
 
     compressor: Compressor
 
-    def __init__(self, scheme: ChannelScheme, compress: "Compressor | ChannelConnection"):
+    def __init__(self, scheme: ChannelScheme, compress: nn.Module):
         super().__init__(compress)
         self.has_stream_axis = scheme.has_stream_axis
 

@@ -15,14 +15,14 @@ from residua.connections.phases import Borrowed
 
 
 class CompressingConnection(Connection):
-    """A connection that reads the state through a compressor, its own or that of an earlier connection.
+    """A connection that reads the state through a compressor.
 
-    compress: the map from the state to x_in: (batch, seq, dim).
+    compress: the map from the state to x_in: (batch, seq, dim), or an earlier connection, whose map it borrows.
     """
 
     separates_documents = True
 
-    def __init__(self, compress: "nn.Module | CompressingConnection"):
+    def __init__(self, compress: nn.Module):
         super().__init__()
         borrowed = isinstance(compress, CompressingConnection)
         self.compress: Any = Borrowed(compress, "compressor") if borrowed else compress

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.branches import Direction, Gate, Pool, Value
-from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
+from residua.connections.channels import ChannelConnection, ChannelScheme
 from residua.connections.facts import RankOne
 from residua.connections.memory import Memory, current, remembered
 from residua.connections.options import Beta, only_with, require_option
@@ -114,15 +114,7 @@ class DeepDelta(ChannelScheme):
 class DeltaConnection(ChannelConnection):
     """One delta write around one sublayer."""
 
-    def __init__(
-        self,
-        scheme: DeepDelta,
-        dim: int,
-        norm: nn.Module,
-        compress: "Compressor | DeltaConnection",
-        *,
-        norm_eps: float,
-    ):
+    def __init__(self, scheme: DeepDelta, dim: int, norm: nn.Module, compress: nn.Module, *, norm_eps: float):
         super().__init__(scheme, compress)
         self.scheme = scheme
         m = scheme.value_channels

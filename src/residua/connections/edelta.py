@@ -150,11 +150,8 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
         return "the only plane that num_streams=2 can rotate in contains the mean of the streams; use at least 3"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        last = num_sublayers - 1
-        connections = [
-            EDeltaStreamConnection(self, dim, norm(i), distributes=i < last, norm_eps=norm_eps)
-            for i in range(num_sublayers)
-        ]
+        places = range(num_sublayers)
+        connections = [EDeltaStreamConnection(self, dim, i, num_sublayers, norm(i), norm_eps=norm_eps) for i in places]
         return Stream(self.expander(dim), connections, MeanStreams())
 
 
@@ -313,21 +310,21 @@ def _gelu_part(i: int, count: int, x: Tensor) -> Tensor:
 class EDeltaStreamConnection(_HybridConnection):
     """One hybrid shortcut and one router around one sublayer, state: (batch, seq, num_streams, dim).
 
-    `distributes=False` omits H_post in the last sublayer: the mean of the rows grows by y for any H_post. The first one
-    has H_pre: the rows of its g are multiples c_i x of one vector, and c = G 1 has negative entries once the gate
-    reflects, so that H_pre decides whether the sublayer sees x or -x.
+    The last of `count` sublayers has no H_post: the mean of the rows grows by y for any H_post. The first one has
+    H_pre: the rows of its g are multiples c_i x of one vector, and c = G 1 has negative entries once the gate reflects,
+    so that H_pre decides whether the sublayer sees x or -x.
     """
 
-    def __init__(self, scheme: EDeltaStream, dim: int, norm: nn.Module, *, distributes: bool, norm_eps: float):
+    def __init__(self, scheme: EDeltaStream, dim: int, index: int, count: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, norm, norm_eps=norm_eps)
         self.scheme: EDeltaStream = scheme
         n = scheme.num_streams
-        self.distributes = distributes
+        self.distributes = index < count - 1
         self.context_norm = LayerNorm(n * dim, eps=norm_eps)
         self.up = WideProjection(n * dim, scheme.hidden, bias=0.0)
         self.heads = Heads(scheme.hidden, n, beta_init=scheme.beta_init, centred=scheme.start == "residual")
         self.gamma = BlendGate(scheme.hidden, gamma_init=scheme.gamma_init)
-        self.router = Router(dim, n, 1 + distributes, random_bias=1 if distributes else None, norm_eps=norm_eps)
+        self.router = Router(dim, n, ["pre", *["post"] * self.distributes], norm_eps=norm_eps)
 
     def routing(self, g: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute h_pre and h_post for the rows of g."""

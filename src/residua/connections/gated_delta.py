@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.branches import Gate, Value
-from residua.connections.channels import ChannelConnection, ChannelScheme, Compressor
+from residua.connections.channels import ChannelConnection, ChannelScheme
 from residua.connections.facts import GateFacts, RankOne
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
@@ -159,13 +159,7 @@ class Parts(nn.Module):
 class GatedDeltaConnection(ChannelConnection):
     """One gated delta around one sublayer."""
 
-    def __init__(
-        self,
-        scheme: GatedDelta,
-        dim: int,
-        norm: nn.Module,
-        compress: "Compressor | GatedDeltaConnection",
-    ):
+    def __init__(self, scheme: GatedDelta, dim: int, norm: nn.Module, compress: nn.Module):
         super().__init__(scheme, compress)
         self.scheme = scheme
         self.norm = norm

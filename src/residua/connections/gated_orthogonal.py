@@ -82,15 +82,7 @@ class GatedOrthogonal(SingleStreamScheme):
 class OrthogonalConnection(CompressingConnection):
     """One gated orthogonal update around one sublayer, state: (batch, seq, dim). Without `gated`, e = 0."""
 
-    def __init__(
-        self,
-        scheme: GatedOrthogonal,
-        dim: int,
-        norm: nn.Module,
-        compress: "nn.Module | OrthogonalConnection",
-        *,
-        gated: bool,
-    ):
+    def __init__(self, scheme: GatedOrthogonal, dim: int, norm: nn.Module, compress: nn.Module, *, gated: bool):
         super().__init__(compress)
         self.gated = gated
         self.eps = scheme.eps

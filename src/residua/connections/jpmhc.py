@@ -58,36 +58,32 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     cayley: Literal["iterative", "exact"] = "iterative"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        last = num_sublayers - 1
-        differ = self.streams_differ
-        connections = [
-            JacobianConnection(self, dim, norm(i), selects=i > 0 or differ, distributes=i < last, norm_eps=norm_eps)
-            for i in range(num_sublayers)
-        ]
+        places = range(num_sublayers)
+        connections = [JacobianConnection(self, dim, i, num_sublayers, norm(i), norm_eps=norm_eps) for i in places]
         return Stream(self.expander(dim), connections, MeanStreams())
 
 
 class Router(nn.Module):
-    """Logits of `maps` mixing matrices: LayerNorm of the state, then a linear map.
+    """Logits of the mixing matrices `maps`, such as "pre" and "post": LayerNorm of the state, then a linear map.
 
-    Weights and biases start at 0, except the bias of matrix `random_bias`, H_post, which is drawn from N(0, 1): streams
-    that are written equally would stay equal.
+    Weights and biases start at 0, except the bias of "post", which is drawn from N(0, 1): streams that are written
+    equally would stay equal.
     (..., streams, dim) -> (..., maps, streams, streams) in at least float32.
     """
 
-    def __init__(self, dim: int, num_streams: int, maps: int, *, random_bias: int | None, norm_eps: float = 1e-5):
+    def __init__(self, dim: int, num_streams: int, maps: list[str], *, norm_eps: float):
         super().__init__()
-        self.random_bias = random_bias
+        self.maps = maps
         self.norm = LayerNorm(num_streams * dim, eps=norm_eps)
-        self.project = WideProjection(num_streams * dim, maps * num_streams**2, std=0.0)
-        self.bias = nn.Parameter(torch.empty(maps, num_streams, num_streams))
+        self.project = WideProjection(num_streams * dim, len(maps) * num_streams**2, std=0.0)
+        self.bias = nn.Parameter(torch.empty(len(maps), num_streams, num_streams))
         self.reset_parameters()
 
     @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
-        if self.random_bias is not None:
-            nn.init.normal_(self.bias[self.random_bias])
+        if "post" in self.maps:
+            nn.init.normal_(self.bias[self.maps.index("post")])
 
     def forward(self, streams: Tensor) -> Tensor:
         logits = project(self.project, self.norm(flattened(streams)), bias=self.bias.flatten())
@@ -105,26 +101,18 @@ class JacobianConnection(MixingConnection):
     vectors of these matrices matter: h_pre, the mean of the rows of H_pre, which sums to 1, and h_post, the row sums of
     H_post, which sum to n.
 
-    `selects=False` omits H_pre in the first sublayer after copies: all averages of equal streams are the same.
-    `distributes=False` omits H_post in the last one: the mean of the streams grows by y for any H_post.
+    The first of `count` sublayers after copies has no H_pre: all averages of equal streams are the same. The last has
+    no H_post: the mean of the streams grows by y for any H_post.
     """
 
     def __init__(
-        self,
-        scheme: JacobianHyperConnections,
-        dim: int,
-        norm: nn.Module,
-        *,
-        selects: bool,
-        distributes: bool,
-        norm_eps: float,
+        self, scheme: JacobianHyperConnections, dim: int, index: int, count: int, norm: nn.Module, *, norm_eps: float
     ):
         super().__init__()
         self.scheme: JacobianHyperConnections = scheme
-        self.selects, self.distributes = selects, distributes
-        maps = 1 + selects + distributes
-        random_bias = int(selects) if distributes else None
-        self.router = Router(dim, scheme.num_streams, maps, random_bias=random_bias, norm_eps=norm_eps)
+        self.selects, self.distributes = index > 0 or scheme.streams_differ, index < count - 1
+        maps = [*["pre"] * self.selects, *["post"] * self.distributes, "res"]
+        self.router = Router(dim, scheme.num_streams, maps, norm_eps=norm_eps)
         self.norm = norm
 
     def matrices(self, streams: Tensor) -> JacobianMatrices:

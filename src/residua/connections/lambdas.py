@@ -129,13 +129,10 @@ class Lambdas(SingleStreamScheme):
         return "norm='post' normalises the state itself, which the pre-norm residual never does"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        middle = min(2 * (num_sublayers // 4) + 2, num_sublayers - 1)
         return self.stream(
             dim,
             num_sublayers,
-            lambda i, compress: ScaledConnection(
-                self, dim, i, norm(i), compress, num_sublayers=num_sublayers, middle=i < middle
-            ),
+            lambda i, compress: ScaledConnection(self, dim, i, num_sublayers, norm(i), compress),
             copies=self.kept,
             readout=partial(Backout, self),
         )
@@ -173,23 +170,14 @@ class Backout(nn.Module):
 
 
 class ScaledConnection(CompressingConnection):
-    """One scaled residual connection; x is the state or its first tensor. `middle`: x_mid is still to come."""
+    """One scaled residual connection around sublayer `index`; x is the state or its first tensor."""
 
-    def __init__(
-        self,
-        scheme: Lambdas,
-        dim: int,
-        index: int,
-        norm: nn.Module,
-        compress: "nn.Module | ScaledConnection",
-        *,
-        num_sublayers: int,
-        middle: bool,
-    ):
+    def __init__(self, scheme: Lambdas, dim: int, index: int, num_sublayers: int, norm: nn.Module, compress: nn.Module):
         super().__init__(compress)
         self.scheme = scheme
         self.norm = norm
-        self.copies = middle and scheme.backout is not None
+        middle = min(2 * (num_sublayers // 4) + 2, num_sublayers - 1)
+        self.copies = index < middle and scheme.backout is not None  # x_mid is still to come
         self.alpha = num_sublayers**0.25 if scheme.norm == "post" else None
         width = dim if scheme.per_channel else None
         self.scales = nn.ModuleDict(

@@ -80,14 +80,11 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
         return "with layout='split' a sublayer sees a mixture of the pieces, never the whole state; use layout='copies'"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        split, last, connections = self.layout == "split", num_sublayers - 1, []
+        split = self.layout == "split"
         if split:
             require_option(self, "num_streams", dim % self.num_streams == 0, f"a divisor of the width dim = {dim}")
-        for i in range(num_sublayers):
-            selects = split or i > 0 or self.streams_differ
-            mixes = split or (selects and i < last)
-            kind = SplitConnection if split else ManifoldConnection
-            connections.append(kind(self, dim, i, norm(i), selects=selects, mixes=mixes, norm_eps=norm_eps))
+        kind = SplitConnection if split else ManifoldConnection
+        connections = [kind(self, dim, i, num_sublayers, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         return Stream(Same(), connections, Same()) if split else Stream(self.expander(dim), connections, MeanStreams())
 
 
@@ -100,27 +97,20 @@ class ManifoldConnection(MixingConnection):
     start="residual" such that h_pre sums to 1), b_res such that the entries of h_res on and off the diagonal are in the
     ratio 1 : e^-6.
 
-    Some mappings cannot change anything, and their parameters would be dead. `selects=False` omits h_pre in the first
-    sublayer: its streams are equal, so the norm undoes h_pre. `mixes=False` omits h_res in the first sublayer, where
-    mixing equal streams changes nothing, and in the last, where only the mean of the streams is read, which mixing
-    keeps (up to the remaining error of Sinkhorn's row sums).
+    Some mappings cannot change anything, and their parameters would be dead. The first of `count` sublayers has no
+    h_pre: its streams are equal, so the norm undoes it. There is no h_res in the first sublayer, where mixing equal
+    streams changes nothing, and in the last, where only the mean of the streams is read, which mixing keeps (up to the
+    remaining error of Sinkhorn's row sums).
     """
 
     def __init__(
-        self,
-        scheme: ManifoldHyperConnections,
-        dim: int,
-        index: int,
-        norm: nn.Module,
-        *,
-        selects: bool,
-        mixes: bool,
-        norm_eps: float,
+        self, scheme: ManifoldHyperConnections, dim: int, index: int, count: int, norm: nn.Module, *, norm_eps: float
     ):
         super().__init__()
         self.scheme: ManifoldHyperConnections = scheme
-        self.selects, self.mixes = selects, mixes
         n, split, preferred = scheme.num_streams, scheme.layout == "split", index % scheme.num_streams
+        self.selects = split or index > 0 or scheme.streams_differ
+        self.mixes = split or (self.selects and index < count - 1)
         if split:
             pre = [0.0] * n
         elif scheme.start == "residual":
@@ -133,7 +123,7 @@ class ManifoldConnection(MixingConnection):
         else:
             # An entry off the diagonal has (n - 1)! of the equal weights, the diagonal all others and this one.
             res = [math.log(math.factorial(n - 1) * math.expm1(offset) + 1)] + [0.0] * (math.factorial(n) - 1)
-        biases = [*[pre] * selects, [0.0] * n, *[res] * mixes]
+        biases = [*[pre] * self.selects, [0.0] * n, *[res] * self.mixes]
         self.state_norm = Scale(1.0, dim) if split else None
         self.mappings = StreamLogits(
             n,

@@ -28,7 +28,7 @@ class ResidualCoefficients(NamedTuple):
 class ResidualConnection(CompressingConnection):
     """state + sublayer(norm(state)), state: (batch, seq, dim), which the sublayer may read through a convolution."""
 
-    def __init__(self, norm: nn.Module, compress: "nn.Module | ResidualConnection"):
+    def __init__(self, norm: nn.Module, compress: nn.Module):
         super().__init__(compress)
         self.norm = norm
 
@@ -42,7 +42,7 @@ class ResidualConnection(CompressingConnection):
 class GatedWriteConnection(ResidualConnection):
     """state + g sublayer(norm(x)), with g from the x that the norm sees too. It starts at 1: w and b at 0, s at 1."""
 
-    def __init__(self, norm: nn.Module, compress: "nn.Module | GatedWriteConnection", dim: int, *, norm_eps: float):
+    def __init__(self, norm: nn.Module, compress: nn.Module, dim: int, *, norm_eps: float):
         super().__init__(norm, compress)
         self.logits = StreamLogits(1, dim, [[0.0]], std=0.0, scale=1.0, eps=norm_eps)
 
