@@ -6,7 +6,6 @@ The state grows with depth: it is the tuple of the sources V_i. With `block_size
 one source, S + 1 to 2 S into the next, and so on: Block AttnRes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
@@ -111,16 +110,39 @@ class DepthCollapse(nn.Module):
         return sources[0] if self.attend is None else self.attend(sources)[0]
 
 
-class DepthConnection(Connection):
-    """One connection of AttnRes around sublayer `index`, which opens a source if `block_size` divides the index.
+class SourcesConnection(Connection):
+    """A connection around sublayer `index`, whose output opens a source if `block_size` divides the index.
 
-    The first sublayer has one source to read and so no query.
+    Otherwise it is added to the last source. `sources`: what the connection attends over.
     """
 
-    def __init__(self, scheme: AttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
+    def __init__(self, scheme: SourcesScheme, index: int):
         super().__init__()
         self.opens = index % scheme.block_size == 0
-        self.sources = summed(index, scheme.block_size)
+        self.sources: tuple[range | None, ...] = summed(index, scheme.block_size)
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        sources = carry.residual
+        if self.opens:
+            return (*sources, y.to(sources[0].dtype))
+        *closed, partial = sources
+        return (*closed, (partial + y).to(partial.dtype))
+
+    def depth_weights(self, carry: Carry) -> DepthWeights | None:
+        """Return the weights of a `DepthRead`, with a read for each head; a single source is read whole."""
+        weights = carry.coefficients.weights
+        if weights is None:
+            return DepthWeights(torch.ones(1, 1), self.sources)
+        if weights.dim() == 3:
+            return DepthWeights(weights.unsqueeze(-2), self.sources)
+        return DepthWeights(weights, self.sources, tuple(f"head {i + 1}" for i in range(weights.shape[-2])))
+
+
+class DepthConnection(SourcesConnection):
+    """One connection of AttnRes. The first sublayer has one source to read and so no query."""
+
+    def __init__(self, scheme: AttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
+        super().__init__(scheme, index)
         self.attend = DepthRead(dim, eps=norm_eps, scale=scheme.scale, heads=scheme.heads) if index else None
         self.norm = norm
 
@@ -128,30 +150,7 @@ class DepthConnection(Connection):
         x, weights = (state[0], None) if self.attend is None else self.attend(state)
         return self.norm(x), Carry(state, DepthCoefficients(weights))
 
-    def write(self, y: Tensor, carry: Carry) -> State:
-        return with_output(carry.residual, y, opens=self.opens)
-
-    def depth_weights(self, carry: Carry) -> DepthWeights:
-        return attention_weights(carry.coefficients.weights, self.sources)
-
 
 def summed(index: int, block_size: int) -> tuple[range, ...]:
     """Return the sources before sublayer `index`: the embedding, and sums of the outputs of `block_size` sublayers."""
     return (EMBEDDING, *(range(i, min(i + block_size, index)) for i in range(0, index, block_size)))
-
-
-def attention_weights(weights: Tensor | None, sources: tuple[range | None, ...]) -> DepthWeights:
-    """Return the weights of a `DepthRead`, with a read for each head; None stands for a single source, read whole."""
-    if weights is None:
-        return DepthWeights(torch.ones(1, 1), sources)
-    if weights.dim() == 3:
-        return DepthWeights(weights.unsqueeze(-2), sources)
-    return DepthWeights(weights, sources, tuple(f"head {i + 1}" for i in range(weights.shape[-2])))
-
-
-def with_output(sources: Sequence[Tensor], y: Tensor, *, opens: bool) -> tuple[Tensor, ...]:
-    """Return the sources after a write of y: (batch, seq, dim), which `opens` a source or is added to the last."""
-    if opens:
-        return (*sources, y.to(sources[0].dtype))
-    *closed, partial = sources
-    return (*closed, (partial + y).to(partial.dtype))

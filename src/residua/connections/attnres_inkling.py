@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.attnres import SourcesScheme, attention_weights, summed, with_output
-from residua.connections.base import Carry, Connection, Norm, State, Stream
+from residua.connections.attnres import SourcesConnection, SourcesScheme
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
@@ -93,18 +93,13 @@ class InklingCollapse(nn.Module):
         return sources[0] if self.attend is None else self.attend(sources)[0][0].to(sources[0].dtype)
 
 
-class InklingConnection(Connection):
-    """One connection around sublayer `index`, which opens a source if `block_size` divides the index.
-
-    The first sublayer reads the embedding as it is, without a query.
-    """
+class InklingConnection(SourcesConnection):
+    """One connection. The first sublayer reads the embedding as it is, without a query."""
 
     def __init__(self, scheme: InklingAttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
-        super().__init__()
+        super().__init__(scheme, index)
         layer, mlp = divmod(index, 2)
         separate = not mlp and scheme.separate_every > 0 and (layer + 1) % scheme.separate_every == 0
-        self.opens = index % scheme.block_size == 0
-        self.sources = summed(index, scheme.block_size)
         self.attend = InklingRead(dim, reads=3 if separate else 1, eps=norm_eps) if index else None
         self.norm = norm
         self.key_norm = deepcopy(norm) if separate else None
@@ -118,11 +113,8 @@ class InklingConnection(Connection):
         weights = [weight for _, weight in reads] + [None] * (3 - len(reads))
         return inputs if len(inputs) > 1 else inputs[0], Carry(state, InklingCoefficients(*weights))
 
-    def write(self, y: Tensor, carry: Carry) -> State:
-        return with_output(carry.residual, y, opens=self.opens)
-
-    def depth_weights(self, carry: Carry) -> DepthWeights:
+    def depth_weights(self, carry: Carry) -> DepthWeights | None:
         query, *others = carry.coefficients
         if others[0] is None:
-            return attention_weights(query, self.sources)
+            return super().depth_weights(carry)
         return DepthWeights(torch.stack([query, *others], -2), self.sources, ("q", "k", "v"))

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from residua.connections.attnres import DepthRead, SourcesScheme, attention_weights, summed, with_output
-from residua.connections.base import Carry, Connection, Norm, State, Stream
+from residua.connections.attnres import DepthRead, SourcesConnection, SourcesScheme, summed
+from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.ends import Copies, LastOf
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
@@ -66,26 +66,23 @@ class DeltaAttentionResiduals(SourcesScheme):
         return Stream(Copies(2), connections, LastOf())
 
 
-class DeltaDepthConnection(Connection):
+class DeltaDepthConnection(SourcesConnection):
     """One connection of Delta AttnRes around sublayer `index`.
 
     The first sublayer reads h, which is its only source. A read of a single source has weight 1, hence no query.
     """
 
     def __init__(self, scheme: DeltaAttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
-        super().__init__()
+        super().__init__(scheme, index)
         self.scheme = scheme
         self.completed = index // scheme.block_size  # blocks; with the embedding as many sources, and one more
-        self.opens = index % scheme.block_size == 0
         self.reads = index > 0
-        self.attend = self.null = self.gate = None
-        if self.reads:
-            if scheme.null_source:
-                self.null = nn.Parameter(torch.empty(dim))
-            if self.completed or scheme.null_source:
-                self.attend = DepthRead(dim, eps=norm_eps, heads=scheme.heads)
-            if scheme.gate != "none":
-                self.gate = nn.Parameter(torch.empty(1))  # FSDP2 shards no scalars
+        learned = self.reads and scheme.null_source
+        self.sources = (*[None] * learned, *summed(self.completed * scheme.block_size, scheme.block_size))
+        self.null = nn.Parameter(torch.empty(dim)) if learned else None
+        self.attend = DepthRead(dim, eps=norm_eps, heads=scheme.heads) if self.completed or learned else None
+        gated = self.reads and scheme.gate != "none"
+        self.gate = nn.Parameter(torch.empty(1)) if gated else None  # FSDP2 shards no scalars
         self.norm = norm
         self.reset_parameters()
 
@@ -112,15 +109,11 @@ class DeltaDepthConnection(Connection):
     def write(self, y: Tensor, carry: Carry) -> State:
         *sources, stream = carry.residual
         y = y.to(stream.dtype)
-        return (*with_output(sources, y, opens=self.opens), stream + y)
+        return (*super().write(y, Carry(sources, carry.coefficients)), stream + y)
 
     def depth_weights(self, carry: Carry) -> DepthWeights | None:
         """Return the weights a_i, without the gate; None for the first sublayer, which reads only the stream."""
-        if not self.reads:
-            return None
-        learned = () if self.null is None else (None,)
-        completed = summed(self.completed * self.scheme.block_size, self.scheme.block_size)
-        return attention_weights(carry.coefficients.weights, (*learned, *completed))
+        return super().depth_weights(carry) if self.reads else None
 
 
 def _beside(stream: Tensor, added: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -93,10 +93,7 @@ class DepthAverage(nn.Module):
 
 
 class BlockConnection(Connection):
-    """A connection whose state is the outputs of all blocks. It writes the last one.
-
-    `begin` makes the residual of a block from them; a subclass defines it.
-    """
+    """A connection whose state is the outputs of all blocks. It writes the last one."""
 
     def __init__(self, index: int, norm: nn.Module):
         super().__init__()
