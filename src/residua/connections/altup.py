@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, Repeat
+from residua.connections.expanding import RecomputingScheme
 from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
 from residua.connections.options import SeveralRows, require_option
 from residua.connections.phases import Borrowed
 from residua.connections.projection import Projection, WideProjection, is_plain
-from residua.connections.recomputing import RecomputingScheme
 from residua.connections.spec import TensorSpec
 from residua.errors import Natural, Positive
 from residua.ops import at_least_float32, hyper_mix, hyper_write

@@ -17,8 +17,8 @@ from residua.connections.ends import (
     TokenCompress,
     TokenConv,
 )
+from residua.connections.expanding import RecomputingScheme
 from residua.connections.options import OnlyIf, Rows, Taps, only_with, require_option
-from residua.connections.recomputing import RecomputingScheme
 from residua.connections.spec import TensorSpec
 
 Compressor = TokenCompress | ChannelCompress | OnlyStream

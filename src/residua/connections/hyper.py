@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Connection, Norm, State, Stream
 from residua.connections.ends import MeanStreams, SumStreams
-from residua.connections.expanding import ExpandingScheme
+from residua.connections.expanding import ExpandingScheme, RecomputingScheme
 from residua.connections.facts import Mixing
 from residua.connections.gates import Scale
 from residua.connections.memory import Memory
 from residua.connections.options import Factor, Rows
 from residua.connections.projection import WideProjection, project_normalised
-from residua.connections.recomputing import RecomputingScheme
 from residua.connections.sharded import on_whole_tensors
 from residua.ops import at_least_float32, hyper_read, hyper_write
 from residua.ops.dispatch import Implementation

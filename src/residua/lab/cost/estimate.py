@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from textwrap import fill
 from typing import Any
 
-from residua.connections.recomputing import RecomputingScheme
+from residua.connections.expanding import RecomputingScheme
 from residua.errors import require
 from residua.lab.cost.counts import flops_per_token, parameters
 from residua.lab.cost.memory import step_memory
