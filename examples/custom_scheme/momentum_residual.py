@@ -11,7 +11,7 @@ pyproject.toml beside this file declares the scheme in the entry-point group `re
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,9 +66,9 @@ class Position(nn.Module):
 class Momentum(residua.Scheme):
     """Momentum residuals with one learned mu for each sublayer. Starts as the plain residual; it has no options."""
 
-    equation: ClassVar[str] = "x + v, v = mu v + F(norm(x))"
-    paper: ClassVar[str] = "arXiv 2102.07870"
-    residual_start: ClassVar[dict] = {}
+    equation = "x + v, v = mu v + F(norm(x))"
+    paper = "arXiv 2102.07870"
+    residual_start = {}
 
     def state_spec(self, boundary, dim):
         return TensorSpec((2, dim))

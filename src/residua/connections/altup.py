@@ -10,7 +10,7 @@ corrected by how far the prediction was off. L is a low-rank map parallel to the
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +51,11 @@ class AlternatingUpdates(RecomputingScheme):
                   the streams are averaged
     """
 
-    title: ClassVar[str] = "AltUp with LAuReL"
-    equation: ClassVar[str] = "P + (1 + c) (block(P_0) - P_0), P = X + C X"
-    users: ClassVar[str] = "Gemma 3n (`gemma3n` in transformers). `residua.models.dialects` loads its parameters."
-    paper: ClassVar[str] = "arXiv 2301.13310"
-    cannot_preserve: ClassVar[str] = (
+    title = "AltUp with LAuReL"
+    equation = "P + (1 + c) (block(P_0) - P_0), P = X + C X"
+    users = "Gemma 3n (`gemma3n` in transformers). `residua.models.dialects` loads its parameters."
+    paper = "arXiv 2301.13310"
+    cannot_preserve = (
         "LAuReL divides the stream by sqrt(2) and adds a normalised term, and the streams are predicted and corrected "
         "by weights that are drawn"
     )

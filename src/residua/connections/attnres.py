@@ -8,7 +8,7 @@ one source, S + 1 to 2 S into the next, and so on: Block AttnRes.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +54,12 @@ class AttentionResiduals(SourcesScheme):
                  2607.27230); it adds no parameters
     """
 
-    title: ClassVar[str] = "Attention residuals"
-    equation: ClassVar[str] = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
-    users: ClassVar[str] = "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: `attnres_inkling`."
-    paper: ClassVar[str] = "arXiv 2603.15031"
-    residual_start: ClassVar[dict[str, str]] = {"scale": "sum"}  # the plain residual, and not only up to a norm
-    divisors: ClassVar[tuple[str, ...]] = ("heads",)
+    title = "Attention residuals"
+    equation = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
+    users = "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: `attnres_inkling`."
+    paper = "arXiv 2603.15031"
+    residual_start = {"scale": "sum"}  # the plain residual, and not only up to a norm
+    divisors = ("heads",)
 
     scale: Literal["mean", "sum"] = "mean"
     heads: Count = 1

@@ -8,7 +8,7 @@ attention have a read and a norm each.
 
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,11 @@ class InklingAttentionResiduals(SourcesScheme):
     separate_every  every how many layers the attention reads queries, keys and values separately; 1 in all, 0 in none
     """
 
-    title: ClassVar[str] = "Attention residuals of Inkling-2"
-    equation: ClassVar[str] = "V_l = F(norm(sum_i a_i norm(V_i))), a = softmax_i(w . norm(V_i) / sqrt(d))"
-    users: ClassVar[str] = "Inkling-2 (`inkling2` in transformers). `residua.models.dialects` loads its parameters."
-    paper: ClassVar[str] = "transformers, models/inkling2"
-    cannot_preserve: ClassVar[str] = (
-        "the sources are normalised before they are summed, which loses their sizes; use attnres"
-    )
+    title = "Attention residuals of Inkling-2"
+    equation = "V_l = F(norm(sum_i a_i norm(V_i))), a = softmax_i(w . norm(V_i) / sqrt(d))"
+    users = "Inkling-2 (`inkling2` in transformers). `residua.models.dialects` loads its parameters."
+    paper = "transformers, models/inkling2"
+    cannot_preserve = "the sources are normalised before they are summed, which loses their sizes; use attnres"
 
     block_size: Count = 12
     separate_every: Natural = 6

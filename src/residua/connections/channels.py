@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
@@ -41,7 +41,7 @@ class ChannelScheme(RecomputingScheme, CompressingScheme):
     compress_causal  the channel convolution sees only channels up to its own (form "read")
     """
 
-    derived: ClassVar[dict[str, tuple[str, ...]]] = {"compress_kernel": ("compress", "value_channels")}
+    derived = {"compress_kernel": ("compress", "value_channels")}
 
     value_channels: Rows = 1
     compress_kernel: Annotated[Taps | None, OnlyIf("compress convolves", _convolves)] = None

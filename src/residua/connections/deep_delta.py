@@ -7,7 +7,7 @@ v-Map: the sublayer's output gives the value v; k is a map phi_k of the context 
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -66,17 +66,15 @@ class DeepDelta(ChannelScheme):
     init             "average": compressors average and gates start at beta_init; "authors": as their code draws them
     """
 
-    title: ClassVar[str] = "Deep Delta Learning"
-    equation: ClassVar[str] = "X + beta k (v^T - k^T X)"
-    users: ClassVar[str] = (
+    title = "Deep Delta Learning"
+    equation = "X + beta k (v^T - k^T X)"
+    users = (
         "The authors' public code. No released checkpoint of another group is known. In their repository (July "
         "2026) the authors do not claim that their gains, from single runs, are statistically resolved."
     )
-    paper: ClassVar[str] = "arXiv 2601.00417"
-    cannot_preserve: ClassVar[str] = (
-        "one gate both erases and writes; use gated-delta, which has a gate for each and starts as x + h"
-    )
-    activations: ClassVar[tuple[str, ...]] = ("k",)  # the raw direction of a v-Map
+    paper = "arXiv 2601.00417"
+    cannot_preserve = "one gate both erases and writes; use gated-delta, which has a gate for each and starts as x + h"
+    activations = ("k",)  # the raw direction of a v-Map
 
     map: Literal["k", "v"] = "k"
     k_norm: Annotated[KNorm, only_with(operator="unit")] = "rms"

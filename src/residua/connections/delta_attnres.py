@@ -8,7 +8,7 @@ block if one is open, and h.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,12 @@ class DeltaAttentionResiduals(SourcesScheme):
     heads         attention for each of this many groups of features, as in MHAR (arXiv 2607.27230)
     """
 
-    title: ClassVar[str] = "Delta attention residuals"
-    equation: ClassVar[str] = "h + F(norm(h + g sum_i a_i D_i)), a = softmax_i(w . norm(D_i))"
-    users: ClassVar[str] = (
-        "The authors' experiments (`wdlctc/delta-attention-residuals-code`). No released model is known."
-    )
-    paper: ClassVar[str] = "arXiv 2605.18855"
-    residual_start: ClassVar[dict[str, str]] = {"gate": "scalar"}
-    divisors: ClassVar[tuple[str, ...]] = ("heads",)
+    title = "Delta attention residuals"
+    equation = "h + F(norm(h + g sum_i a_i D_i)), a = softmax_i(w . norm(D_i))"
+    users = "The authors' experiments (`wdlctc/delta-attention-residuals-code`). No released model is known."
+    paper = "arXiv 2605.18855"
+    residual_start = {"gate": "scalar"}
+    divisors = ("heads",)
 
     gate: Literal["none", "scalar", "sigmoid"] = "none"
     null_source: bool = False

@@ -7,7 +7,7 @@ A block is two sublayers, 2i and 2i + 1. The state is the tuple X_0, ..., X_i; X
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,11 @@ class DenseFormer(Scheme):
     period     p: an average only after blocks whose number, counted from 1, is a multiple of p
     """
 
-    title: ClassVar[str] = "DenseFormer"
-    equation: ClassVar[str] = "block(sum_{j <= i} a_ij X_j)"
-    users: ClassVar[str] = "The authors' experiments (`epfml/DenseFormer`). No released model is known."
-    paper: ClassVar[str] = "arXiv 2402.02622"
-    residual_start: ClassVar[dict[str, str]] = {}
+    title = "DenseFormer"
+    equation = "block(sum_{j <= i} a_ij X_j)"
+    users = "The authors' experiments (`epfml/DenseFormer`). No released model is known."
+    paper = "arXiv 2402.02622"
+    residual_start = {}
 
     dilation: Count = 1
     period: Count = 1

@@ -13,7 +13,7 @@ has the determinant (-1)^d, so it changes the orientation only for odd d.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ class _Hybrid(Scheme):
     penalty       weight of the mean of 4 gamma (1 - gamma) in the loss; 0 for none
     """
 
-    paper: ClassVar[str] = "arXiv 2605.06729"
+    paper = "arXiv 2605.06729"
 
     num_streams: SeveralRows = 4
     context: Context = "token"
@@ -96,14 +96,14 @@ class EDelta(_Hybrid):
     projections   whether the sublayer has the dense dim x dim maps H_pre and H_post, which start as the identity
     """
 
-    title: ClassVar[str] = "EDelta-MHC-Geo"
-    equation: ClassVar[str] = "g + H_post F(H_pre norm(g)), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) x"
-    users: ClassVar[str] = "The authors' experiments. No released model is known."
-    cannot_preserve: ClassVar[str] = (
+    title = "EDelta-MHC-Geo"
+    equation = "g + H_post F(H_pre norm(g)), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) x"
+    users = "The authors' experiments. No released model is known."
+    cannot_preserve = (
         "the shortcut reflects with a share 1 - gamma > 0, which changes every state; edelta-stream has such a start"
     )
 
-    divisors: ClassVar[tuple[str, ...]] = ("num_streams",)
+    divisors = ("num_streams",)
 
     projections: bool = True
 
@@ -129,11 +129,11 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
                   same for all tokens, so that Q and H keep the mean, which is then exactly the plain residual
     """
 
-    title: ClassVar[str] = "EDelta-MHC-Geo with streams"
-    equation: ClassVar[str] = "g + H_post (1 F(norm(mean(H_pre g)))^T), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) X"
-    users: ClassVar[str] = "The authors' experiments. No released model is known."
+    title = "EDelta-MHC-Geo with streams"
+    equation = "g + H_post (1 F(norm(mean(H_pre g)))^T), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) X"
+    users = "The authors' experiments. No released model is known."
     # Q and H then keep the mean of the rows, which every write moves by y.
-    residual_start: ClassVar[dict[str, str]] = {"start": "residual"}
+    residual_start = {"start": "residual"}
 
     hidden: Count = 48
     start: Literal["random", "residual"] = "random"

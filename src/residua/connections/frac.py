@@ -8,7 +8,6 @@ h_pre, h_res and h_post are Y^T, A^T and B of the paper: constants (static) or d
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -29,12 +28,12 @@ class FracConnections(WeightedScheme):
     num_fractions   m, the frac-rate
     """
 
-    title: ClassVar[str] = "Frac-Connections"
-    equation: ClassVar[str] = "h_res H + h_post F(norm(h_pre H)), H the fractions of x"
-    users: ClassVar[str] = "The authors' experiments, up to 7B parameters. No released model is known."
-    paper: ClassVar[str] = "arXiv 2503.14125"
-    residual_start: ClassVar[dict[str, str]] = {}
-    divisors: ClassVar[tuple[str, ...]] = ("num_fractions",)
+    title = "Frac-Connections"
+    equation = "h_res H + h_post F(norm(h_pre H)), H the fractions of x"
+    users = "The authors' experiments, up to 7B parameters. No released model is known."
+    paper = "arXiv 2503.14125"
+    residual_start = {}
+    divisors = ("num_fractions",)
 
     num_fractions: Rows = 4
 

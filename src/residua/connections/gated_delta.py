@@ -10,7 +10,7 @@ w = |h|, which writes h, or |h| (1 + tanh(W c + b)) with a gate for each value c
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,14 +72,12 @@ class GatedDelta(ChannelScheme):
     k_eps         guard of |h|: k = h / sqrt(|h|^2 + k_eps^2), as in `DeepDelta`
     """
 
-    title: ClassVar[str] = "Gated delta"
-    equation: ClassVar[str] = "X + w h - e k k^T X, h = F(c), k = h / |h|, e = 2 tanh(w_e . c + b_e), c = norm(x_in)"
-    users: ClassVar[str] = (
-        "Nobody yet: it is a form of our own, Deep Delta Learning with a gate for each of its two halves."
-    )
-    paper: ClassVar[str] = "arXiv 2601.00417"
-    residual_start: ClassVar[dict[str, str]] = {}
-    divisors: ClassVar[tuple[str, ...]] = ("heads",)
+    title = "Gated delta"
+    equation = "X + w h - e k k^T X, h = F(c), k = h / |h|, e = 2 tanh(w_e . c + b_e), c = norm(x_in)"
+    users = "Nobody yet: it is a form of our own, Deep Delta Learning with a gate for each of its two halves."
+    paper = "arXiv 2601.00417"
+    residual_start = {}
+    divisors = ("heads",)
 
     erase: Literal["signed", "positive", "none", "coupled"] = "signed"
     scale: Annotated[

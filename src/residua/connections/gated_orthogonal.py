@@ -9,7 +9,7 @@ equally a residual scale 1 - e <h, x> / |x|^2 that depends on the token.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,12 @@ class GatedOrthogonal(SingleStreamScheme):
     eps             added to |x|^2; 1e-6 as in the code of arXiv 2505.11881
     """
 
-    title: ClassVar[str] = "Gated orthogonal update"
-    equation: ClassVar[str] = "x + h - e (<h, x> / |x|^2) x, h = F(c), e = tanh(w . c + b), c = norm(x)"
-    users: ClassVar[str] = (
-        'Nobody yet: it is a form of our own. With `gate="one"`, the authors\' experiments, mostly on images.'
-    )
-    paper: ClassVar[str] = "arXiv 2505.11881"
-    residual_start: ClassVar[dict[str, str]] = {}
-    divisors: ClassVar[tuple[str, ...]] = ("heads",)
+    title = "Gated orthogonal update"
+    equation = "x + h - e (<h, x> / |x|^2) x, h = F(c), e = tanh(w . c + b), c = norm(x)"
+    users = 'Nobody yet: it is a form of our own. With `gate="one"`, the authors\' experiments, mostly on images.'
+    paper = "arXiv 2505.11881"
+    residual_start = {}
+    divisors = ("heads",)
 
     gate: Literal["token", "static", "one"] = "token"
     scale: Annotated[Positive, only_with(gate=("token", "static"))] = 1.0

@@ -6,7 +6,7 @@ As `qwen4_exp` in transformers. The norm is part of the read, one for each strea
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +40,12 @@ class GatedResidual(ExpandingScheme, MixingScheme):
                     if the head is "mean"; each sublayer prefers one stream: equal streams read equally never part
     """
 
-    title: ClassVar[str] = "Gated residual"
-    equation: ClassVar[str] = "X + p F(mean_i G_i norm(X_i))"
-    users: ClassVar[str] = "Qwen4-Exp (`qwen4_exp` in transformers). `residua.models.dialects` loads its parameters."
-    paper: ClassVar[str] = "transformers, models/qwen4_exp"
+    title = "Gated residual"
+    equation = "X + p F(mean_i G_i norm(X_i))"
+    users = "Qwen4-Exp (`qwen4_exp` in transformers). `residua.models.dialects` loads its parameters."
+    paper = "transformers, models/qwen4_exp"
     # The gated readout is normalised.
-    residual_start: ClassVar[dict[str, Any]] = {"start": "residual", "head": "mean", "weight_std": 0.02}
+    residual_start = {"start": "residual", "head": "mean", "weight_std": 0.02}
 
     rank: Count = 320
     weight_std: Annotated[NotNegative, only_with(start="published")] = 0.02

@@ -7,7 +7,7 @@ The weights are constants (static) or depend on the token (dynamic). They are un
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +81,11 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
                     plain residual although the streams differ
     """
 
-    title: ClassVar[str] = "Hyper-connections"
-    equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X))"
-    users: ClassVar[str] = "The authors' experiments; its constrained successor mHC is what released models use."
-    paper: ClassVar[str] = "arXiv 2409.19606"
-    residual_start: ClassVar[dict[str, str]] = {"head": "mean"}  # the sum of n equal streams is n times the residual
+    title = "Hyper-connections"
+    equation = "h_res X + h_post F(norm(h_pre X))"
+    users = "The authors' experiments; its constrained successor mHC is what released models use."
+    paper = "arXiv 2409.19606"
+    residual_start = {"head": "mean"}  # the sum of n equal streams is n times the residual
 
     num_streams: Rows = 4
     head: Literal["sum", "mean"] = "sum"

@@ -8,7 +8,7 @@ This is mHC (arXiv 2512.24880) without its mixing matrix, as Tencent's Hy4 runs 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,10 @@ class IndependentHyperConnections(ProductionHyperConnections):
                     they are written with weights in pairs around 1: the plain residual, in streams that differ
     """
 
-    title: ClassVar[str] = "Independent hyper-connections"
-    equation: ClassVar[str] = "X + h_post F(norm(h_pre X))"
-    users: ClassVar[str] = "Hy4 of Tencent (`hy_v4` in transformers). `residua.models.dialects` loads its parameters."
-    paper: ClassVar[str] = "transformers, models/hy_v4"
+    title = "Independent hyper-connections"
+    equation = "X + h_post F(norm(h_pre X))"
+    users = "Hy4 of Tencent (`hy_v4` in transformers). `residua.models.dialects` loads its parameters."
+    paper = "transformers, models/hy_v4"
 
     magnitude: Annotated[float, Range("a number above 1, the initial write weight", lambda x: 1 < x < math.inf)] = 2.0
     scale_init: Factor = 0.01

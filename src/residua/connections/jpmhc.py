@@ -7,7 +7,7 @@ and H_res is the Cayley transform of a skew matrix.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,13 +45,13 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     cayley          "iterative" (the paper), orthogonal only for small alpha W, or "exact", by a linear solve
     """
 
-    title: ClassVar[str] = "JPmHC"
-    equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res orthogonal"
-    users: ClassVar[str] = "The authors' experiments. No released model is known."
-    paper: ClassVar[str] = "arXiv 2602.18308"
+    title = "JPmHC"
+    equation = "h_res X + h_post F(norm(h_pre X)), h_res orthogonal"
+    users = "The authors' experiments. No released model is known."
+    paper = "arXiv 2602.18308"
     # Reads start as the mean of the streams, which mixing keeps and every write moves by y.
-    residual_start: ClassVar[dict[str, str]] = {}
-    constraint: ClassVar[str] = "orthogonal"
+    residual_start = {}
+    constraint = "orthogonal"
 
     alpha: Positive = 0.1
     steps: Steps = 2

@@ -6,7 +6,7 @@ h_res is doubly stochastic exactly, without iteration, from 2 log2(n) numbers.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,12 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
                     residual if the head is "mean"
     """
 
-    title: ClassVar[str] = "KromHC"
-    equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res a Kronecker product"
-    users: ClassVar[str] = "The authors' experiments. No released model is known."
-    paper: ClassVar[str] = "arXiv 2601.21579"
-    residual_start: ClassVar[dict[str, str]] = {"start": "residual", "head": "mean"}  # the sum is n times the residual
-    constraint: ClassVar[str] = "doubly stochastic"
+    title = "KromHC"
+    equation = "h_res X + h_post F(norm(h_pre X)), h_res a Kronecker product"
+    users = "The authors' experiments. No released model is known."
+    paper = "arXiv 2601.21579"
+    residual_start = {"start": "residual", "head": "mean"}  # the sum is n times the residual
+    constraint = "doubly stochastic"
 
     num_streams: Annotated[
         int, Range("a power of 2, at least 2", lambda n: n >= 2 and n & (n - 1) == 0), at_most(256)

@@ -11,7 +11,7 @@ passes the gated orthogonal update (gated_orthogonal.py).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,14 +74,14 @@ class Lambdas(SingleStreamScheme):
                    the normalised context c, 0 at the start, with when="read"; "none": all of p h
     """
 
-    title: ClassVar[str] = "Scaled plain residual"
-    equation: ClassVar[str] = "r x + z x0 + p F(norm(r x + z x0))"
-    users: ClassVar[str] = (
+    title = "Scaled plain residual"
+    equation = "r x + z x0 + p F(norm(r x + z x0))"
+    users = (
         "nanochat, modded-nanogpt with gates for each token beside the scalars, and ZAYA1 with vectors that are "
         "added. LayerScale is common in vision transformers."
     )
-    paper: ClassVar[str] = "github.com/karpathy/nanochat"
-    derived: ClassVar[dict[str, tuple[str, ...]]] = {"r_last": ("r",), "z_last": ("z",)}
+    paper = "github.com/karpathy/nanochat"
+    derived = {"r_last": ("r",), "z_last": ("z",)}
 
     r: Finite | None = 1.0
     r_last: Annotated[Finite | None, HAS_R] = None

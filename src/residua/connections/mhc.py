@@ -7,7 +7,7 @@ h_pre in (0, 1), h_post in (0, 2), and h_res is doubly stochastic: mixing cannot
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,13 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
                     that the stream computes exactly the plain residual whatever the norms are
     """
 
-    title: ClassVar[str] = "Manifold-constrained hyper-connections"
-    equation: ClassVar[str] = "h_res X + h_post F(norm(h_pre X)), h_res doubly stochastic"
-    users: ClassVar[str] = "DeepSeek-V4 and GLM-5.3-Flash, in a form of their own: `mhc_deepseek`."
-    paper: ClassVar[str] = "arXiv 2512.24880"
-    constraint: ClassVar[str] = "doubly stochastic"
+    title = "Manifold-constrained hyper-connections"
+    equation = "h_res X + h_post F(norm(h_pre X)), h_res doubly stochastic"
+    users = "DeepSeek-V4 and GLM-5.3-Flash, in a form of their own: `mhc_deepseek`."
+    paper = "arXiv 2512.24880"
+    constraint = "doubly stochastic"
     # Reads sum to 1, writes are 1, and mixing keeps equal streams.
-    residual_start: ClassVar[dict[str, str]] = {"start": "residual"}
+    residual_start = {"start": "residual"}
 
     layout: Literal["copies", "split"] = "copies"
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"

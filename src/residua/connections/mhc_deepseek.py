@@ -9,7 +9,7 @@ the h_pre of a sublayer reads for the next one, after the write, and the first r
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +43,14 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
                     takes from the state, so that the stream computes exactly the plain residual
     """
 
-    title: ClassVar[str] = "mHC of DeepSeek-V4 and GLM-5.3"
-    equation: ClassVar[str] = "C^T X + h_post F(norm(h_pre X)), C nearly doubly stochastic"
-    users: ClassVar[str] = (
+    title = "mHC of DeepSeek-V4 and GLM-5.3"
+    equation = "C^T X + h_post F(norm(h_pre X)), C nearly doubly stochastic"
+    users = (
         'DeepSeek-V4 (`deepseek_v4` in transformers) and GLM-5.3-Flash (`glm5_next`), and with `pre="previous"` '
         "DeepSeek-V4.1-Flash. `residua.models.dialects` loads their parameters."
     )
-    paper: ClassVar[str] = "transformers, models/deepseek_v4"
-    constraint: ClassVar[str] = "doubly stochastic"
+    paper = "transformers, models/deepseek_v4"
+    constraint = "doubly stochastic"
 
     iterations: Steps = 20
     pre: Literal["own", "previous"] = "own"

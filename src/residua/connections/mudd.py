@@ -8,7 +8,7 @@ averages only near the end, of few outputs, and gates on what is kept and writte
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,14 +61,14 @@ class MultiwayDynamicDense(Scheme):
     expand_last      factor on the hidden width of the readout, which has one way
     """
 
-    title: ClassVar[str] = "MUDD connections"
-    equation: ClassVar[str] = "block(sum_j w_c[j] X_j for c in q, k, v, r), w = W_2 gelu(W_1 rms(X_i)) + a"
-    users: ClassVar[str] = (
+    title = "MUDD connections"
+    equation = "block(sum_j w_c[j] X_j for c in q, k, v, r), w = W_2 gelu(W_1 rms(X_i)) + a"
+    users = (
         "MUDDFormer-2.8B and MUDDPythia (1.4B and 2.8B), released by the authors (`Caiyun-AI/MUDDFormer`). "
         "modded-nanogpt has a trimmed form in its last two layers."
     )
-    paper: ClassVar[str] = "arXiv 2502.12170"
-    residual_start: ClassVar[dict[str, str]] = {}
+    paper = "arXiv 2502.12170"
+    residual_start = {}
 
     ways: Literal["qkvr", "vr", "r"] = "qkvr"
     layers: Annotated[Count | None, only_with(prepost_norm=False)] = None

@@ -9,7 +9,7 @@ sequence, serve all its tokens. It is included so that the published rows can be
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -46,11 +46,11 @@ class PooledHouseholder(Scheme):
                 projection, which erases the component along k
     """
 
-    title: ClassVar[str] = "Pooled Householder"
-    equation: ClassVar[str] = "x~ + F(norm(x~)), x~ = x - beta k (k^T x)"
-    users: ClassVar[str] = 'The comparison in arXiv 2605.06729, under the name "DDL". It is not Deep Delta Learning.'
-    paper: ClassVar[str] = "arXiv 2605.06729"
-    cannot_preserve: ClassVar[str] = "beta in (0, 2) erases the state along k, and nothing is written there"
+    title = "Pooled Householder"
+    equation = "x~ + F(norm(x~)), x~ = x - beta k (k^T x)"
+    users = 'The comparison in arXiv 2605.06729, under the name "DDL". It is not Deep Delta Learning.'
+    paper = "arXiv 2605.06729"
+    cannot_preserve = "beta in (0, 2) erases the state along k, and nothing is written there"
 
     context: Context = "cumulative"
     beta_init: Beta = 1.0

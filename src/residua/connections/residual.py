@@ -7,7 +7,7 @@ With a gate for each token it is mHC with a single stream, the cheap control for
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +68,11 @@ class Residual(SingleStreamScheme):
     gate    "none"; "token": what a sublayer writes is multiplied by a gate for each token, in (0, 2) and 1 at the start
     """
 
-    title: ClassVar[str] = "Plain residual"
-    equation: ClassVar[str] = "x + F(norm(x))"
-    users: ClassVar[str] = "Nearly every Transformer in use. prime-rl has the gate beside its mHC of DeepSeek-V4.1."
-    paper: ClassVar[str] = "arXiv 1512.03385"
-    residual_start: ClassVar[dict[str, str]] = {}
+    title = "Plain residual"
+    equation = "x + F(norm(x))"
+    users = "Nearly every Transformer in use. prime-rl has the gate beside its mHC of DeepSeek-V4.1."
+    paper = "arXiv 1512.03385"
+    residual_start = {}
 
     gate: Literal["none", "token"] = "none"
 

@@ -8,7 +8,7 @@ identity path through all of them. The readout is norm_x(X) + norm_y(Y), with it
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +41,15 @@ class SiameseNorm(Scheme):
     head              the readout: "norms", norm_x(X) + norm_y(Y); "stream", norm_x(X) + Y
     """
 
-    title: ClassVar[str] = "SiameseNorm"
-    equation: ClassVar[str] = "X: u + h / sqrt(2 (l + 1)), Y: Y + h, h = F(norm(u + norm(Y))), u = norm(X)"
-    users: ClassVar[str] = (
+    title = "SiameseNorm"
+    equation = "X: u + h / sqrt(2 (l + 1)), Y: Y + h, h = F(norm(u + norm(Y))), u = norm(X)"
+    users = (
         "The authors' experiments, up to 15B parameters (`Qwen-Applications/SiameseNorm`), and a model of 1B on "
         "the recipe of OLMo 3, together with another change (`ArchSpace-Collection/SiameseNorm-DepthAttention`)."
     )
-    paper: ClassVar[str] = "arXiv 2602.08064"
+    paper = "arXiv 2602.08064"
     # The pre-norm case of the paper, norm_x = 0, if no second norm stands between Y and a sublayer.
-    residual_start: ClassVar[dict[str, Any]] = {"normalised_input": False, "start": "residual", "head": "stream"}
+    residual_start = {"normalised_input": False, "start": "residual", "head": "stream"}
 
     depth_scaling: Literal["code", "paper", "none"] = "code"
     normalised_input: bool = True

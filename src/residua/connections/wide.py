@@ -7,7 +7,7 @@ read alike and the writes lie in pairs around 1, so the mean of the streams is t
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,11 @@ class WideResidual(ExpandingScheme, MixingScheme):
     max_forget      the largest share that a write can forget
     """
 
-    title: ClassVar[str] = "Wide residual"
-    equation: ClassVar[str] = "rho X + p F(norm(sum_i r_i X_i))"
-    users: ClassVar[str] = "Proposed for Megatron-LM by NVIDIA; no public model is known to use it."
-    paper: ClassVar[str] = "github.com/NVIDIA/Megatron-LM/pull/6716"
-    residual_start: ClassVar[dict[str, None]] = {"retention": None}
+    title = "Wide residual"
+    equation = "rho X + p F(norm(sum_i r_i X_i))"
+    users = "Proposed for Megatron-LM by NVIDIA; no public model is known to use it."
+    paper = "github.com/NVIDIA/Megatron-LM/pull/6716"
+    residual_start = {"retention": None}
 
     spread: NotNegative = 0.01
     retention: Fraction | None = None
