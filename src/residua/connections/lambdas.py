@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection, SingleStreamScheme
+from residua.connections.ends import Collapse
 from residua.connections.facts import GateFacts, Mixing
 from residua.connections.gates import Scale, TokenGate
-from residua.connections.memory import Memory, window_of
+from residua.connections.memory import Memory
 from residua.connections.options import OnlyIf, require_option
 from residua.connections.spec import TensorSpec
 from residua.errors import Finite
@@ -150,23 +151,19 @@ class Lambdas(SingleStreamScheme):
         return {"r": ramp(self.r, self.r_last, self.r_every), "z": ramp(self.z, self.z_last, self.z_every), "p": self.p}
 
 
-class Backout(nn.Module):
+class Backout(Collapse):
     """The readout: x - b x_mid, or x without backout, through `compress`. (batch, seq, dim)."""
 
-    separates_documents = True
-
     def __init__(self, scheme: Lambdas, compress: nn.Module):
-        super().__init__()
+        super().__init__(compress)
         self.single = scheme.kept == 1
-        self.compress = compress
-        self.window = window_of(compress)
         self.backout = None if scheme.backout is None else Scale(scheme.backout)
 
     def forward(self, state: State, memory: Memory | None = None) -> Tensor:
         x = state if self.single else state[0]
         if self.backout is not None:
             x = scaled_sum((x, state[-1]), (None, -self.backout()))
-        return self.compress(x, memory)
+        return super().forward(x, memory)
 
 
 class ScaledConnection(CompressingConnection):

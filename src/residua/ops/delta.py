@@ -189,8 +189,6 @@ def delta_write(
     Second derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
     """
     expect_write(state, k, v, beta)
-    if not torch.is_grad_enabled():
-        return _written(state, k, v, beta, k_norm, eps)[0]  # no gradient will need anything
     return applied(_DeltaWrite, state, k, v, beta, k_norm, new_symbol(eps), recompute_every)
 
 

@@ -18,7 +18,7 @@ def stream_read(streams: Tensor, weights: Tensor) -> Tensor:
     at least float32. Raises ValueError if the two shapes do not match. arXiv 2601.00417v2, coefficients c_{i,j}.
     """
     expect_shape("weights", weights, streams.shape[-2:], "(streams, dim)")
-    return applied(_StreamRead, streams, weights) if torch.is_grad_enabled() else _read(streams, weights)
+    return applied(_StreamRead, streams, weights)
 
 
 def _read(streams: Tensor, weights: Tensor) -> Tensor:

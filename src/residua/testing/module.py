@@ -157,15 +157,11 @@ def forward(adapter: Adapter) -> None:
     if not same_structure(result, reference):
         shapes = [[tuple(leaf.shape) for leaf in tensors(tree)] for tree in (reference, result)]
         raise CheckFailed(f"the result must have the shapes {shapes[0]}, got {shapes[1]}")
-    flat = [*zip(flatten(actual), flatten(expected)), *zip(tensors(result), tensors(reference))]
+    flat = [*zip(tensors(actual), tensors(expected)), *zip(tensors(result), tensors(reference))]
     wrong = [disagreement(a, b, dtype=pair.dtype) for a, b in flat]
     if any(wrong):
         expect(_repeats(pair), "a second call gives other numbers")
         raise CheckFailed(diagnosis.of(pair, state, result, reference, actual, expected))
-
-
-def flatten(calls: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    return [tensor for inputs in calls for tensor in inputs]
 
 
 def same_structure(a: Any, b: Any) -> bool:
