@@ -31,7 +31,7 @@ def token_by_token(stream, row: Tensor, sublayers: list, scheme: GatedOrthogonal
     for i, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
         context = row / (row.square().mean() + 1e-5).sqrt() * connection.norm.weight
         h = sublayer(context)
-        parameters = dict(connection.gate.named_parameters())
+        parameters = {} if connection.gate is None else dict(connection.gate.named_parameters())
         if scheme.sublayers == ("mlp", "attention")[i % 2]:
             gates = torch.zeros(scheme.heads).double()
         elif scheme.gate == "one":

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.compressing import CompressingConnection, SingleStreamScheme
 from residua.connections.facts import GateFacts, Mixing
-from residua.connections.gates import FixedGate, GateCoefficients, StaticGate, TokenGate
+from residua.connections.gates import GateCoefficients, StaticGate, TokenGate
 from residua.connections.memory import Memory
 from residua.connections.options import only_with
 from residua.errors import Count, Positive
-from residua.ops import orthogonal_update, residual_scale
+from residua.ops import at_least_float32, orthogonal_update, residual_scale
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,19 @@ class OrthogonalConnection(CompressingConnection):
     def __init__(self, scheme: GatedOrthogonal, dim: int, norm: nn.Module, compress: nn.Module, *, gated: bool):
         super().__init__(compress)
         self.gated = gated
-        self.eps = scheme.eps
+        self.eps, self.heads = scheme.eps, scheme.heads
         self.norm = norm
-        self.gate: nn.Module
-        if not gated or scheme.gate == "one":
-            self.gate = FixedGate(scheme.heads, 1.0 if gated else 0.0)
-        elif scheme.gate == "token":
+        self.gate: nn.Module | None = None
+        if gated and scheme.gate == "token":
             self.gate = TokenGate(dim, scheme.heads, scale=scheme.scale)
-        else:
+        elif gated and scheme.gate == "static":
             self.gate = StaticGate(scheme.heads, scale=scheme.scale)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         context = self.norm(self.compress(state, memory))
+        if self.gate is None:
+            fixed = at_least_float32(context).new_full((self.heads,), float(self.gated))
+            return context, Carry(state, GateCoefficients(fixed))
         return context, Carry(state, GateCoefficients(self.gate(context)))
 
     def write(self, y: Tensor, carry: Carry) -> State:

@@ -1,4 +1,4 @@
-"""Learned scales, and gates of heads of features: for each token, the same for all tokens, or fixed."""
+"""Learned scales, and gates of heads of features: for each token, or the same for all tokens."""
 
 import math
 from typing import NamedTuple
@@ -65,14 +65,3 @@ class StaticGate(nn.Module):
 
     def forward(self, context: Tensor) -> Tensor:
         return self.scale * torch.tanh(at_least_float32(self.bias))
-
-
-class FixedGate(nn.Module):
-    """e = `value` for every head and context. (..., dim) -> (heads,) in at least float32."""
-
-    def __init__(self, heads: int, value: float):
-        super().__init__()
-        self.heads, self.value = heads, value
-
-    def forward(self, context: Tensor) -> Tensor:
-        return at_least_float32(context).new_full((self.heads,), self.value)
