@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from residua.connections.facts import DepthWeights, GateFacts, Mixing, RankOne
 from residua.connections.memory import Memory, StreamMemory, memory_of, window_of
 from residua.connections.norm import RMSNorm
-from residua.connections.options import check_effects, check_options, require_option
+from residua.connections.options import check_options, require_option
 from residua.connections.phases import as_call, open_to_phases
 from residua.connections.projection import WideProjection
 from residua.connections.spec import TensorSpec
@@ -303,8 +303,7 @@ class Scheme(ABC):
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __post_init__(self) -> None:
-        check_options(type(self), {field.name: getattr(self, field.name) for field in fields(self)})
-        check_effects(self)
+        check_options(self)
 
     @property
     def source(self) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -60,20 +60,17 @@ def only_with(**options: Any) -> OnlyIf:
     )
 
 
-def check_options(kind: type, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first of the `options` that is not of the type and in the range that `kind` declares."""
-    for name, value in options.items():
+def check_options(scheme: Any) -> None:
+    """Raise ValueError for an option outside the type and range that its class declares, or set without effect."""
+    kind: type = type(scheme)
+    values = {field.name: getattr(scheme, field.name) for field in fields(scheme)}
+    for name, value in values.items():
         if wrong := refusal(kind, name, value):
             raise ValueError(f"{kind.__name__}: {name} {wrong}")
-
-
-def check_effects(scheme: Any) -> None:
-    """Raise ValueError for an option of `scheme` that is set but has no effect with the others."""
-    kind: type = type(scheme)
     declared = types_of(kind, include_extras=True)
     for field in fields(scheme):
         for part in getattr(declared[field.name], "__metadata__", ()):
-            if isinstance(part, OnlyIf) and getattr(scheme, field.name) != field.default:
+            if isinstance(part, OnlyIf) and values[field.name] != field.default:
                 require_option(scheme, field.name, part.holds(scheme), f"{field.default!r} unless {part.words}")
 
 

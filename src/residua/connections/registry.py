@@ -46,12 +46,7 @@ RESERVED = ("preset", "scheme", "package")  # keys of a description that are not
 
 def _preset(text: str) -> Scheme:
     scheme, options = named(text)
-    return _built(SCHEMES[scheme], options)
-
-
-def _built(kind: type[Scheme], options: Mapping[str, Any]) -> Scheme:
-    check_options(kind, options)
-    return kind(**options)
+    return SCHEMES[scheme](**options)
 
 
 SCHEMES: dict[str, type[Scheme]] = {name: globals()[place.partition(":")[2]] for name, place in names.SCHEMES.items()}
@@ -150,12 +145,14 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
             hint = f"{did_you_mean(option, declared)} (known: {', '.join(declared)})"
             raise ValueError(f"connection {name!r}: no option is called {option!r}{hint}")
     if isinstance(scheme, type):
-        return _built(scheme, options)
-    for derived, causes in scheme.derived.items():
-        if options.keys() & set(causes):
-            options.setdefault(derived, None)
-    check_options(type(scheme), options)
-    return replace(scheme, **options)
+        made = scheme(**options)
+    else:
+        for derived, causes in scheme.derived.items():
+            if options.keys() & set(causes):
+                options.setdefault(derived, None)
+        made = replace(scheme, **options)
+    check_options(made)  # a scheme of another package may have a `__post_init__` that does not
+    return made
 
 
 def describe(scheme: Scheme) -> dict[str, Any]:
@@ -180,7 +177,8 @@ def written(scheme: Scheme) -> dict[str, Any]:
     kind = type(scheme)
     try:
         options = json.loads(json.dumps(asdict(scheme)))
-        again = _built(kind, {name: _tuples(value) for name, value in options.items()})
+        again = kind(**{name: _tuples(value) for name, value in options.items()})
+        check_options(again)
         equal = again == scheme and hash(again) == hash(scheme)  # a scheme with a dict has no hash
         problem = None if equal else f"{scheme} becomes {again}"
     except Exception as error:
