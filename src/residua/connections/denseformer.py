@@ -29,7 +29,15 @@ class DenseCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DenseFormer(Scheme):
+class BlocksScheme(Scheme):
+    """A scheme whose state is the embedding and one output for each block of two sublayers, begun or complete."""
+
+    def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec((dim,)),) * (1 + -(-boundary // 2))
+
+
+@dataclass(frozen=True)
+class DenseFormer(BlocksScheme):
     """DenseFormer. Starts as the pre-norm residual: the last output has weight 1, all others 0.
 
     dilation   k: the average after block i takes the outputs j with i - j divisible by k
@@ -45,9 +53,6 @@ class DenseFormer(Scheme):
     dilation: Count = 1
     period: Count = 1
 
-    def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
-        return block_outputs(boundary, dim)
-
     def taken(self, block: int) -> range:
         """Return the outputs that the average after `block` blocks takes; an empty range if there is none."""
         averages = block > 0 and block % self.period == 0
@@ -58,11 +63,6 @@ class DenseFormer(Scheme):
         blocks = -(-num_sublayers // 2)
         taken = self.taken(blocks)
         return Stream(Copies(1), connections, BlockCollapse(DepthAverage(taken) if taken else None, blocks))
-
-
-def block_outputs(boundary: int, dim: int) -> tuple[TensorSpec, ...]:
-    """Describe the state after `boundary` sublayers: the embedding and one output for each block, begun or complete."""
-    return (TensorSpec((dim,)),) * (1 + -(-boundary // 2))
 
 
 def outputs_of(taken: Iterable[int]) -> tuple[range, ...]:

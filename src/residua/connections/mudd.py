@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.base import Carry, Norm, Scheme, State, Stream
-from residua.connections.denseformer import BlockCollapse, BlockConnection, block_outputs, outputs_of
+from residua.connections.base import Carry, Norm, State, Stream
+from residua.connections.denseformer import BlockCollapse, BlockConnection, BlocksScheme, outputs_of
 from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.gates import Scale
@@ -24,7 +24,6 @@ from residua.connections.norm import RMSNorm
 from residua.connections.options import only_with, require_option
 from residua.connections.projection import WideProjection
 from residua.connections.sharded import on_whole_tensors
-from residua.connections.spec import TensorSpec
 from residua.errors import Count
 from residua.ops import at_least_float32, depth_mix
 from residua.ops.derived import derive
@@ -41,7 +40,7 @@ class MultiwayCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MultiwayDynamicDense(Scheme):
+class MultiwayDynamicDense(BlocksScheme):
     """MUDD. Starts as the pre-norm residual: W_2 is 0 and a takes the last output.
 
     A sublayer with an even number, attention, gets three inputs from the second block on, unless ways="r".
@@ -83,9 +82,6 @@ class MultiwayDynamicDense(Scheme):
         named = self.sources or ()
         distinct = min(named, default=0) >= 0 and len(set(named)) == len(named)
         require_option(self, "sources", distinct, "numbers of outputs from 0, each once, or null")
-
-    def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
-        return block_outputs(boundary, dim)
 
     def averages_after(self, block: int, blocks: int) -> bool:
         """Return whether there are averages after `block` blocks of all `blocks`."""
