@@ -169,7 +169,8 @@ def _of_stream(pair: Pair, x: Tensor, result: Tensor, reference: Tensor, actual:
 def _states(pair: Pair, x: Tensor) -> list[Any]:
     """Return our state before every connection, and after the last."""
     states = [pair.stream.expand(x)]
-    for connection, sublayer in zip(pair.stream.connections, pair.sublayers()):
+    sublayers = bare_sublayers(pair.adapter.dim, pair.adapter.num_sublayers)
+    for connection, sublayer in zip(pair.stream.connections, sublayers):
         states.append(connection(states[-1], sublayer))
     return states
 
@@ -225,15 +226,13 @@ def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tenso
 
 def _applies(pair: Pair) -> bool:
     """Return whether the shortcut of each connection describes its write, so that mistakes can be made in it."""
-    state = pair.stream.expand(pair.state())
-    for connection, sublayer in zip(pair.stream.connections, pair.sublayers()):
+    states = _states(pair, pair.state())
+    for connection, sublayer, state, after in zip(pair.stream.connections, pair.sublayers(), states, states[1:]):
         inputs, carry = connection.read(state)  # type: ignore[operator]
         y = sublayer(*as_inputs(inputs))
         shortcut = connection.shortcut(state, carry, y)  # type: ignore[operator]
-        after = connection.write(y, carry)  # type: ignore[operator]
         if not _is_mixing(shortcut, state) or not agree(_mix(shortcut, state, y), after):
             return False
-        state = after
     return True
 
 
@@ -491,9 +490,7 @@ class Detached(nn.Module):
 def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
     """Name the coefficient that passes no gradient on, if one explains all gradients; `agrees` compares them."""
     with torch.no_grad():
-        state = pair.stream.expand(normal(1, 2, pair.adapter.dim).to(pair.dtype))
-        for connection, sublayer in zip(pair.stream.connections, bare_sublayers(pair.adapter.dim, pair.adapter.index)):
-            state = connection(state, sublayer)
+        state = _states(pair, normal(1, 2, pair.adapter.dim).to(pair.dtype))[pair.adapter.index]
         coefficients = pair.connection.read(state)[1].coefficients
     for symbol, value in coefficients._asdict().items():
         if value is None:
