@@ -154,7 +154,7 @@ ddl:map=v,phi_k=linear,phi_k_rank=3 | phi_k_rank must be None unless map is 'v' 
 denseformer:dilation=0 | dilation must be at least 1
 denseformer:period=0 | period must be at least 1
 edelta:hidden=0 | hidden must be at least 1
-edelta:gamma_init=1.0 | gamma_init must be a number strictly between 0 and 1
+edelta:gamma_init=1.0 | gamma_init must be a number above 0 and below 1
 edelta:beta_init=0.0 | beta_init must be a positive number
 edelta edelta-stream:penalty=-0.1 | penalty must be 0 or more
 edelta-stream:gamma_init=0 | gamma_init must be

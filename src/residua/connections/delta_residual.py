@@ -34,13 +34,10 @@ class DeltaResidual(nn.Module):
         require(pool in ("mean", "flatten", "conv"), "pool", "'mean', 'flatten' or 'conv'", pool)
         require(0 <= beta_init <= 2, "beta_init", "a number in [0, 2]", beta_init)
         self.phi_k = phi_k
-        self.phi_v = (
-            phi_v
-            if phi_v is not None
-            else nn.Sequential(
-                Pool("mean", dim, value_channels), Value(dim, value_channels, activation="linear", bias=False)
-            )
-        )
+        if phi_v is None:
+            value = Value(dim, value_channels, activation="linear", bias=False)
+            phi_v = nn.Sequential(Pool("mean", dim, value_channels), value)
+        self.phi_v = phi_v
         self.pool = Pool(pool, dim, value_channels)
         self.beta = Gate(self.pool.out_features, beta_init=beta_init)
         self.k_norm, self.k_eps = k_norm, k_eps

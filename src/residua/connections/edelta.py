@@ -13,7 +13,7 @@ has the determinant (-1)^d, so it changes the orientation only for odd d.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,10 @@ from residua.connections.gates import logit
 from residua.connections.jpmhc import Router
 from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm
-from residua.connections.options import SeveralRows, require_option
+from residua.connections.options import Fraction, SeveralRows, require_option
 from residua.connections.projection import Projection, WideProjection, project
 from residua.connections.sharded import on_whole_tensors
-from residua.errors import Count, NotNegative, Positive, Range
+from residua.errors import Count, NotNegative, Positive
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
 from residua.ops.derived import derive, flattened
 
@@ -74,7 +74,7 @@ class _Hybrid(Scheme):
     num_streams: SeveralRows = 4
     context: Context = "token"
     hidden: Count | None = None
-    gamma_init: Annotated[float, Range("a number strictly between 0 and 1", lambda x: 0 < x < 1)] = 0.82
+    gamma_init: Fraction = 0.82
     beta_init: Positive = 0.1
     penalty: NotNegative = 0.1
 

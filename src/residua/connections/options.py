@@ -13,6 +13,7 @@ SeveralRows = Annotated[int, Range("at least 2", lambda x: x >= 2), at_most(256)
 Taps = Annotated[Count, at_most(1024)]
 Steps = Annotated[Count, at_most(1000)]
 Beta = Annotated[float, Range("a number in [0, 2]", lambda x: 0 <= x <= 2)]
+Fraction = Annotated[float, Range("a number above 0 and below 1", lambda x: 0 < x < 1)]
 Factor = Annotated[
     float, Range("a finite number other than 0, which would stop the gradient", lambda x: math.isfinite(x) and x != 0)
 ]

@@ -7,7 +7,6 @@ read alike and the writes lie in pairs around 1, so the mean of the streams is t
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +16,12 @@ from residua.connections.expanding import ExpandingScheme
 from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
-from residua.connections.options import require_option
+from residua.connections.options import Fraction, require_option
 from residua.connections.sharded import on_whole_tensors
 from residua.connections.stream_logits import even_biases
-from residua.errors import NotNegative, Range
+from residua.errors import NotNegative
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.dispatch import Implementation
-
-Fraction = Annotated[float, Range("a number above 0 and below 1", lambda x: 0 < x < 1)]
 
 
 @dataclass(frozen=True)
