@@ -1,7 +1,7 @@
 """The state of Deep Delta Learning: value channels, read through a compressor (arXiv 2601.00417)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def _convolves(scheme: "ChannelScheme") -> bool:
 
 
 @dataclass(frozen=True)
-class ChannelScheme(RecomputingScheme, CompressingScheme):
+class ChannelScheme(CompressingScheme, RecomputingScheme):
     """A scheme whose state has the value channels of Deep Delta Learning.
 
     value_channels   d_v, the rows of the state; 1 for a single residual stream
@@ -44,7 +44,9 @@ class ChannelScheme(RecomputingScheme, CompressingScheme):
     derived = {"compress_kernel": ("compress", "value_channels")}
 
     value_channels: Rows = 1
-    compress_kernel: Annotated[Taps | None, OnlyIf("compress convolves", _convolves)] = None
+    compress_kernel: Annotated[Taps | None, OnlyIf("compress convolves", _convolves)] = field(
+        default=None, kw_only=True
+    )
     compress_form: Annotated[Literal["read", "direct"], only_with(compress="channel")] = "read"
     compress_causal: Annotated[bool, only_with(compress="channel", compress_form="read")] = False
 

@@ -48,6 +48,7 @@ class CompressingScheme(Scheme):
     branch: Literal["conv"] | None = None
     branch_kernel: Annotated[Taps, only_with(branch="conv")] = 4
     compress: Literal["token", "channel"] | None = None
+    compress_kernel: Taps | None = None
     compress_sharing: Annotated[
         Literal["block", "separate"], OnlyIf("compress is not null", lambda scheme: scheme.compresses)
     ] = "block"
