@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import residua  # noqa: E402
 from residua.conversion.convert_model import find_anatomy  # noqa: E402
 from residua.errors import InputError  # noqa: E402
+from residua.models.evaluating import evaluating  # noqa: E402
 from support.families import FAMILIES, halves, other_families, tiny  # noqa: E402
 from support.small_inputs import inputs_of  # noqa: E402
 
@@ -29,7 +30,9 @@ def row(family: str) -> str:
     except Exception as error:  # configurations and models raise many kinds
         return _line(family, "not tried", "-", _short(str(error)))
     try:
-        anatomy = find_anatomy(model, residua.Residual(), inputs_of(model)).anatomy
+        inputs = inputs_of(model)
+        with evaluating(model):
+            anatomy = find_anatomy(model, residua.Residual(), inputs).anatomy
     except InputError as error:
         return _line(family, "refused", "-", _short(str(error).partition(" ")[2]))
     kinds = [
@@ -44,7 +47,8 @@ def _in_bfloat16(model: PreTrainedModel) -> str:
     except InputError:
         return "does not run"
     try:
-        find_anatomy(model, residua.Residual(), inputs)
+        with evaluating(model):
+            find_anatomy(model, residua.Residual(), inputs)
     except InputError as error:
         return f"refused: {_short(str(error).partition(': ')[2])}"
     return "equal"

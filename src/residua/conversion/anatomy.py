@@ -208,8 +208,7 @@ def watched(stack: nn.ModuleList, opened: Sequence[set[str]]) -> Iterator[list[O
                     swap(part, WatchedReader)
         yield layers
     finally:
-        for layer in stack:
-            release(layer)
+        release(stack)
 
 
 def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> Anatomy:

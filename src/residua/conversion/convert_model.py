@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -14,9 +15,9 @@ from residua.connections import Scheme
 from residua.connections.residual import Residual
 from residua.conversion.anatomy import Conversion, observe, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
-from residua.conversion.flow import INPUTS, UnknownUse
+from residua.conversion.flow import LayerStream, UnknownUse
 from residua.conversion.probe import Situation, change, outputs, probe, situations, uneven
-from residua.conversion.rebuild import attach_streams, is_converted, new_streams, rebuild, restore, streams_of, trunk
+from residua.conversion.rebuild import is_converted, new_streams, rebuild, restore, streams_of
 from residua.errors import InputError, extra, first_line, require
 from residua.models.configuration import causal_scheme
 from residua.models.evaluating import evaluating
@@ -73,14 +74,13 @@ def convert(
     with evaluating(model):
         conversion = find_anatomy(model, scheme, inputs)
         before = outputs(model, inputs)
-        _expect_same_direction(model, conversion, inputs)
         rebuild(model, conversion)
         try:
             after = _run(model, partial(outputs, model, inputs))
             if start == "preserve":
                 _expect_preserved(model, before, after)
         except BaseException:
-            restore(model, conversion.stack)
+            restore(model, conversion)
             raise
     mark(model, conversion)
     if os.environ.get("RANK", "0") == "0":
@@ -94,29 +94,37 @@ def convert(
 def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, Any]) -> Conversion:
     """Return how a model can be converted to `scheme`, found with the plain residual; the model is left as it was.
 
-    inputs: the model's `small_inputs`.
+    model: in evaluation mode, as `evaluating` puts it; inputs: small ones that it runs on, as `probe` returns them.
 
     Raises:
         InputError: it cannot be converted.
     """
-    path, stack = stack_of(model)
+    name, (path, stack) = type(model).__name__, stack_of(model)
     changed = uneven(model)
-    with evaluating(model):
-        ways = situations(model, inputs, changed)
-        before = _outputs_of(model, ways)
-        anatomy = observe(model, stack, partial(outputs, model, inputs, changed))
-        rebuild(model, Conversion(Residual(), path, anatomy))
-        try:
-            after = {way: _run(model, ways[way]) for way in before}
-        finally:
-            restore(model, path)
+    ways = situations(model, inputs, changed)
+    before = _outputs_of(model, ways)
+    anatomy = observe(model, stack, partial(outputs, model, inputs, changed))
+    conversion = Conversion(scheme, path, anatomy)
+    looks_back = any(stream.looks_back for stream in new_streams(model, conversion))
+    plain = replace(conversion, scheme=Residual())
+    rebuild(model, plain)
+    try:
+        after = {way: _run(model, ways[way]) for way in before}
+        fits = not looks_back or _is_causal(streams_of(model, plain), next(iter(ways.values())))
+    finally:
+        restore(model, plain)
     for way in before:
         if difference := change(before[way], after[way]):
             raise InputError(
-                f"{type(model).__name__}: its layers were rebuilt with the plain residual, and {way} its outputs "
-                f"changed by up to {difference:.1e}: they use their residual in a way that is not seen"
+                f"{name}: its layers were rebuilt with the plain residual, and {way} its outputs changed by up to "
+                f"{difference:.1e}: they use their residual in a way that is not seen"
             )
-    return Conversion(scheme, path, anatomy)
+    if not fits:
+        raise InputError(
+            f"connection must be a scheme that reads single tokens, got one that reads earlier ones; {name} reads in "
+            "both directions"
+        )
+    return conversion
 
 
 def _outputs_of(model: PreTrainedModel, ways: Mapping[str, Situation]) -> dict[str, list[Tensor]]:
@@ -147,11 +155,11 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
     with evaluating(model):
         before = [] if inputs is None else outputs(model, inputs)
         streams = streams_of(model, conversion)
-        restore(model, conversion.stack)
+        restore(model, conversion)
         after = [] if inputs is None else outputs(model, inputs)
         difference, bound = change(before, after), _bound(model, before)
         if difference > bound:
-            attach_streams(model, conversion, streams)
+            rebuild(model, conversion, streams)
             raise InputError(
                 f"{type(model).__name__}: without its connections its outputs would change by {difference:.1e} of the "
                 f"largest one, more than {bound:.0e}; lossy=True drops them all the same"
@@ -210,41 +218,30 @@ def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:
         raise InputError(f"{type(model).__name__}: a layer cannot run rebuilt: {first_line(error)}") from error
 
 
-def _expect_same_direction(model: PreTrainedModel, conversion: Conversion, inputs: Mapping[str, Any]) -> None:
-    """Raise InputError for a scheme that reads earlier tokens in a model that reads later ones too."""
-    looks_back = any(stream.looks_back for stream in new_streams(model, conversion))
-    if looks_back and not _is_causal(model, conversion.stack, inputs):
-        raise InputError(
-            f"connection must be a scheme that reads single tokens, got one that reads earlier ones; "
-            f"{type(model).__name__} reads in both directions"
-        )
-
-
-def _is_causal(model: nn.Module, path: str, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the layers' result before the last token ignores the last token.
+def _is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
+    """Return whether the residual before the last token ignores the last token, in a model over the plain residual.
 
     Its gradient says so exactly; the numbers do not where tokens are computed in groups, as by experts.
     """
-    _, stack = trunk(model, path)
-    first: list[Tensor] = []
-    last: list[Tensor] = []
+    expand, collapse = streams[0].expand, streams[-1].collapse
+    assert expand is not None
+    assert collapse is not None
+    ends: list[Tensor] = []
 
-    def begin(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        name = next((name for name in INPUTS if name in kwargs), "")
-        first.append((args[0] if args else kwargs[name]).detach().requires_grad_())
-        return ((first[0], *args[1:]), kwargs) if args else (args, {**kwargs, name: first[0]})
+    def begin(_: nn.Module, args: Any) -> Any:
+        ends.append(args[0].detach().requires_grad_())
+        return (ends[0], *args[1:])
 
-    def end(layer: nn.Module, args: Any, out: Any) -> None:
-        last.append(out[0] if isinstance(out, tuple) else out)
-
-    hooks = [stack[0].register_forward_pre_hook(begin, with_kwargs=True), stack[-1].register_forward_hook(end)]
+    hooks = [
+        expand.register_forward_pre_hook(begin),
+        collapse.register_forward_hook(lambda module, args, x: ends.append(x)),
+    ]
     try:
         with torch.enable_grad():
-            model(**inputs)
-            if first[0].dim() != 3 or last[0].dim() != 3:
-                return False
-            weights = torch.randn(last[0][:, :-1].shape, generator=torch.Generator().manual_seed(0)).to(last[0])
-            (gradient,) = torch.autograd.grad((last[0][:, :-1] * weights).sum(), first)
+            run()
+            x = ends[-1][:, :-1]
+            weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+            (gradient,) = torch.autograd.grad((x * weights).sum(), ends[0])
     finally:
         for hook in hooks:
             hook.remove()

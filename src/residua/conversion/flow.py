@@ -474,15 +474,14 @@ def swap_back(module: Any) -> None:
     module.__class__ = type(module).__bases__[1]
 
 
-def release(layer: Any) -> None:
-    """Give a layer that ran on a `Flow` its own code back, and the modules in it."""
-    if isinstance(layer, ConvertedLayer):
-        swap_back(layer)
-        delattr(layer, STREAM)
-    for part in layer.modules():
-        if isinstance(part, Reader):
-            swap_back(part)
-            vars(part).pop("residua_is_norm", None)
+def release(model: nn.Module) -> None:
+    """Give the layers in a model that ran on a `Flow` their own code back, and the modules in them."""
+    for module in list(model.modules()):
+        if isinstance(module, ConvertedLayer):
+            delattr(module, STREAM)
+        if isinstance(module, (ConvertedLayer, Reader)):
+            swap_back(module)
+            vars(module).pop("residua_is_norm", None)
 
 
 def _blank(mixin: Any, plain: type) -> Any:

@@ -29,27 +29,26 @@ TEXT_AND_IMAGE_AXES = 4
 """Positions of a token in a model of texts and images: in the text, in time, height and width."""
 
 
-def attach(model: nn.Module, trunk: nn.Module) -> None:
-    """Let a trunk hand out memories, and every module around it read out the hidden states that it returns."""
-    trunk.register_forward_pre_hook(hand_memories, with_kwargs=True)
-    for module in _around(model, trunk):
+def attach(model: nn.Module, stack: nn.ModuleList) -> None:
+    """Let the trunk around a stack hand out memories, and it and what holds it read out the states that they return."""
+    for module in _around(model, stack):
+        if stack in module.children():
+            module.register_forward_pre_hook(hand_memories, with_kwargs=True)
         module.register_forward_hook(read_out)
 
 
-def detach(model: nn.Module, trunk: nn.Module) -> None:
+def detach(model: nn.Module, stack: nn.ModuleList) -> None:
     """Undo `attach`."""
-    for module in _around(model, trunk):
+    for module in _around(model, stack):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in (hand_memories, read_out)]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _around(model: nn.Module, trunk: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold the trunk, the model first and the trunk last."""
-    path = next(name for name, module in model.named_modules() if module is trunk).split(".")
-    names = [".".join(path[:i]) for i in range(len(path) + 1)]
-    return [model.get_submodule(name) for name in dict.fromkeys(names)]
+def _around(model: nn.Module, stack: nn.ModuleList) -> list[nn.Module]:
+    """Return the modules that hold a stack: its trunk, the model, and those between."""
+    return [module for module in model.modules() if module is not stack and stack in module.modules()]
 
 
 def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

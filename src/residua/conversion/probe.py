@@ -84,8 +84,7 @@ def outputs(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str, T
 
     changed: values that take the place of some of its parameters, by their names.
     """
-    with torch.no_grad():
-        result = _floats(functional_call(model, dict(changed or {}), kwargs=dict(inputs)))
+    result = _floats(functional_call(model, dict(changed or {}), kwargs=dict(inputs)))
     if not result:
         raise TypeError("it returns no tensor of floating-point numbers")
     return result
@@ -110,8 +109,7 @@ def _in_pieces(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str
     past = None
     for ids in inputs["input_ids"].tensor_split([5, 6], dim=1):
         piece = {**inputs, "input_ids": ids, "use_cache": True, CACHE: past}
-        with torch.no_grad():
-            out = functional_call(model, dict(changed), kwargs=piece)
+        out = functional_call(model, dict(changed), kwargs=piece)
         past = out[CACHE]
         result += _floats(out[0])
     return result

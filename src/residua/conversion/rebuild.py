@@ -24,14 +24,9 @@ from residua.conversion.memory import attach, detach
 from residua.errors import InputError, first_line
 
 
-def rebuild(model: nn.Module, conversion: Conversion) -> None:
-    """Give the layers of a model the connections of the conversion's scheme, initialised."""
-    attach_streams(model, conversion, new_streams(model, conversion))
-
-
 def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     """Build the part of the stream of every layer, with the norms that the layers have."""
-    _, stack = trunk(model, conversion.stack)
+    stack = stack_in(model, conversion)
     anatomy = conversion.anatomy
     if len(stack) != len(anatomy):
         raise InputError(f"the connections are of {len(anatomy)} layers, the model has {len(stack)}")
@@ -59,10 +54,11 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     return streams
 
 
-def attach_streams(model: nn.Module, conversion: Conversion, streams: Sequence[LayerStream]) -> None:
-    """Give every layer of a model its part of the stream, and let it run on that."""
-    runs_layers, stack = trunk(model, conversion.stack)
-    attach(model, runs_layers)
+def rebuild(model: Any, conversion: Conversion, streams: Sequence[LayerStream] | None = None) -> None:
+    """Give every layer of a model its part of the stream, and let it run on that. streams: by default new ones."""
+    streams = new_streams(model, conversion) if streams is None else streams
+    stack = stack_in(model, conversion)
+    attach(model, stack)
     for layer, found, stream in zip(stack, conversion.anatomy, streams, strict=True):
         stream.train(layer.training)
         stream.keywords = keywords_of(layer)
@@ -76,17 +72,16 @@ def attach_streams(model: nn.Module, conversion: Conversion, streams: Sequence[L
                     child.residua_is_norm = sublayer.normed
 
 
-def restore(model: nn.Module, path: str) -> None:
-    """Undo `rebuild` for the layers at `path` inside the base model."""
-    runs_layers, stack = trunk(model, path)
-    detach(model, runs_layers)
-    for layer in stack:
-        release(layer)
+def restore(model: nn.Module, conversion: Conversion) -> None:
+    """Undo `rebuild`."""
+    stack = stack_in(model, conversion)
+    detach(model, stack)
+    release(stack)
 
 
 def streams_of(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     """Return the part of the stream of every layer of a converted model."""
-    return [getattr(layer, STREAM) for layer in trunk(model, conversion.stack)[1]]
+    return layer_streams(stack_in(model, conversion))
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -103,9 +98,9 @@ def stream_of(model: nn.Module) -> Stream:
     return Stream(parts[0].expand, connections, parts[-1].collapse)
 
 
-def trunk(model: Any, path: str) -> tuple[nn.Module, nn.ModuleList]:
-    """Return the module that runs the layers, and the list of them at `path` inside the base model."""
-    return model.base_model.get_submodule(path.rpartition(".")[0]), model.base_model.get_submodule(path)
+def stack_in(model: Any, conversion: Conversion) -> nn.ModuleList:
+    """Return the list of the layers of a model."""
+    return model.base_model.get_submodule(conversion.stack)
 
 
 def _width(model: Any, norms: Sequence[Any]) -> int:

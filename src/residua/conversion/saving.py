@@ -11,7 +11,7 @@ from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import conversion_of, expect_weights, mark
 from residua.conversion.convert_model import Model, expect_convertible
 from residua.conversion.flow import STREAM
-from residua.conversion.rebuild import attach_streams, is_converted, new_streams, streams_of
+from residua.conversion.rebuild import is_converted, new_streams, rebuild, streams_of
 from residua.errors import InputError, extra, first_line
 from residua.records.durable import write_text
 from residua.records.reading import read_json
@@ -95,7 +95,7 @@ def load_connection(model: Model, folder: str | Path) -> Model:
         reason = str(error).splitlines()[-1].strip()
         raise InputError(f"{folder / WEIGHTS} must hold the parameters of the connections: {reason}") from error
     if plain:
-        attach_streams(model, conversion, streams)
+        rebuild(model, conversion, streams)
         mark(model, conversion)
     return model
 
