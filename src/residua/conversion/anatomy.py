@@ -132,12 +132,12 @@ class Observed:
 
     def enter(self, incoming: Any, memories: None, *, checkpointed: bool) -> Flow:
         self.ran = True
-        connections: list[Any] = [self] * MOST_SUBLAYERS
-        return Flow(rows_of(incoming), connections, [None] * MOST_SUBLAYERS, lead=lead_of(incoming))
+        ahead: list[Any] = [(self, None)] * MOST_SUBLAYERS
+        return Flow(rows_of(incoming), ahead, lead=lead_of(incoming))
 
     def note(self, flow: Flow, reader: nn.Module) -> None:
         """Note that a module reads a flow."""
-        name, index = self.names[id(reader)], MOST_SUBLAYERS - len(flow.connections)
+        name, index = self.names[id(reader)], MOST_SUBLAYERS - len(flow.ahead)
         if index == len(self.readers):
             self.readers.append([])
         self.readers[index].append(name)
@@ -191,7 +191,7 @@ class WatchedReader(Reader):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flow: Any = reads(args, kwargs)
         if flow is not None:
-            flow.connections[0].note(flow, self)
+            flow.ahead[0][0].note(flow, self)
         return super().__call__(*args, **kwargs)
 
 

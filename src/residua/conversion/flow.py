@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -68,14 +69,12 @@ class Flow:
     def __init__(
         self,
         state: State,
-        connections: Sequence[Connection] = (),
-        memories: Sequence[Memory | None] = (),
+        ahead: Sequence[tuple[Connection, Memory | None]] = (),
         written: tuple[Connection, Carry, Tensor] | None = None,
         lead: tuple[int, ...] | None = None,
     ):
         self.state = state
-        self.connections = connections
-        self.memories = memories
+        self.ahead = ahead  # the connections that the layer has left, with their memories
         self.written = written  # the last connection that wrote, and what: for a layer that adds twice after one read
         self.lead = lead  # the axes before dim as the layer sees them; None: (batch, seq)
         self.x: Tensor | None = None
@@ -85,9 +84,10 @@ class Flow:
     def read(self) -> Tensor:
         """Return the input of the next sublayer, (batch, seq, dim); every reader of one state gets the same."""
         if self.carry is None:
-            if not self.connections:
+            if not self.ahead:
                 raise UnknownUse("reads the residual once more than when it was converted")
-            x, self.carry = self.connections[0].read(self.state, self.memories[0])
+            connection, memory = self.ahead[0]
+            x, self.carry = connection.read(self.state, memory)
             if not isinstance(x, Tensor):
                 raise UnknownUse("takes one input, and this scheme reads several for every sublayer")
             dtype = self.read_dtype or self.dtype  # a scheme may read in float32 in a model of half precision too
@@ -115,9 +115,8 @@ class Flow:
         if self.lead is not None:
             y = y.expand(self.shape).reshape(self._sizes)
         if self.carry is not None:
-            connection, carry = self.connections[0], self.carry
-            state = connection.write(y, carry)
-            return Flow(state, self.connections[1:], self.memories[1:], (connection, carry, y), self.lead)
+            (connection, _), *ahead = self.ahead
+            return Flow(connection.write(y, self.carry), ahead, (connection, self.carry, y), self.lead)
         if self.written is None:
             raise UnknownUse("adds to its residual before it reads it")
         # Attention and MLP in parallel, x + a + m, are one sublayer: its output a + m takes the place of a.
@@ -128,7 +127,7 @@ class Flow:
             state = connection.write(y, carry._replace(residual=self.state))
         else:
             state = connection.write(before + y, carry)
-        return Flow(state, self.connections, self.memories, (connection, carry, before + y), self.lead)
+        return Flow(state, self.ahead, (connection, carry, before + y), self.lead)
 
     __radd__ = __add__
 
@@ -136,7 +135,7 @@ class Flow:
         if not is_number(factor) or self.carry is not None or self.written is None:
             self._refuse()
         state = tree_map(lambda x: (x * factor).to(x.dtype), self.state)
-        return Flow(state, self.connections, self.memories, lead=self.lead)
+        return Flow(state, self.ahead, lead=self.lead)
 
     __rmul__ = __mul__
 
@@ -156,14 +155,12 @@ class Flow:
         for item in (*where, *options.values()):
             if isinstance(item, torch.dtype):
                 flow = flow.cast(item)
-            elif isinstance(item, (str, int, torch.device)) and not isinstance(item, bool):
+            elif item is not None and not isinstance(item, bool):
                 device = torch.device(item)
                 if device.type != here.type or device.index not in (None, here.index):
-                    if self.connections or self.carry is not None:
+                    if self.ahead or self.carry is not None:
                         raise UnknownUse(f"moves its residual to {device}")
                     return Flow(tree_map(lambda x, device=device: x.to(device), self.state), lead=self.lead)
-            elif item is not None and not isinstance(item, bool):
-                raise UnknownUse(f"moves its residual to {type(item).__name__}")
         return flow
 
     def cast(self, dtype: torch.dtype) -> "Flow":
@@ -291,10 +288,9 @@ class LayerStream(nn.Module):
             lead = incoming.lead
             # A recomputed layer must not recompute the layer before it, whose weights may be absent.
             state = cut(incoming.state) if checkpointed else incoming.state
-        connections: Any = tuple(self.connections._modules.values())
-        count = len(connections)
-        own = (None,) * count if memories is None else memories[1 + self.first : 1 + self.first + count]
-        return Flow(state, connections, own, lead=lead)
+        connections: Any = self.connections._modules.values()
+        following = repeat(None) if memories is None else memories[1 + self.first :]
+        return Flow(state, list(zip(connections, following)), lead=lead)
 
     def leave(self, output: Any, memories: Sequence[Memory | None] | None) -> Any:
         """Return what the layer returns in place of a flow: the state alone, or read out after the last layer."""
@@ -302,7 +298,7 @@ class LayerStream(nn.Module):
             return tuple([self.leave(item, memories) for item in output])
         if not isinstance(output, Flow):
             return output
-        if output.carry is not None or output.connections:
+        if output.carry is not None or output.ahead:
             raise UnknownUse("returned before all its sublayers were written, as they were when it was converted")
         if self.collapse is None:
             return Flow(output.state, lead=output.lead)
@@ -400,15 +396,10 @@ class ConvertedLayer(Swapped):
             raise UnknownUse(
                 "is not handed the padding and the cache by its model, and this scheme reads earlier tokens"
             )
-        name = "" if args else next(name for name in INPUTS if name in kwargs)
         checkpointed = self.training and getattr(self, "gradient_checkpointing", False)  # type: ignore[attr-defined]
-        flow = stream.enter(args[0] if args else kwargs[name], memories, checkpointed=checkpointed)
-        if args:
-            out = super().forward(flow, *args[1:], **kwargs)  # type: ignore[misc]
-        else:
-            kwargs[name] = flow
-            out = super().forward(**kwargs)  # type: ignore[misc]
-        return stream.leave(out, memories)
+        incoming, *others = args or (kwargs.pop(next(name for name in INPUTS if name in kwargs)),)
+        flow = stream.enter(incoming, memories, checkpointed=checkpointed)
+        return stream.leave(super().forward(flow, *others, **kwargs), memories)  # type: ignore[misc]
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
