@@ -87,13 +87,10 @@ def load_connection(model: Model, folder: str | Path) -> Model:
             "that they were trained with, or save it whole, by save_pretrained"
         )
     modules = nn.ModuleList(streams)
-    before = {name: x.clone() for name, x in modules.state_dict().items()}
-    try:
-        modules.load_state_dict(tensors)
-    except RuntimeError as error:
-        modules.load_state_dict(before)  # what fitted was copied
-        reason = str(error).splitlines()[-1].strip()
-        raise InputError(f"{folder / WEIGHTS} must hold the parameters of the connections: {reason}") from error
+    saved, expected = ({name: x.shape for name, x in part.items()} for part in (tensors, modules.state_dict()))
+    if different := sorted(name for name, _ in saved.items() ^ expected.items()):
+        raise InputError(f"{folder / WEIGHTS} must hold the parameters of the connections: {different[0]} differs")
+    modules.load_state_dict(tensors)
     if plain:
         rebuild(model, conversion, streams)
         mark(model, conversion)
