@@ -176,18 +176,15 @@ def with_conversion(config: Any, conversion: dict[str, Any]) -> Any:
 
 def mark(model: nn.Module, conversion: Conversion) -> None:
     """Give a model a configuration of its own that says how it was converted."""
-    before: Any = model.config
-    _replace(model, before, with_conversion(before, conversion.as_json()))
+    _configure(model, with_conversion(model.config, conversion.as_json()))
 
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`."""
-    before: Any = model.config
-    if isinstance(before, ConvertedConfig):
-        after: Any = copy(before)
-        swap_back(after)
-        delattr(after, KEY)
-        _replace(model, before, after)
+    plain: Any = copy(model.config)
+    swap_back(plain)
+    delattr(plain, KEY)
+    _configure(model, plain)
 
 
 def conversion_of(model: nn.Module) -> Conversion:
@@ -198,7 +195,9 @@ def conversion_of(model: nn.Module) -> Conversion:
     return Conversion.from_json(getattr(config, KEY), "model.config")
 
 
-def _replace(model: nn.Module, before: Any, after: Any) -> None:
+def _configure(model: nn.Module, config: Any) -> None:
+    """Give a model another configuration, and the modules in it that share its own."""
+    before = model.config
     for module in model.modules():
         if vars(module).get("config") is before:
-            module.config = after
+            module.config = config
