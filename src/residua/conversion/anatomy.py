@@ -91,23 +91,22 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     Raises:
         InputError: there is none, or it is not clear which.
     """
-    found: list[tuple[str, nn.ModuleList]] = []
+    stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.base_model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        inside = any(name.startswith(f"{outer}.") for outer in stacks)
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in STACKS and len(module) and not inside:
-            found.append((name, module))
+            stacks[name] = module
     decoder = getattr(model, "get_decoder", lambda: None)()
-    if isinstance(decoder, nn.Module) and len(found) > 1:
-        kept = {id(module) for module in decoder.modules()}
-        found = [(name, stack) for name, stack in found if id(stack) in kept] or found
-    if not found:
+    if isinstance(decoder, nn.Module):
+        stacks = {name: stack for name, stack in stacks.items() if stack in decoder.modules()} or stacks
+    if not stacks:
         raise InputError(f"{type(model).__name__} must have a list of layers called {', '.join(STACKS)}, found none")
-    order = {name: (name.count("."), -len(stack)) for name, stack in found}
-    found.sort(key=lambda item: order[item[0]])
-    if len(found) > 1 and order[found[0][0]] == order[found[1][0]]:
-        names = " and ".join(name for name, _ in found[:2])
+    ranks = {name: (name.count("."), -len(stack)) for name, stack in stacks.items()}
+    first, *others = sorted(stacks, key=ranks.__getitem__)
+    if others and ranks[first] == ranks[others[0]]:
+        names = f"{first} and {others[0]}"
         raise InputError(f"{type(model).__name__} must have one stack of layers, found {names}; convert one of them")
-    return found[0]
+    return first, stacks[first]
 
 
 class Observed:
