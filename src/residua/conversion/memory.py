@@ -5,7 +5,8 @@ hands each part of the stream its memory, in a keyword that the trunk passes on 
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -125,12 +126,10 @@ def read_out(module: nn.Module, args: Any, output: Any) -> Any:
             raise ValueError(NO_HIDDEN_STATES)
         return collapse(output.state, None).to(output.dtype).reshape(output.shape)
     if isinstance(output, (tuple, list)):
-        return type(output)(read_out(module, args, item) for item in output) if _flows(output) else output
-    if isinstance(output, Mapping) and _flows(output.values()):
+        items = [read_out(module, args, item) for item in output]
+        return output if all(map(is_, items, output)) else type(output)(items)
+    if isinstance(output, Mapping):
         for name, item in output.items():
-            output[name] = read_out(module, args, item)  # type: ignore[index]
+            if (x := read_out(module, args, item)) is not item:
+                output[name] = x  # type: ignore[index]
     return output
-
-
-def _flows(items: Iterable[Any]) -> bool:
-    return any(isinstance(item, Flow) or (isinstance(item, (tuple, list)) and _flows(item)) for item in items)
