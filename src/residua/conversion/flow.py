@@ -268,8 +268,10 @@ class LayerStream(nn.Module):
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:
-        """Asked by `save_pretrained` of every module."""
-        expect_saved_whole()
+        """None are tied. `save_pretrained` asks every module, and is refused for a model that is converted in part."""
+        for frame, _ in traceback.walk_stack(None):
+            if frame.f_code is PreTrainedModel.save_pretrained.__code__:
+                expect_converted_whole(frame.f_locals["self"])
         return {}
 
     @property
@@ -316,22 +318,18 @@ def lead_of(x: Tensor) -> tuple[int, ...] | None:
     return None if x.dim() == 3 else tuple(x.shape[:-1])
 
 
-def expect_saved_whole() -> None:
-    """Raise InputError if `save_pretrained` writes a model that is converted only in part.
+def expect_converted_whole(model: PreTrainedModel) -> None:
+    """Raise InputError for a model that is converted only in part: opened again it would be a plain model.
 
-    Its configuration says nothing of the connections: opened again it would be a plain model.
+    Its own configuration says nothing of the connections.
     """
-    for frame, _ in traceback.walk_stack(None):
-        if frame.f_code is PreTrainedModel.save_pretrained.__code__:
-            model = frame.f_locals["self"]
-            for name, part in model.named_modules():
-                config = vars(part).get("config")
-                if hasattr(config, KEY) and config is not model.config:
-                    raise InputError(
-                        f"{type(model).__name__} must be converted whole to be saved by save_pretrained, got one with "
-                        f"a converted part; save that alone: residua.save_connection(model.{name}, FOLDER)"
-                    )
-            return
+    for name, part in model.named_modules():
+        config = vars(part).get("config")
+        if hasattr(config, KEY) and config is not model.config:
+            raise InputError(
+                f"{type(model).__name__} must be converted whole to be saved by save_pretrained, got one with a "
+                f"converted part; save that alone: residua.save_connection(model.{name}, FOLDER)"
+            )
 
 
 def layer_streams(model: nn.Module) -> list[LayerStream]:
@@ -349,16 +347,13 @@ class Borrowed(nn.Module):
 
     def __init__(self, layer: nn.Module, name: str, *, cast: bool):
         super().__init__()
-        self._layer = [layer]  # a list does not register a submodule
-        self._path = name.split(".")
+        path, _, self._name = name.rpartition(".")
+        self._around = [layer.get_submodule(path)]  # a list does not register a submodule
         self.cast = cast
 
     @property
-    def owner(self) -> nn.Module:
-        (owner,) = self._layer
-        for name in self._path:
-            owner = owner._modules[name]  # type: ignore[assignment]
-        return owner
+    def owner(self) -> Any:
+        return self._around[0]._modules[self._name]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
