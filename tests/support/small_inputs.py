@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residua.conversion.convert_model import small_inputs
+from residua.conversion.convert_model import expect_convertible
+from residua.conversion.probe import probe
 from residua.errors import InputError
 
 FRAMES, SAMPLES = 64, 4800
@@ -21,15 +22,16 @@ def inputs_of(model: PreTrainedModel) -> dict[str, Any]:
     Raises:
         InputError: the model cannot be converted, or no layout of its main input fits; the reason is the first one's.
     """
+    expect_convertible(model)
     try:
-        return small_inputs(model)
+        return probe(model)
     except InputError as error:
         if not any(reason in str(error) for reason in ("inputs must be given", "encoder_hidden_states")):
             raise
     reasons = []
     for layout in _layouts(model):
         try:
-            return small_inputs(model, layout)
+            return probe(model, layout)
         except InputError as error:
             reasons.append(error)
     if reasons:

@@ -69,7 +69,8 @@ def convert(
             scheme = scheme.preserving()
         except ValueError as error:
             raise InputError(f"{first_line(error)}; or start='fresh', to train from scratch") from error
-    inputs = small_inputs(model, inputs)
+    expect_convertible(model)
+    inputs = probe(model, inputs)
     size = model.num_parameters()
     with evaluating(model):
         conversion = find_anatomy(model, scheme, inputs)
@@ -77,8 +78,11 @@ def convert(
         rebuild(model, conversion)
         try:
             after = _run(model, partial(outputs, model, inputs))
-            if start == "preserve":
-                _expect_preserved(model, before, after)
+            if start == "preserve" and (words := _change(model, before, after)):
+                raise InputError(
+                    f"{type(model).__name__}: with this scheme's preserving start its outputs change by {words}; "
+                    "start='fresh' converts it all the same"
+                )
         except BaseException:
             restore(model, conversion)
             raise
@@ -157,23 +161,14 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
         streams = streams_of(model, conversion)
         restore(model, conversion)
         after = [] if inputs is None else outputs(model, inputs)
-        difference, bound = change(before, after), _bound(model, before)
-        if difference > bound:
+        if words := _change(model, before, after):
             rebuild(model, conversion, streams)
             raise InputError(
-                f"{type(model).__name__}: without its connections its outputs would change by {difference:.1e} of the "
-                f"largest one, more than {bound:.0e}; lossy=True drops them all the same"
+                f"{type(model).__name__}: without its connections its outputs would change by {words}; lossy=True "
+                "drops them all the same"
             )
     unmark(model)
     return model
-
-
-def small_inputs(model: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return small inputs that a model runs on, those given if they are. Raises InputError for one whose kind cannot be
-    converted.
-    """
-    expect_convertible(model)
-    return probe(model, inputs)
 
 
 def expect_convertible(model: Any) -> None:
@@ -248,15 +243,9 @@ def _is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
     return not gradient[:, -1].any()
 
 
-def _expect_preserved(model: PreTrainedModel, before: list[Tensor], after: list[Tensor]) -> None:
-    difference, bound = change(before, after), _bound(model, before)
-    if difference > bound:
-        raise InputError(
-            f"{type(model).__name__}: with this scheme's preserving start its outputs change by {difference:.1e} of "
-            f"the largest one, more than {bound:.0e}; start='fresh' converts it all the same"
-        )
-
-
-def _bound(model: nn.Module, before: list[Tensor]) -> float:
-    """Return the tolerance of the narrowest dtype: Mamba in half precision returns logits in float32."""
-    return max(TOLERANCE.get(x.dtype, 0.1) for x in (*before, *model.parameters()) if x.is_floating_point())
+def _change(model: nn.Module, before: list[Tensor], after: list[Tensor]) -> str:
+    """Return by how much the outputs of a model changed; nothing for no more than its precision allows."""
+    # The narrowest dtype counts: Mamba in half precision returns logits in float32.
+    bound = max(TOLERANCE.get(x.dtype, 0.1) for x in (*before, *model.parameters()) if x.is_floating_point())
+    difference = change(before, after)
+    return f"{difference:.1e} of the largest one, more than {bound:.0e}" if difference > bound else ""
