@@ -68,16 +68,14 @@ class ConvertedConfig(Swapped):
             ValueError: the file names code to download, or a type that transformers lacks.
         """
         settings = usable(settings, "config.json")
-        description = settings[KEY]
-        base = description[BASE]
+        conversion = settings[KEY]
+        base = conversion.pop(BASE)
         kind = base["model_type"]
         require(kind in CONFIG_MAPPING, f"config.json: {KEY}.{BASE}.model_type", "a model type of transformers", kind)
         for refused in ("auto_map", "quantization_config"):
             if base.get(refused):
                 raise InputError(f"config.json must have no {refused} in base, which only plain models have")
-        plain = {name: value for name, value in base.items() if name != "model_type"}
-        config, unused = CONFIG_MAPPING[kind].from_dict(plain, **{**options, "return_unused_kwargs": True})
-        conversion = {name: value for name, value in description.items() if name != BASE}
+        config, unused = CONFIG_MAPPING[kind].from_dict(base, **{**options, "return_unused_kwargs": True})
         opened = with_conversion(config, conversion)
         opened.architectures = settings.get("architectures")
         return (opened, unused) if options.get("return_unused_kwargs") else opened
