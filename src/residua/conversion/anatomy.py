@@ -5,8 +5,6 @@ that note when they read. Nothing about a family is written down here: a layer t
 is refused, and so is a model whose output changes in a single bit.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -110,7 +108,7 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 class Observed:
-    """What one layer does with its residual, as long as it stands in place of the layer's stream.
+    """What one layer does with its residual, from now on until the layer is released: it is the layer's stream.
 
     Each of its connections is the plain residual. `ran`: whether the layer was called.
 
@@ -128,6 +126,11 @@ class Observed:
         self.readers: list[list[str]] = []
         self.casts: set[str] = set()
         self.additions = 0
+        setattr(layer, STREAM, self)
+        swap(layer, ConvertedLayer)
+        for name, part in layer.named_modules():
+            if name and name not in opened and not isinstance(part, Reader):
+                swap(part, WatchedReader)
 
     def enter(self, incoming: Any, memories: None, *, checkpointed: bool) -> Flow:
         self.ran = True
@@ -194,22 +197,6 @@ class WatchedReader(Reader):
         return super().__call__(*args, **kwargs)
 
 
-@contextmanager
-def watched(stack: nn.ModuleList, opened: Sequence[set[str]]) -> Iterator[list[Observed]]:
-    """Let layers run on an `Observed` each; their modules that are `opened` are seen through."""
-    layers = [Observed(layer, names) for layer, names in zip(stack, opened)]
-    try:
-        for observed in layers:
-            setattr(observed.layer, STREAM, observed)
-            swap(observed.layer, ConvertedLayer)
-            for part in list(observed.layer.modules())[1:]:
-                if id(part) in observed.names and not isinstance(part, Reader):
-                    swap(part, WatchedReader)
-        yield layers
-    finally:
-        release(stack)
-
-
 def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> Anatomy:
     """Return the anatomy of every layer of `stack`, as it runs in `run`.
 
@@ -224,18 +211,21 @@ def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> Ana
         raise InputError(f"{name} must have layers of their own, found one that stands in several places")
     opened: list[set[str]] = [set() for _ in stack]
     while True:
-        with watched(stack, opened) as layers:
-            try:
-                run()
-                break
-            except Exception as error:  # whatever code of a layer raises that meets no tensor
-                last = max((i for i, layer in enumerate(layers) if layer.ran), default=0)
-                compound = layers[last].compound() - opened[last]
-                if not compound:
-                    known = isinstance(error, UnknownUse)
-                    use = _place(stack, last) if known else "a layer needs its residual as a tensor:"
-                    raise InputError(f"{name}: {use} {first_line(error)}") from error
-                opened[last] |= compound
+        try:
+            layers = [Observed(layer, names) for layer, names in zip(stack, opened)]
+            run()
+            break
+        except Exception as error:  # whatever code of a layer raises that meets no tensor
+            last = max((i for i, layer in enumerate(layers) if layer.ran), default=0)
+            compound = layers[last].compound() - opened[last]
+            if not compound:
+                use = "a layer needs its residual as a tensor:"
+                if isinstance(error, UnknownUse):
+                    use = _place(stack, last)
+                raise InputError(f"{name}: {use} {first_line(error)}") from error
+            opened[last] |= compound
+        finally:
+            release(stack)
     missing = next((i for i, layer in enumerate(layers) if not layer.ran), None)
     if missing is not None:
         raise InputError(f"{name}: {_place(stack, missing)} did not run")
