@@ -15,7 +15,7 @@ from residua.connections import Scheme
 from residua.connections.residual import Residual
 from residua.conversion.anatomy import Conversion, observe, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
-from residua.conversion.flow import LayerStream, UnknownUse
+from residua.conversion.flow import UnknownUse
 from residua.conversion.probe import Situation, change, outputs, probe, situations, uneven
 from residua.conversion.rebuild import is_converted, new_streams, rebuild, restore, streams_of
 from residua.errors import InputError, extra, first_line, require
@@ -213,14 +213,11 @@ def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:
         raise InputError(f"{type(model).__name__}: a layer cannot run rebuilt: {first_line(error)}") from error
 
 
-def _is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
+def _is_causal(streams: Sequence[Any], run: Situation) -> bool:
     """Return whether the residual before the last token ignores the last token, in a model over the plain residual.
 
     Its gradient says so exactly; the numbers do not where tokens are computed in groups, as by experts.
     """
-    expand, collapse = streams[0].expand, streams[-1].collapse
-    assert expand is not None
-    assert collapse is not None
     ends: list[Tensor] = []
 
     def begin(_: nn.Module, args: Any) -> Any:
@@ -228,8 +225,8 @@ def _is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
         return (ends[0], *args[1:])
 
     hooks = [
-        expand.register_forward_pre_hook(begin),
-        collapse.register_forward_hook(lambda module, args, x: ends.append(x)),
+        streams[0].expand.register_forward_pre_hook(begin),
+        streams[-1].collapse.register_forward_hook(lambda module, args, x: ends.append(x)),
     ]
     try:
         with torch.enable_grad():

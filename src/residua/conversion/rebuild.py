@@ -35,7 +35,7 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
         Borrowed(layer, found.readers[0], cast=found.cast) if found.normed else nn.Identity()
         for layer, found in sublayers
     ]
-    norms: list[Any] = [norm.owner if isinstance(norm, Borrowed) else None for norm in borrowed]
+    norms = [norm.owner for norm in borrowed if isinstance(norm, Borrowed)]
     width = _width(model, norms)
     try:
         whole = conversion.scheme.build(width, len(sublayers), norm_eps=_eps(norms), norm=lambda i: borrowed[i])
@@ -91,10 +91,8 @@ def is_converted(model: nn.Module) -> bool:
 
 def stream_of(model: nn.Module) -> Stream:
     """Return the whole stream of a converted model, made of the parts that its layers own."""
-    parts = layer_streams(model)
-    connections: list[Any] = [connection for part in parts for connection in part.connections]
-    assert parts[0].expand is not None
-    assert parts[-1].collapse is not None
+    parts: list[Any] = layer_streams(model)
+    connections = [connection for part in parts for connection in part.connections]
     return Stream(parts[0].expand, connections, parts[-1].collapse)
 
 
@@ -103,18 +101,14 @@ def stack_in(model: Any, conversion: Conversion) -> nn.ModuleList:
     return model.base_model.get_submodule(conversion.stack)
 
 
-def _width(model: Any, norms: Sequence[Any]) -> int:
+def _width(model: Any, norms: Sequence[nn.Module]) -> int:
     """Return the width of the residual: of the norms that read it, else as the configuration says."""
-    for norm in norms:
-        for parameter in () if norm is None else norm.parameters():
-            return int(parameter.shape[-1])
-    return int(model.config.get_text_config().hidden_size)
+    widths = (parameter.shape[-1] for norm in norms for parameter in norm.parameters())
+    return next(widths, None) or model.config.get_text_config().hidden_size
 
 
-def _eps(norms: Sequence[Any]) -> float:
+def _eps(norms: Sequence[nn.Module]) -> float:
     """Return the eps of the model's norms, 1e-5 where they have none."""
-    for norm in norms:
-        for name in ("eps", "variance_epsilon", "norm_eps", "epsilon"):
-            if isinstance(found := getattr(norm, name, None), float):
-                return found
-    return 1e-5
+    names = ("eps", "variance_epsilon", "norm_eps", "epsilon")
+    values = (getattr(norm, name, None) for norm in norms for name in names)
+    return next((value for value in values if isinstance(value, float)), 1e-5)
