@@ -90,7 +90,8 @@ class Flow:
             x, self.carry = connection.read(self.state, memory)
             if not isinstance(x, Tensor):
                 raise UnknownUse("takes one input, and this scheme reads several for every sublayer")
-            dtype = self.read_dtype or self.dtype  # a scheme may read in float32 in a model of half precision too
+            first = self.state if isinstance(self.state, Tensor) else self._leaf
+            dtype = self.read_dtype or first.dtype  # a scheme may read in float32 in a model of half precision too
             self.x = x if x.dtype == dtype or under_autocast(x.device) else x.to(dtype)
         assert self.x is not None
         return self.x if self.lead is None else self.x.reshape(self.shape)
@@ -303,7 +304,8 @@ class LayerStream(nn.Module):
         if output.carry is not None or output.ahead:
             raise UnknownUse("returned before all its sublayers were written, as they were when it was converted")
         if self.collapse is None:
-            return Flow(output.state, lead=output.lead)
+            output.written = None
+            return output
         x = self.collapse(output.state, None if memories is None else memories[-1]).to(output.dtype)
         return x if output.lead is None else x.reshape(output.shape)
 
@@ -411,10 +413,8 @@ def expect_taken(keywords: frozenset[str], kwargs: Mapping[str, Any]) -> None:
 
 def reads(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
     """Return the flow that a module reads, which is its first tensor argument; to later ones it adds."""
-    for item in (*args, *kwargs.values()):
-        if isinstance(item, (Flow, Tensor)):
-            return item if isinstance(item, Flow) else None
-    return None
+    first = next((item for item in (*args, *kwargs.values()) if isinstance(item, (Flow, Tensor))), None)
+    return first if isinstance(first, Flow) else None
 
 
 class Reader(Swapped):
