@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +40,9 @@ with extra("lab"):
 
 MEMORY = "residua_memory"
 """The keyword in which the trunk hands the memories of all parts of the stream to its layers."""
+
+Memories = Mapping[nn.Module, Memory | None]
+"""By the part of the stream; empty where no part needs one."""
 
 STREAM = "stream"
 """The attribute of a converted layer that holds its part of the stream."""
@@ -133,7 +135,9 @@ class Flow:
     __radd__ = __add__
 
     def __mul__(self, factor: Any) -> "Flow":
-        if not is_number(factor) or self.carry is not None or self.written is None:
+        """Scale by one number, which scales every stream as it scales the plain residual."""
+        number = isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1)
+        if not number or self.carry is not None or self.written is None:
             self._refuse()
         state = tree_map(lambda x: (x * factor).to(x.dtype), self.state)
         return Flow(state, self.ahead, lead=self.lead)
@@ -237,31 +241,24 @@ def _unflatten(children: Iterable[Any], lead: tuple[int, ...] | None) -> Flow:
 register_pytree_node(Flow, lambda flow: ([flow.state], flow.lead), _unflatten)
 
 
-def is_number(factor: Any) -> bool:
-    """Return whether a factor is one number, which scales a whole stream as it scales the plain residual."""
-    return isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1)
-
-
 class LayerStream(nn.Module):
     """The part of the stream that a layer owns: its connections; in the first layer expand, in the last collapse.
 
-    first: the index of its first connection in the whole stream; looks_back: whether the scheme reads earlier tokens;
-    keywords: the names of arguments that the layer or a module in it takes.
+    keywords: the names of arguments that the layer or a module in it takes; looks_back: whether the scheme reads
+    earlier tokens.
     """
-
-    keywords: frozenset[str] = frozenset()
 
     def __init__(
         self,
         connections: Sequence[Connection],
-        first: int,
         expand: nn.Module | None,
         collapse: nn.Module | None,
         *,
+        keywords: frozenset[str],
         looks_back: bool,
     ):
         super().__init__()
-        self.first = first
+        self.keywords = keywords
         self.looks_back = looks_back
         self.expand = expand
         self.connections = nn.ModuleList(connections)
@@ -280,22 +277,21 @@ class LayerStream(nn.Module):
         """The modules of the stream that this layer owns, in order."""
         return [part for part in (self.expand, *self.connections, self.collapse) if part is not None]
 
-    def enter(self, incoming: Any, memories: Sequence[Memory | None] | None, *, checkpointed: bool) -> Flow:
-        """Return the flow inside the layer, from its input. memories: of all parts of the whole stream."""
+    def enter(self, incoming: Any, memories: Memories, *, checkpointed: bool) -> Flow:
+        """Return the flow inside the layer, from its input."""
         if isinstance(incoming, Flow) != (self.expand is None):
             raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
         if self.expand is not None:
             lead = lead_of(incoming)
-            state = self.expand(rows_of(incoming), None if memories is None else memories[0])
+            state = self.expand(rows_of(incoming), memories.get(self.expand))
         else:
             lead = incoming.lead
             # A recomputed layer must not recompute the layer before it, whose weights may be absent.
             state = cut(incoming.state) if checkpointed else incoming.state
         connections: Any = self.connections._modules.values()
-        following = repeat(None) if memories is None else memories[1 + self.first :]
-        return Flow(state, list(zip(connections, following)), lead=lead)
+        return Flow(state, list(zip(connections, map(memories.get, connections))), lead=lead)
 
-    def leave(self, output: Any, memories: Sequence[Memory | None] | None) -> Any:
+    def leave(self, output: Any, memories: Memories) -> Any:
         """Return what the layer returns in place of a flow: the state alone, or read out after the last layer."""
         if isinstance(output, tuple):
             return tuple([self.leave(item, memories) for item in output])
@@ -306,7 +302,7 @@ class LayerStream(nn.Module):
         if self.collapse is None:
             output.written = None
             return output
-        x = self.collapse(output.state, None if memories is None else memories[-1]).to(output.dtype)
+        x = self.collapse(output.state, memories.get(self.collapse)).to(output.dtype)
         return x if output.lead is None else x.reshape(output.shape)
 
 
@@ -387,9 +383,9 @@ class ConvertedLayer(Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stream: LayerStream = getattr(self, STREAM)
-        memories = kwargs.pop(MEMORY, None)
+        memories = kwargs.pop(MEMORY, {})
         expect_taken(stream.keywords, kwargs)
-        if stream.looks_back and memories is None:
+        if stream.looks_back and not memories:
             raise UnknownUse(
                 "is not handed the padding and the cache by its model, and this scheme reads earlier tokens"
             )

@@ -78,7 +78,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     cache = cache_for(given, names, config, whole=trunk.training or documents is not None)
     padding = padding_of(tokens, mask, cache, documents)
     num_layers = max(len(stack), config.get_text_config().num_hidden_layers)
-    return (), {**given, MEMORY: memories(parts, cache, padding, documents, num_layers=num_layers)}
+    return (), {**given, MEMORY: dict(zip(parts, memories(parts, cache, padding, documents, num_layers=num_layers)))}
 
 
 def _documents(trunk: Any, tokens: Tensor, given: dict[str, Any], *, placed: bool) -> Tensor | None:

@@ -47,7 +47,8 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     for i, (layer, found) in enumerate(zip(stack, anatomy)):
         last = first + len(found)
         ends = whole.expand if i == 0 else None, whole.collapse if i == len(stack) - 1 else None
-        own = LayerStream(connections[first:last], first, *ends, looks_back=looks_back)
+        names = keywords_of(layer)
+        own = LayerStream(connections[first:last], *ends, keywords=names, looks_back=looks_back)
         parameter = next(layer.parameters())
         streams.append(own.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
         first = last
@@ -61,7 +62,6 @@ def rebuild(model: Any, conversion: Conversion, streams: Sequence[LayerStream] |
     attach(model, stack)
     for layer, found, stream in zip(stack, conversion.anatomy, streams, strict=True):
         stream.train(layer.training)
-        stream.keywords = keywords_of(layer)
         setattr(layer, STREAM, stream)
         swap(layer, ConvertedLayer)
         for sublayer in found:
