@@ -72,7 +72,7 @@ def load_connection(model: Model, folder: str | Path) -> Model:
         expect_convertible(model)
         try:
             streams = new_streams(model, conversion)
-        except (AttributeError, ValueError) as error:
+        except (AttributeError, KeyError, ValueError) as error:
             raise InputError(
                 f"{another}: its layers differ from {type(model).__name__}'s: {first_line(error)}"
             ) from error
