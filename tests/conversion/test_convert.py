@@ -56,17 +56,6 @@ def test_one_line_of_the_log_says_what_was_done(caplog, monkeypatch):
     assert caplog.messages[1].endswith("new connections, to be trained")
 
 
-def test_norms_of_the_model_are_the_norms_of_the_connections():
-    model = residua.convert(llama(), "hc", start="fresh")
-    layer = model.model.layers[1]
-    seen = []
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-        norm.register_forward_hook(lambda module, args, out: seen.append(args[0]))
-    model(IDS)
-    assert [tuple(x.shape) for x in seen if isinstance(x, torch.Tensor)] == [(2, 9, 16)] * 2
-    assert len(seen) == 2  # once each, by the connection
-
-
 def test_hooks_on_what_reads_run_once_and_on_tensors():
     def hooked(model):
         norm = model.model.layers[1].input_layernorm

@@ -250,7 +250,7 @@ class LayerStream(nn.Module):
 
     def __init__(
         self,
-        connections: Sequence[Connection],
+        connections: Iterable[Connection],
         expand: nn.Module | None,
         collapse: nn.Module | None,
         *,

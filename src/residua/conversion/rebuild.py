@@ -1,6 +1,7 @@
 """The connections in the layers of a model: built into them, found there, and taken out again."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,28 +31,26 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     anatomy = conversion.anatomy
     if len(stack) != len(anatomy):
         raise InputError(f"the connections are of {len(anatomy)} layers, the model has {len(stack)}")
-    sublayers = [(layer, sublayer) for layer, found in zip(stack, anatomy) for sublayer in found]
-    borrowed = [
-        Borrowed(layer, found.readers[0], cast=found.cast) if found.normed else nn.Identity()
-        for layer, found in sublayers
+    norms = [
+        Borrowed(layer, sublayer.readers[0], cast=sublayer.cast) if sublayer.normed else nn.Identity()
+        for layer, sublayers in zip(stack, anatomy)
+        for sublayer in sublayers
     ]
-    norms = [norm.owner for norm in borrowed if isinstance(norm, Borrowed)]
-    width = _width(model, norms)
+    owners = [norm.owner for norm in norms if isinstance(norm, Borrowed)]
+    width = _width(model, owners)
     try:
-        whole = conversion.scheme.build(width, len(sublayers), norm_eps=_eps(norms), norm=lambda i: borrowed[i])
+        whole = conversion.scheme.build(width, len(norms), norm_eps=_eps(owners), norm=norms.__getitem__)
     except ValueError as error:
         raise InputError(f"no stream of width {width}: {first_line(error)}") from error
     looks_back = any(map(window_of, whole.parts))
-    connections: list[Any] = list(whole.connections)
-    streams, first = [], 0
-    for i, (layer, found) in enumerate(zip(stack, anatomy)):
-        last = first + len(found)
+    connections: Any = iter(whole.connections)
+    streams = []
+    for i, (layer, sublayers) in enumerate(zip(stack, anatomy)):
         ends = whole.expand if i == 0 else None, whole.collapse if i == len(stack) - 1 else None
-        names = keywords_of(layer)
-        own = LayerStream(connections[first:last], *ends, keywords=names, looks_back=looks_back)
+        part, keywords = islice(connections, len(sublayers)), keywords_of(layer)
+        stream = LayerStream(part, *ends, keywords=keywords, looks_back=looks_back)
         parameter = next(layer.parameters())
-        streams.append(own.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
-        first = last
+        streams.append(stream.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
     return streams
 
 
@@ -60,11 +59,11 @@ def rebuild(model: Any, conversion: Conversion, streams: Sequence[LayerStream] |
     streams = new_streams(model, conversion) if streams is None else streams
     stack = stack_in(model, conversion)
     attach(model, stack)
-    for layer, found, stream in zip(stack, conversion.anatomy, streams, strict=True):
+    for layer, sublayers, stream in zip(stack, conversion.anatomy, streams, strict=True):
         stream.train(layer.training)
         setattr(layer, STREAM, stream)
         swap(layer, ConvertedLayer)
-        for sublayer in found:
+        for sublayer in sublayers:
             for name in sublayer.readers:
                 child: Any = layer.get_submodule(name)
                 if not isinstance(child, Reader):
