@@ -23,9 +23,6 @@ from residua.models.memory import (
     padding_of,
 )
 
-NO_HIDDEN_STATES = "output_hidden_states must be False, since this scheme reads earlier tokens in every readout"
-
-
 TEXT_AND_IMAGE_AXES = 4
 """Positions of a token in a model of texts and images: in the text, in time, height and width."""
 
@@ -56,8 +53,8 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Before the forward pass of a trunk: give its layers their memories, if the scheme reads earlier tokens.
 
     Raises:
-        ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember, hidden
-            states, which would need a memory each, or reentrant checkpointing.
+        ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember, or
+            reentrant checkpointing.
     """
     stack = next(x for x in trunk.children() if isinstance(x, nn.ModuleList) and isinstance(x[0], ConvertedLayer))
     for module in (trunk, stack[0]):
@@ -70,8 +67,6 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     config: Any = trunk.config
     expect_no_pages(given)
-    if given.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
-        raise ValueError(NO_HIDDEN_STATES)
     mask = given.get("attention_mask")
     documents = _documents(trunk, tokens, given, placed="position_ids" in names)
     expect_told_apart(parts, mask, documents)
@@ -117,13 +112,13 @@ def read_out(module: nn.Module, args: Any, output: Any) -> Any:
     """After the forward pass of a module around the layers: read every state that it returns.
 
     Raises:
-        ValueError: the scheme reads earlier tokens in its readout.
+        ValueError: the scheme reads earlier tokens, so that each of these readouts would need a memory.
     """
     if isinstance(output, Flow):
         last = layer_streams(module)[-1]
         collapse: Any = last.collapse
         if last.looks_back:
-            raise ValueError(NO_HIDDEN_STATES)
+            raise ValueError("output_hidden_states must be False, since this scheme reads earlier tokens in a readout")
         return collapse(output.state, None).to(output.dtype).reshape(output.shape)
     if isinstance(output, (tuple, list)):
         items = [read_out(module, args, item) for item in output]
