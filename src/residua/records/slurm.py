@@ -8,10 +8,8 @@ The machines share the folder of the runs, which then also holds
 """
 
 import json
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -185,14 +183,17 @@ class _Queue:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a job does: a run, whose record it writes to a file. An error goes into submitit's log."""
+    """What a job does: a run, whose record it writes to a file. An error goes into submitit's log.
+
+    At the signal with which Slurm announces the end of a job, submitit requeues it; training saves its state first.
+    """
 
     job: Job
     place: Path | None
     path: Path
 
     def __call__(self) -> None:
-        with _stopped_in_order(), threads(1):
+        with threads(1):
             record = self.job.function(*self.job.arguments, place=self.place, report=lambda step: None)
         write_text(self.path, json.dumps(finite(record)))
 
@@ -201,29 +202,3 @@ class _Task:
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)
-
-
-@contextmanager
-def _stopped_in_order() -> Iterator[None]:
-    """Interrupt a run at the signal with which Slurm announces the end of a job: training saves its state. Then let
-    submitit, which waits for that signal, requeue the job."""
-    import submitit
-
-    number = getattr(signal, f"SIG{submitit.JobEnvironment.USR_SIG}")
-    requeue: Any = signal.getsignal(number)
-    announced = []
-
-    def interrupt(*_: Any) -> None:
-        announced.append(number)
-        signal.raise_signal(signal.SIGINT)
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(number, interrupt)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not announced:
-            raise
-        requeue(number, None)
-    finally:
-        signal.signal(number, requeue)
