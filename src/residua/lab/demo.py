@@ -1,7 +1,6 @@
 """A demonstration of ResBench's main result: three schemes on the same tokens, each with its tuned settings."""
 
 import importlib
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -79,19 +78,8 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
 
 
 def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int], None]) -> dict[str, Any]:
-    """Train one run to its end, or until the demonstration is interrupted, which closes the pipe of `report`."""
-    connected = True
-
-    def report_step(step: int) -> None:
-        nonlocal connected
-        try:
-            if connected:
-                report(step)
-        except OSError:
-            connected = False
-            signal.raise_signal(signal.SIGTERM)  # training saves its state and ends
-
-    if run(config, folder, resume=(folder / "config.yaml").is_file(), progress=report_step)["interrupted"]:
+    """Train one run to its end, or until the demonstration is interrupted."""
+    if run(config, folder, resume=(folder / "config.yaml").is_file(), progress=report)["interrupted"]:
         raise KeyboardInterrupt
     return {"run": folder.name}
 

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from residua.records.jsonlines import JsonLines, finite
 from residua.records.progress import Progress
 from residua.records.threads import threads
 
-GRACE_SECONDS = 5.0
 Record = dict[str, Any]
 Key = Callable[[Record], Hashable]
 
@@ -281,13 +279,9 @@ def _run_in_processes(work: Work, count: int) -> None:
                     work.finished(job, message)
                     begin()
     finally:
-        # Without its pipe a process ends at its next report. Ctrl-C reached it too, so it may save its state first.
-        for connection in processes:
-            connection.close()
-        deadline = time.monotonic() + GRACE_SECONDS
         for process in processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.terminate()
+            process.terminate()  # training saves its state at this signal, and ends
+        for process in processes.values():
             process.join()
 
 
