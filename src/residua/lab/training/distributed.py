@@ -7,15 +7,16 @@ collective calls return at once.
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import gcd
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from residua.errors import InputError, ReportedElsewhere, RunError
 
@@ -193,18 +194,8 @@ class BatchShard:
         return range(first + self.rank // self.members, first + self.accumulation, self.teams)
 
 
-class ParallelModel(NamedTuple):
-    """A model prepared for the ranks: the function to call, and the context of each forward and backward pass.
-
-    Gradients are averaged over the ranks only in the context `accumulating(True)`, the last of a step.
-    """
-
-    forward: Callable[..., Any]
-    accumulating: Callable[[bool], AbstractContextManager]
-
-
-def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> ParallelModel:
-    """Wrap a plain model in DDP if there are ranks, and compile or recompute it as configured.
+def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> Callable[..., Any]:
+    """Return a plain model, in DDP if there are ranks, compiled and recomputed as configured.
 
     Parameters keep their names. The layers, which are compiled one by one, are the modules named in the model's
     `_no_split_modules`.
@@ -212,17 +203,12 @@ def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: t
     if config.activation_checkpointing:
         recompute_layers(model)
     if not ranks.joined:
-        forward = torch.compile(model) if config.compile else model
-        return ParallelModel(forward, lambda last: nullcontext())
-
+        return torch.compile(model) if config.compile else model
     if config.compile:
         for layer in layers_of(model) or [model]:
             layer.compile()
-    from torch.nn.parallel import DistributedDataParallel
-
     devices = [torch.cuda.current_device()] if device.type == "cuda" else None
-    ddp_model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-    return ParallelModel(ddp_model, lambda last: nullcontext() if last else ddp_model.no_sync())
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

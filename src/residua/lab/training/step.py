@@ -1,10 +1,12 @@
 """One step of training, the same for language models, for the geometric benchmarks, and where its cost is measured."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, parallelize
 from residua.lab.training.finite import FiniteCheck
@@ -77,7 +79,7 @@ class Step:
         self.model, self.device, self.ranks = model, device, ranks
         self._batch, self._loss, self._clip = batch, loss, config.clip
         self._shard = shard or BatchShard.of(config, ranks)
-        self.parallel = parallelize(model.to(device).train(), config, ranks, device)
+        self._forward = parallelize(model.to(device).train(), config, ranks, device)
         self.optimizer = optimizer or make_optimizer(model, config)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.finite = FiniteCheck(model, self.optimizer, device)
@@ -96,7 +98,7 @@ class Step:
     def loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """Run the forward pass over a micro-batch on the device; return its loss, and the penalty in it or None."""
         with self.autocast:
-            return self._loss(self.parallel.forward, *batch)
+            return self._loss(self._forward, *batch)
 
     def _backward(self, indices: range) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run forward and backward on these micro-batches; return this rank's loss, penalty and first row."""
@@ -106,7 +108,8 @@ class Step:
             batch = self._on_device(*self._batch(index))
             if index == indices[0]:
                 first_row = batch[0][:1]
-            with self.parallel.accumulating(index == indices[-1]):
+            whole = index == indices[-1] or not isinstance(self._forward, DistributedDataParallel)
+            with nullcontext() if whole else self._forward.no_sync():  # the last pass averages over the ranks
                 loss, penalty = self.loss(batch)
                 part = loss / len(indices)
                 part.backward()
