@@ -1,35 +1,133 @@
-"""Save the checkpoints of a run."""
+"""What a run has in its folder: the checkpoint where it resumes, facts, rows, and the checkpoints that it saves."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from residua.errors import RunError
-from residua.lab.training.checkpoint import Checkpoint, drop_old, snapshot, write_checkpoint
+from residua.errors import InputError, RunError
+from residua.lab.training.checkpoint import (
+    Checkpoint,
+    drop_later,
+    drop_old,
+    latest_checkpoint,
+    load_checkpoint,
+    saved_steps,
+    snapshot,
+    write_checkpoint,
+)
+from residua.lab.training.folder import more_steps
+from residua.lab.training.log import RunLog
+from residua.lab.training.optimizer import learning_rate_factor
 from residua.lab.training.step import Step
-from residua.records.folder import RunFolder
+from residua.records import jsonlines
+from residua.records.durable import write_text
+from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_object, refuse_changes
+from residua.records.progress import say
+from residua.records.provenance import circumstances
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig
 
+FINGERPRINTS = ("fingerprint", "tokenizer_fingerprint")
 
-class Saver:
-    """Save the checkpoints of a run. `newest` is the newest complete one."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        settings: Mapping[str, Any],
-        take_step: Step,
-        config: "TrainConfig",
-        newest: Checkpoint | None,
-    ):
-        self._run, self._settings, self._step, self._ranks = run, settings, take_step, take_step.ranks
-        self._retention = {"keep": config.keep_checkpoints, "keep_best": config.keep_best}
-        self.newest = newest
+class Saved:
+    """What a run has in its folder. The first rank writes it. `newest` is the newest complete checkpoint, if any.
+
+    facts: metadata of the data, whose fingerprints the checkpoints keep beside the settings.
+    """
+
+    def __init__(self, run: RunFolder, config: "TrainConfig", take_step: Step, facts: Mapping[str, Any]):
+        self._run, self._config, self._step, self._facts = run, config, take_step, facts
+        self._ranks = take_step.ranks
+        self._settings = flatten(run.settings) | {f"data.{name}": facts[name] for name in FINGERPRINTS if name in facts}
+        self._log: RunLog | None = None
+        self.newest: Checkpoint | None = None
+
+    @property
+    def step(self) -> int:
+        """The step of the newest checkpoint, 0 before the first."""
+        return self.newest.step if self.newest else 0
+
+    def restore(self) -> None:
+        """Load the newest complete checkpoint, if any, into the model. Only the first rank looks for it."""
+        newest = None
+        with self._ranks.raise_together():
+            if self._run.resume and self._ranks.first:
+                newest = self._checked()
+        self.newest = self._ranks.gather(newest)[0]
+        if self.newest is not None:
+            step = self._step
+            with self._ranks.raise_together():
+                load_checkpoint(self.newest, step.model, step.optimizer, device=step.device, rank=self._ranks.rank)
+
+    def _checked(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint of this run, and drop the damaged ones after it. Raises InputError."""
+        run, newest = self._run, latest_checkpoint(self._run.path)
+        if newest is None:
+            if saved_steps(run.path) or run.checkpoints.is_symlink():
+                # Starting from the first step would overwrite the log and these checkpoints. A link may be a mistake.
+                raise InputError(
+                    f"{run.checkpoints} must hold a complete checkpoint to resume from, got none that can be read; "
+                    "repair one, or remove this folder or link to start again from the first step"
+                )
+            say(f"{run.path}: no complete checkpoint, starting again from the first step")
+            return None
+        more = more_steps(newest.step, newest.settings, self._settings)
+        refuse_changes(newest.settings, self._settings, newest.path, free=FREE_KEYS | more)
+        if more:
+            peak = f"{learning_rate_factor(newest.step + 1, self._config):.0%} of the peak"
+            say(
+                f"after its last step, {newest.step}, this run goes on to {self._config.steps}: its learning rate "
+                f"rises again, to {peak}, so it is no run of {self._config.steps} steps"
+            )
+        drop_later(run.checkpoints, newest.step)
+        return newest
+
+    def last_row(self) -> dict[str, Any]:
+        """Return the row of the newest checkpoint, of a run that has no steps left."""
+        if self._ranks.first:
+            say(f"{self._run.path}: this run is finished ({self.step} steps); more --train.steps train it on")
+        with self._ranks.raise_together():
+            return {row["step"]: row for row in jsonlines.read(self._run.metrics)}[self.step]
 
     @contextmanager
-    def writing(self, step: int) -> Iterator[None]:
+    def logging(self, *, gates: bool, progress: bool | Callable[[int], None]) -> Iterator[None]:
+        """Write the facts, and take rows in this context. gates, progress: as in `RunLog`."""
+        if not self._ranks.first:
+            yield
+            return
+        with ExitStack() as stack:
+            with self._writing(self.step):
+                log = RunLog(self._run, self._config, step=self.step, observing=gates, progress=progress)
+                self._log = stack.enter_context(log)
+                self._write_facts()
+            yield
+
+    def log(self, row: Mapping[str, Any], *, gates: bool = False) -> None:
+        """Append a row of numbers, or of gates. Raises RunError if it cannot be written."""
+        if self._log is not None:
+            with self._writing(row["step"]):
+                (self._log.write_gates if gates else self._log.write)(row)
+
+    def _write_facts(self) -> None:
+        """Write facts.json: what the run is, and the circumstances of this process. A resumed run keeps its first facts
+        and adds to `resumed`. Raises OSError.
+        """
+        size = sum(parameter.numel() for parameter in self._step.parameters)
+        process = circumstances(self._step.device) | {"processes": self._ranks.world_size}
+        if self.newest and self.newest.settings["train.steps"] != self._config.steps:
+            process["steps_before"] = self.newest.settings["train.steps"]
+        content = {"parameters": size, "data": self._facts, **process}
+        if self.newest and self._run.facts.exists():
+            first_facts = read_object(self._run.facts)
+            resumed = [*first_facts.get("resumed", []), {"step": self.newest.step, **process}]
+            content = {**first_facts, "resumed": resumed}
+        write_text(self._run.facts, json.dumps(content, indent=1) + "\n")
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
         """Turn an OSError inside into a RunError that says which checkpoint is kept."""
         try:
             yield
@@ -48,9 +146,16 @@ class Saver:
         """
         checkpoint = Checkpoint(self._run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
         tensors = snapshot(self._step.model, self._step.optimizer, self._step.device, self._ranks)
-        with self._ranks.raise_together(), self.writing(step):
-            if self._ranks.first:
+        with self._ranks.raise_together(), self._writing(step):
+            if self._log is not None:
+                self._log.sync()  # all rows are on the disk before the checkpoint is
                 checkpoint = write_checkpoint(checkpoint, tensors)
             self.newest = checkpoint
-            if self._ranks.first:
-                drop_old(self._run.checkpoints, **self._retention)
+            if self._log is not None:
+                drop_old(self._run.checkpoints, keep=self._config.keep_checkpoints, keep_best=self._config.keep_best)
+
+    def expect_finite(self) -> None:
+        """Raise Diverged after a step that failed. All ranks do, as they have one loss and one gradient."""
+        if self._step.finite.failed:
+            with self._ranks.raise_together():
+                raise self._step.finite.error(self.newest.path if self.newest else None)
