@@ -3,9 +3,10 @@
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass
 
 from residua.errors import InputError, extra
+from residua.lab.data.shards import Tokens
 
 with extra("lab"):
     import numpy as np
@@ -16,14 +17,7 @@ from torch import Tensor
 ROUNDS = 6
 
 
-class TokenSource(Protocol):
-    """The interface of tokens for batches: their number, and int64 windows of consecutive tokens."""
-
-    def __len__(self) -> int: ...
-
-    def window(self, start: int, length: int) -> np.ndarray: ...
-
-
+@dataclass
 class Batches:
     """Random batches for training: every window of an epoch once, in an order that depends only on (seed, epoch).
 
@@ -35,29 +29,23 @@ class Batches:
     each rank holds consecutive rows of it. Raises InputError if the tokens do not fill one window and its last label.
     """
 
-    def __init__(
-        self,
-        tokens: TokenSource,
-        batch_size: int,
-        sequence_length: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        if len(tokens) <= sequence_length:
+    tokens: Tokens
+    batch_size: int
+    sequence_length: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        count, length = len(self.tokens), self.sequence_length
+        if count <= length:
             raise InputError(
-                f"sequence_length: {sequence_length} needs {sequence_length + 1} tokens, the data has {len(tokens)}; "
-                "give more text or a shorter sequence_length"
+                f"sequence_length: {length} needs {length + 1} tokens, the data has {count}; give more text or a "
+                "shorter sequence_length"
             )
-        self.tokens = tokens
-        self.batch_size = batch_size
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
         # One window fewer than fit, where possible, so that the first can start at any of sequence_length places.
-        self.windows_per_epoch = max(1, (len(tokens) - sequence_length) // sequence_length)
-        self._first_starts = min(sequence_length, len(tokens) - self.windows_per_epoch * sequence_length)
+        self.windows_per_epoch = max(1, (count - length) // length)
+        self._first_starts = min(length, count - self.windows_per_epoch * length)
 
     def at(self, index: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels, two int64 tensors (batch_size, sequence_length).
@@ -79,6 +67,7 @@ class Batches:
         return phase % self._first_starts + windows * self.sequence_length
 
 
+@dataclass
 class HeldOutBatches:
     """Batches that cover the tokens in order, for evaluation: every token is a label once, except the first.
 
@@ -86,11 +75,12 @@ class HeldOutBatches:
     last batch. The end of the last window is padded with inputs 0 and labels -100, which a loss ignores.
     """
 
-    def __init__(self, tokens: TokenSource, batch_size: int, sequence_length: int):
-        self.tokens = tokens
-        self.batch_size = batch_size
-        self.sequence_length = sequence_length
-        self._windows = -(-(len(tokens) - 1) // sequence_length)
+    tokens: Tokens
+    batch_size: int
+    sequence_length: int
+
+    def __post_init__(self) -> None:
+        self._windows = -(-(len(self.tokens) - 1) // self.sequence_length)
 
     def __len__(self) -> int:
         return -(-self._windows // self.batch_size)

@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
@@ -71,9 +72,7 @@ class Tokens:
         self.folder = folder
         self.shards = tuple(shards)
         self.dtype = dtype
-        self._starts = [0]
-        for shard in self.shards:
-            self._starts.append(self._starts[-1] + shard.tokens)
+        self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]
         self._mapped: dict[int, np.memmap] = {}
 
     def __len__(self) -> int:
