@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,40 +16,36 @@ if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig
 
 
-class RunLog(AbstractContextManager["RunLog"]):
+class RunLog:
     """What the first rank writes and shows as a run trains. All of it may raise OSError.
 
     Rows of numbers, one per logged step, go into metrics.jsonl, to TensorBoard and to Weights & Biases; those of gates
     go into connections.jsonl. Opening the log drops the rows after `step`, which a run that resumes there writes again.
 
-    observing: whether there will be rows of gates. progress: as in `loop.train`.
+    stack: closes what the log opens. gates: whether there will be rows of them. progress: as in `loop.train`.
     """
 
     def __init__(
         self,
+        stack: ExitStack,
         run: RunFolder,
         config: "TrainConfig",
         *,
         step: int,
-        observing: bool,
+        gates: bool,
         progress: bool | Callable[[int], None],
     ):
         self._steps, self._report = config.steps, progress if callable(progress) else None
-        with ExitStack() as stack:
-            self._wandb = _wandb_run(run, config.wandb) if config.wandb else None  # first, because it may be refused
-            if self._wandb:
-                stack.callback(self._wandb.finish)
-            paths = [run.metrics, *([run.connections] if observing else [])]
-            self._files = [stack.enter_context(JsonLines(path, keep=lambda row: row["step"] <= step)) for path in paths]
-            self._events = _event_writer(unlinked(run.tensorboard), step) if config.tensorboard else None
-            if self._events:
-                stack.callback(self._close_events)
-            name = run.path.resolve().name
-            self._bar = stack.enter_context(Progress(name, config.steps, done=step, enabled=progress is True))
-            self._stack = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        self._wandb = _wandb_run(run, config.wandb) if config.wandb else None  # first, because it may be refused
+        if self._wandb:
+            stack.callback(self._wandb.finish)
+        paths = [run.metrics, *([run.connections] if gates else [])]
+        self._files = [stack.enter_context(JsonLines(path, keep=lambda row: row["step"] <= step)) for path in paths]
+        self._events = _event_writer(unlinked(run.tensorboard), step) if config.tensorboard else None
+        if self._events:
+            stack.callback(self._close_events)
+        name = run.path.resolve().name
+        self._bar = stack.enter_context(Progress(name, config.steps, done=step, enabled=progress is True))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row of numbers, and show it."""

@@ -126,7 +126,8 @@ def _train(
         saved.logging(gates=observe_every > 0, progress=progress),
         _stop_signals(twice=not ranks.joined) as stop,
     ):
-        clock = _Clock(saved.newest.seconds if saved.newest else 0.0, saved.step * tokens_per_step)
+        seconds = saved.newest.seconds if saved.newest else 0.0
+        before, began = saved.step, time.perf_counter()
         for step in range(saved.step + 1, config.steps + 1):
             factor = learning_rate_factor(step, config)
             set_learning_rate(take_step.optimizer, factor)
@@ -144,19 +145,20 @@ def _train(
                 continue
 
             saved.expect_finite()  # the host waits for the device here and where gates are observed
-            seconds, speed = clock.lap(step * tokens_per_step)
+            elapsed = time.perf_counter() - began
+            seconds += elapsed
             row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks, config.lr * factor)}
-            row |= {"tokens_per_second": speed, "seconds": seconds}
-            with clock.paused():
-                if validating:
-                    with take_step.autocast, evaluating(model):
-                        row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
-                if logging:
-                    saved.log(row)
-                if saving:
-                    saved.save(step, seconds=seconds, val_loss=row.get("val_loss"))
+            row |= {"tokens_per_second": (step - before) * tokens_per_step / elapsed, "seconds": seconds}
+            if validating:
+                with take_step.autocast, evaluating(model):
+                    row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
+            if logging:
+                saved.log(row)
+            if saving:
+                saved.save(step, seconds=seconds, val_loss=row.get("val_loss"))
             if stopping:
                 break
+            before, began = step, time.perf_counter()  # evaluating and saving do not count
     result = row | {"checkpoint": str(saved.newest.path), "interrupted": step < config.steps}
     if result["interrupted"]:
         if ranks.first and not callable(progress):
@@ -207,25 +209,3 @@ def _stop_signals(*, twice: bool) -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-class _Clock:
-    """Count the seconds of training over all processes of a run, without evaluation and saving.
-
-    seconds, tokens: of the earlier processes.
-    """
-
-    def __init__(self, seconds: float, tokens: int):
-        self._began = time.perf_counter() - seconds
-        self._lap = tokens, seconds
-
-    def lap(self, tokens: int) -> tuple[float, float]:
-        """Return the seconds so far, and the tokens per second since the last call."""
-        (tokens_before, seconds_before), self._lap = self._lap, (tokens, time.perf_counter() - self._began)
-        return self._lap[1], (tokens - tokens_before) / (self._lap[1] - seconds_before)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._began += time.perf_counter() - began

@@ -100,8 +100,7 @@ class Saved:
             return
         with ExitStack() as stack:
             with self._writing(self.step):
-                log = RunLog(self._run, self._config, step=self.step, observing=gates, progress=progress)
-                self._log = stack.enter_context(log)
+                self._log = RunLog(stack, self._run, self._config, step=self.step, gates=gates, progress=progress)
                 self._write_facts()
             yield
 
