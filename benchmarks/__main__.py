@@ -76,7 +76,7 @@ def measure(benchmark: Callable[..., Any], settings: Any, out: Path | None) -> O
         lines = None
         if out is not None:
             lines = stack.enter_context(JsonLines(out.resolve()))  # raises before hours of measuring
-        bar = stack.enter_context(Progress("checking, then measuring", settings.steps, lines=False, threaded=False))
+        bar = stack.enter_context(Progress("checking, then measuring", settings.steps, measuring=True))
         steps_done = count()
 
         def advance() -> None:

@@ -53,15 +53,15 @@ def test_the_time_in_which_processes_start_says_nothing_about_speed(capsys, cloc
     assert capsys.readouterr().err == "started\ngoing on  0:00:40 left\nbegun  0:00:35 left\n"
 
 
-@pytest.mark.parametrize("options", [{"enabled": False}, {"lines": False}])
+@pytest.mark.parametrize("options", [{"enabled": False}, {"measuring": True}])
 def test_nothing_is_shown_where_nothing_is_wanted(options, capsys):
     with Progress("title", 10, **options) as bar:
         bar.update(10, "x", line=True)
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("threaded", [True, False])
-def test_a_terminal_gets_a_bar_and_markup_is_text(threaded, monkeypatch):
+@pytest.mark.parametrize("measuring", [True, False])
+def test_a_terminal_gets_a_bar_and_markup_is_text(measuring, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -70,7 +70,7 @@ def test_a_terminal_gets_a_bar_and_markup_is_text(threaded, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    with Progress("[red]run", 10, threaded=threaded) as bar:
+    with Progress("[red]run", 10, measuring=measuring) as bar:
         bar.update(5, "step 5/10 [bold]")
     shown = terminal.getvalue()
     assert "[red]run" in shown

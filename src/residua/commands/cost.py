@@ -72,7 +72,7 @@ def step(
         if out is not None:
             lines = stack.enter_context(JsonLines(out.resolve()))  # raises before minutes of measuring
         names = names or [config.model.connection]
-        bar = stack.enter_context(Progress("time and memory", (1 + len(names)) * (rounds + WARMUP), lines=False))
+        bar = stack.enter_context(Progress("time and memory", (1 + len(names)) * (rounds + WARMUP), measuring=True))
         done = counter(1)
         records = measure_schemes(config, names, rounds=rounds, peak=peak, advance=lambda: bar.update(next(done), ""))
         for record in records if lines else ():

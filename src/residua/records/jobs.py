@@ -67,25 +67,19 @@ def file_name(name: str) -> str:
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-class Records:
-    """The finished runs of a file of JSON lines. A context manager.
+class Records(JsonLines):
+    """The finished runs of a file of JSON lines.
 
     key     returns the key of a record's run, None for other records. Of equal keys the last record counts.
     places  the folder for the state of runs that are under way, None for none
-    keep    keep a run's state when the run is finished
+    drop    drop a run's state when the run is finished
     """
 
-    def __init__(self, path: str | Path, key: Key, *, places: Path | None = None, keep: bool = False):
-        self.path, self._key, self._places, self._keep = Path(path), key, places, keep
-        self._lines = JsonLines(path)
-        self.finished = {key(row): row for row in self._lines.rows}
+    def __init__(self, path: str | Path, key: Key, *, places: Path | None = None, drop: bool = True):
+        super().__init__(path)
+        self._key, self._places, self._drop = key, places, drop
+        self.finished = {key(row): row for row in self.rows}
         self.finished.pop(None, None)
-
-    def __enter__(self) -> "Records":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._lines.__exit__(*error)
 
     def place(self, key: Hashable) -> Path | None:
         """Return where the run `key` keeps its state while it is under way."""
@@ -97,16 +91,16 @@ class Records:
         """Add the record of a finished run, wait until it is on the disk, and drop the run's state. Raises RunError."""
         record = finite(record)  # as in the file
         try:
-            self._lines.write(record)
-            self._lines.sync()
+            self.write(record)
+            self.sync()
         except OSError as error:
             raise RunError(f"{self.path}: a result could not be written: {error.strerror or error}") from error
         self.finished[self._key(record)] = record
         self.drop_state([self._key(record)])
 
     def drop_state(self, keys: Iterable[Hashable]) -> None:
-        """Remove the state of finished runs, unless `keep` is set."""
-        for place in map(self.place, () if self._keep else keys):
+        """Remove the state of finished runs, if `drop` is set."""
+        for place in map(self.place, keys if self._drop else ()):
             with suppress(OSError):
                 if place is not None:
                     remove(place)
@@ -132,7 +126,7 @@ def open_runs(
             refuse_changes(read_object(settings_file), settings, settings_file, free=free)
         elif records.exists() and records.stat().st_size:
             raise InputError(f"{path}: its records have no settings.json beside them; choose another with --out")
-        with Records(records, lambda record: record.get("key"), places=path / "runs", keep=keep) as open_records:
+        with Records(records, lambda record: record.get("key"), places=path / "runs", drop=not keep) as open_records:
             with writable(path):
                 write_text(settings_file, json.dumps(settings, indent=1) + "\n")
                 unlinked(path / "runs").mkdir(exist_ok=True)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class JsonLines:
+class JsonLines(AbstractContextManager):
     """A file of JSON lines to append to. A context manager; `rows` are those that it had when it was opened.
 
     Opening drops a torn last line, and every row that `keep` refuses.
@@ -63,19 +64,16 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path, *, keep: Callable[[dict[str, Any]], bool] = lambda row: True):
-        self._path = unlinked(Path(path))
+        self.path = unlinked(Path(path))
         self.rows: list[dict[str, Any]] = []
         with writable(path, "a file to append to"):
-            if self._path.is_file():  # a pipe or a terminal cannot be read first
-                lines = [(line, row) for line, row in _lines(self._path) if keep(row)]
+            if self.path.is_file():  # a pipe or a terminal cannot be read first
+                lines = [(line, row) for line, row in _lines(self.path) if keep(row)]
                 self.rows = [row for _, row in lines]
                 content = b"".join(line + b"\n" for line, _ in lines)
-                if content != self._path.read_bytes():
-                    write_bytes(self._path, content)
-            self._file = self._path.open("ab", buffering=0)  # so that closing does not repeat a failed write
-
-    def __enter__(self) -> "JsonLines":
-        return self
+                if content != self.path.read_bytes():
+                    write_bytes(self.path, content)
+            self._file = self.path.open("ab", buffering=0)  # so that closing does not repeat a failed write
 
     def __exit__(self, *error: Any) -> None:
         self._file.close()
@@ -88,6 +86,6 @@ class JsonLines:
 
     def sync(self) -> None:
         """Wait until the rows are on the disk. Raises OSError."""
-        if self._path.is_file():
+        if self.path.is_file():
             os.fsync(self._file.fileno())
-            sync(self._path.parent)
+            sync(self.path.parent)

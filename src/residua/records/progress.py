@@ -35,25 +35,16 @@ class Progress:
     total       the work, in any unit; it may grow; 0 if unknown
     done        the work finished before this process began, which its speed leaves out
     enabled     False shows nothing
-    lines       False shows nothing without a terminal
-    threaded    False draws the bar only in `update`, so that drawing takes no time from what is measured in between
+    measuring   shows nothing without a terminal, and draws the bar only in `update`, so that drawing takes no time from
+                what is measured in between
     """
 
-    def __init__(
-        self,
-        title: str,
-        total: float,
-        *,
-        done: float = 0.0,
-        enabled: bool = True,
-        lines: bool = True,
-        threaded: bool = True,
-    ):
+    def __init__(self, title: str, total: float, *, done: float = 0.0, enabled: bool = True, measuring: bool = False):
         self.total, self._done, self._before = total, done, done
         self._started, self._last_line = time.monotonic(), -float("inf")
-        self._threaded, self._bar = threaded, None
+        self._measuring, self._bar = measuring, None
         use_bar = enabled and sys.stderr.isatty()
-        self._lines = enabled and lines and not use_bar
+        self._lines = enabled and not measuring and not use_bar
         if use_bar:
             with extra("lab"):
                 from rich.console import Console
@@ -67,7 +58,7 @@ class Progress:
                 TextColumn("{task.fields[text]}", markup=False),
                 TimeRemainingColumn(elapsed_when_finished=True),
                 console=Console(stderr=True),
-                auto_refresh=threaded,
+                auto_refresh=not measuring,
                 refresh_per_second=4,
                 speed_estimate_period=120,
             )
@@ -98,7 +89,7 @@ class Progress:
         self._done, self.total = done, self.total if total is None else total
         if self._bar:
             self._bar.update(self._task, completed=done, total=self.total or None, text=text)
-            if not self._threaded:
+            if self._measuring:
                 self._bar.refresh()
         elif self._lines:
             now = time.monotonic()
