@@ -89,10 +89,10 @@ class _Passed(StandIn):
         self.index, self.points, self.collapse = index, points, collapse
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
-        return super().read(state if self.index else _visit(self.points[0], self.collapse, state), memory)
+        return self.inner_read(state if self.index else _visit(self.points[0], self.collapse, state), memory)
 
     def write(self, y: Tensor, carry: Carry) -> State:
-        return _visit(self.points[self.index + 1], self.collapse, super().write(y, carry))
+        return _visit(self.points[self.index + 1], self.collapse, self.inner_write(y, carry))
 
 
 def _visit(point: nn.Module, collapse: nn.Module, state: State) -> State:

@@ -84,15 +84,12 @@ def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
             columns[name] = values[name].median(1).values.tolist()
     if "depth_mean" in values:
         columns |= zip(_MOST_READ, zip(*_most_read(trace)))
-    for name in ("h_pre", "h_post"):
-        if name in values:
-            columns[name] = values[name].mean(1).tolist()
     return [finite(dict(zip(columns, row))) for row in zip(*columns.values())]
 
 
 _MEANS = (
     *("discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
-    *("stream_similarity", "sources_read"),
+    *("stream_similarity", "sources_read", "h_pre", "h_post"),
 )
 
 

@@ -1,7 +1,7 @@
 """Watch a forward pass: stand-ins of the connections, which do the same and record their inputs and outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,17 +33,14 @@ class ConnectionRecord(NamedTuple):
 
 
 class StandIn:
-    """Reads and writes in place of a connection, whose methods are `inner_read` and `inner_write`."""
+    """Its `read` and `write` take the place of a connection's, which are `inner_read` and `inner_write`."""
+
+    read: Callable[..., tuple[Any, Carry]]
+    write: Callable[[Tensor, Carry], State]
 
     def __init__(self, connection: Any):
         self.connection = connection
         self.inner_read, self.inner_write = connection.read, connection.write
-
-    def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
-        return self.inner_read(state, memory)
-
-    def write(self, y: Tensor, carry: Carry) -> State:
-        return self.inner_write(y, carry)
 
 
 @contextmanager
@@ -70,8 +67,10 @@ class Watched(StandIn):
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         normed: list[Tensor] = []
-        with _inputs_of(getattr(self.connection, "norm", None), normed):
-            x, carry = super().read(state, memory)
+        with ExitStack() as stack:
+            if (norm := getattr(self.connection, "norm", None)) is not None:
+                stack.callback(norm.register_forward_pre_hook(lambda _, inputs: normed.append(inputs[0])).remove)
+            x, carry = self.inner_read(state, memory)
         self._read = state, normed[-1] if normed else None, x
         return x, carry
 
@@ -82,22 +81,9 @@ class Watched(StandIn):
                 "parallel, one after the other"
             )
         (before, normed, x), self._read = self._read, None
-        after = super().write(y, carry)
+        after = self.inner_write(y, carry)
         self.record(ConnectionRecord(self.index, self.connection, before, normed, x, carry, y, after))
         return after
-
-
-@contextmanager
-def _inputs_of(module: nn.Module | None, inputs: list[Tensor]) -> Iterator[None]:
-    """Collect the inputs of a module inside this context."""
-    if module is None:
-        yield
-        return
-    handle = module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def watching(stream: Stream, record: Callable[[ConnectionRecord], None]) -> AbstractContextManager[None]:
