@@ -20,6 +20,7 @@ import residua
 from residua.commands.cli import main
 from residua.lab.experiment import open_model
 from residua.lab.training import load_checkpoint
+from residua.lab.training.checkpoint import open_checkpoint
 from residua.models import ResiduaConfig
 from support.tiny_runs import options, write_texts
 
@@ -278,5 +279,5 @@ def test_a_checkpoint_is_loaded_without_a_pickle(place, monkeypatch):
 
     model = open_run(place / "run", device="cpu").model
     optimizer = torch.optim.AdamW(model.parameters())
-    load_checkpoint(place / STEP, model, optimizer)
+    load_checkpoint(open_checkpoint(place / STEP), model, optimizer)
     assert len(optimizer.state) == len(list(model.parameters()))

@@ -193,25 +193,23 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint | str | Path,
+    checkpoint: Checkpoint,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     device: torch.device | None = None,
     rank: int = 0,
-) -> Checkpoint:
+) -> None:
     """Load the weights into `model`; with an `optimizer`, also restore its state and the random state of torch.
 
     Args:
-        checkpoint: a folder, which is checked first, or the result of `latest_checkpoint` or `open_checkpoint`.
+        checkpoint: the result of `latest_checkpoint` or `open_checkpoint`.
         device: the device whose random state is restored, besides the CPU's.
         rank: whose random state is restored.
 
     Raises:
         InputError: the checkpoint is damaged or was not made by such a model.
     """
-    if not isinstance(checkpoint, Checkpoint):
-        checkpoint = open_checkpoint(checkpoint)
     tensors = checkpoint_tensors(model)
     with _stored(checkpoint, WEIGHTS) as stored:
         _refuse_other_weights(checkpoint.path, stored, tensors)
@@ -222,7 +220,6 @@ def load_checkpoint(
         with _stored(checkpoint, OPTIMIZER) as stored:
             _restore_optimizer(stored, tensors, optimizer)
             _restore_random_state(stored, device, rank)
-    return checkpoint
 
 
 @contextmanager

@@ -93,29 +93,26 @@ def train(
     with ExitStack() as stack:
         if not isinstance(folder, RunFolder):
             folder = stack.enter_context(claim(folder, {"train": asdict(config)}, resume=resume))
-        return _train(model, batches, config, folder, evaluate, observe, facts or {}, end_of_text, progress, ranks)
+        with ranks.raise_together():
+            device = pick_device(config.device)
+            shard = BatchShard.of(config, ranks)
+        torch.manual_seed(config.seed + ranks.rank)
+        loss = partial(next_token_loss, end_of_text=end_of_text)
+        take_step = Step(model, batches.at, config, device, shard=shard, ranks=ranks, loss=loss)
+        saved = Saved(folder, config, take_step, facts or {})
+        return _train(saved, take_step, config, evaluate, observe, progress)
 
 
 def _train(
-    model: nn.Module,
-    batches: IndexedBatches,
+    saved: Saved,
+    take_step: Step,
     config: "TrainConfig",
-    run: RunFolder,
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None,
     observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None,
-    facts: Mapping[str, Any],
-    end_of_text: int | None,
     progress: bool | Callable[[int], None],
-    ranks: Ranks,
 ) -> dict[str, Any]:
-    """Train into a folder that is claimed, as `train` says."""
-    with ranks.raise_together():
-        device = pick_device(config.device)
-        shard = BatchShard.of(config, ranks)
-    torch.manual_seed(config.seed + ranks.rank)
-    loss = partial(next_token_loss, end_of_text=end_of_text)
-    take_step = Step(model, batches.at, config, device, shard=shard, ranks=ranks, loss=loss)
-    saved = Saved(run, config, take_step, facts)
+    """Take the steps of a run that are not saved yet, as `train` says."""
+    model, ranks = take_step.model, take_step.ranks
     saved.restore()
     if saved.step == config.steps:
         return saved.last_row() | {"checkpoint": str(saved.newest.path), "interrupted": False}
@@ -162,7 +159,7 @@ def _train(
     result = row | {"checkpoint": str(saved.newest.path), "interrupted": step < config.steps}
     if result["interrupted"]:
         if ranks.first and not callable(progress):
-            say(f"stopped after step {step}, which is saved; continue with: {run.resume_command}")
+            say(f"stopped after step {step}, which is saved; continue with: {saved.run.resume_command}")
         result["signal"] = max(ranks.gather(stop[0] if stop else 0))
     return result
 

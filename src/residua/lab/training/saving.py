@@ -39,7 +39,7 @@ class Saved:
     """
 
     def __init__(self, run: RunFolder, config: "TrainConfig", take_step: Step, facts: Mapping[str, Any]):
-        self._run, self._config, self._step, self._facts = run, config, take_step, facts
+        self.run, self._config, self._step, self._facts = run, config, take_step, facts
         self._ranks = take_step.ranks
         self._settings = flatten(run.settings) | {f"data.{name}": facts[name] for name in FINGERPRINTS if name in facts}
         self._log: RunLog | None = None
@@ -54,7 +54,7 @@ class Saved:
         """Load the newest complete checkpoint, if any, into the model. Only the first rank looks for it."""
         newest = None
         with self._ranks.raise_together():
-            if self._run.resume and self._ranks.first:
+            if self.run.resume and self._ranks.first:
                 newest = self._checked()
         self.newest = self._ranks.gather(newest)[0]
         if self.newest is not None:
@@ -64,7 +64,7 @@ class Saved:
 
     def _checked(self) -> Checkpoint | None:
         """Return the newest complete checkpoint of this run, and drop the damaged ones after it. Raises InputError."""
-        run, newest = self._run, latest_checkpoint(self._run.path)
+        run, newest = self.run, latest_checkpoint(self.run.path)
         if newest is None:
             if saved_steps(run.path) or run.checkpoints.is_symlink():
                 # Starting from the first step would overwrite the log and these checkpoints. A link may be a mistake.
@@ -88,9 +88,9 @@ class Saved:
     def last_row(self) -> dict[str, Any]:
         """Return the row of the newest checkpoint, of a run that has no steps left."""
         if self._ranks.first:
-            say(f"{self._run.path}: this run is finished ({self.step} steps); more --train.steps train it on")
+            say(f"{self.run.path}: this run is finished ({self.step} steps); more --train.steps train it on")
         with self._ranks.raise_together():
-            return {row["step"]: row for row in jsonlines.read(self._run.metrics)}[self.step]
+            return {row["step"]: row for row in jsonlines.read(self.run.metrics)}[self.step]
 
     @contextmanager
     def logging(self, *, gates: bool, progress: bool | Callable[[int], None]) -> Iterator[None]:
@@ -100,7 +100,7 @@ class Saved:
             return
         with ExitStack() as stack:
             with self._writing(self.step):
-                self._log = RunLog(stack, self._run, self._config, step=self.step, gates=gates, progress=progress)
+                self._log = RunLog(stack, self.run, self._config, step=self.step, gates=gates, progress=progress)
                 self._write_facts()
             yield
 
@@ -119,11 +119,11 @@ class Saved:
         if self.newest and self.newest.settings["train.steps"] != self._config.steps:
             process["steps_before"] = self.newest.settings["train.steps"]
         content = {"parameters": size, "data": self._facts, **process}
-        if self.newest and self._run.facts.exists():
-            first_facts = read_object(self._run.facts)
+        if self.newest and self.run.facts.exists():
+            first_facts = read_object(self.run.facts)
             resumed = [*first_facts.get("resumed", []), {"step": self.newest.step, **process}]
             content = {**first_facts, "resumed": resumed}
-        write_text(self._run.facts, json.dumps(content, indent=1) + "\n")
+        write_text(self.run.facts, json.dumps(content, indent=1) + "\n")
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -134,8 +134,8 @@ class Saved:
             reason = " ".join(str(error).split())
             newest_path = self.newest.path if self.newest else "none"
             raise RunError(
-                f"step {step}: cannot write into {self._run.path}: {reason}; last good checkpoint: {newest_path}; "
-                f"free disk space or repair the folder, then: {self._run.resume_command}"
+                f"step {step}: cannot write into {self.run.path}: {reason}; last good checkpoint: {newest_path}; "
+                f"free disk space or repair the folder, then: {self.run.resume_command}"
             ) from error
 
     def save(self, step: int, *, seconds: float, val_loss: float | None) -> None:
@@ -143,7 +143,7 @@ class Saved:
 
         Raises RunError if the folder cannot be written.
         """
-        checkpoint = Checkpoint(self._run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
+        checkpoint = Checkpoint(self.run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
         tensors = snapshot(self._step.model, self._step.optimizer, self._step.device, self._ranks)
         with self._ranks.raise_together(), self._writing(step):
             if self._log is not None:
@@ -151,7 +151,7 @@ class Saved:
                 checkpoint = write_checkpoint(checkpoint, tensors)
             self.newest = checkpoint
             if self._log is not None:
-                drop_old(self._run.checkpoints, keep=self._config.keep_checkpoints, keep_best=self._config.keep_best)
+                drop_old(self.run.checkpoints, keep=self._config.keep_checkpoints, keep_best=self._config.keep_best)
 
     def expect_finite(self) -> None:
         """Raise Diverged after a step that failed. All ranks do, as they have one loss and one gradient."""
