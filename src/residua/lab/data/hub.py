@@ -4,47 +4,32 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from residua.errors import InputError, RunError, extra, first_line
 from residua.lab.data.corpus import Corpus, Document
 
 GPT2 = "openai-community/gpt2"
-
-
-class Named(NamedTuple):
-    """A data set on the hub that has a short name.
-
-    samples: the configuration of each on the hub, and how many tokens of GPT-2 it has; the first is the default.
-    """
-
-    repository: str
-    samples: dict[str, tuple[str, int]]
-
-
+FINEWEB_EDU = "fineweb-edu"
+SAMPLES = {f"{billions}BT": billions * 10**9 for billions in (10, 100, 350)}
+"""The parts of FineWeb-Edu on the hub, and their tokens of GPT-2; the first is the default."""
 BYTES_PER_TOKEN = 4.7
 """Roughly, for FineWeb-Edu's text and GPT-2's tokens, for progress and disk space."""
 VALIDATION_TOKENS = 100_000_000
-"""About so many are held out of a named data set: the 0.1B of arXiv:2601.00417."""
-
-NAMED = {
-    "fineweb-edu": Named("HuggingFaceFW/fineweb-edu", {f"{n}BT": (f"sample-{n}BT", n * 10**9) for n in (10, 100, 350)}),
-}
-"""Data sets with short names; to support another one, add an entry."""
+"""About so many are held out of FineWeb-Edu: the 0.1B of arXiv:2601.00417."""
 
 
 def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
-    """Open a data set: a name in `NAMED` (`sample` picks a part), or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
+    """Open "fineweb-edu", of which `sample` picks a part, or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
 
     The revision (a commit, tag or branch; by default the newest) is resolved to its commit, and every reading uses that
     commit. Raises InputError if the hub does not have it, RunError if the hub does not answer.
     """
     options: dict[str, Any] = {"size": 0}
-    if source in NAMED:
-        entry = NAMED[source]
-        sample = sample or next(iter(entry.samples))
-        repository, revision, split = entry.repository, None, "train"
-        config, tokens = entry.samples[sample]
+    if source == FINEWEB_EDU:
+        sample = sample or next(iter(SAMPLES))
+        repository, revision, config, split = "HuggingFaceFW/fineweb-edu", None, f"sample-{sample}", "train"
+        tokens = SAMPLES[sample]
         options = {"size": int(tokens * BYTES_PER_TOKEN), "validation_fraction": VALIDATION_TOKENS / tokens}
     else:
         match = re.fullmatch(r"hf:([^/@:]+/[^/@:]+)(?:@([^/:]+))?(?:/([^:]+))?(?::(.+))?", source)
