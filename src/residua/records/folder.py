@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, extra
+from residua.errors import InputError, extra, mapping
 from residua.records.durable import is_new, remove_partials, unlinked
 from residua.records.progress import say
 from residua.records.reading import read_json, read_yaml
@@ -159,15 +159,10 @@ def refuse_changes(
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
     """Read the settings of a config.yaml by section. Raises InputError if the file holds something else."""
-    settings = read_yaml(path)
-    if not isinstance(settings, dict) or not all(isinstance(keys, dict) for keys in settings.values()):
-        raise InputError(f"{path} must hold the settings of a run by section, got something else")
-    return settings
+    settings = mapping(read_yaml(path), str(path))
+    return {name: dict(mapping(keys, f"{path}: {name}")) for name, keys in settings.items()}
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises InputError if it holds something else or cannot be read."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise InputError(f"{path} must be a JSON object, got {type(value).__name__}")
-    return value
+    return dict(mapping(read_json(path), str(path)))
