@@ -4,14 +4,7 @@ import sys
 import pytest
 
 from residua.records import progress
-from residua.records.progress import Progress, duration
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (360000, "100:00:00")]
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
+from residua.records.progress import Progress
 
 
 @pytest.fixture

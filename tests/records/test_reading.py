@@ -3,7 +3,7 @@
 import pytest
 
 from residua.errors import InputError
-from residua.records.reading import parse_json, parse_yaml, read_json, read_json_files, read_text, read_yaml
+from residua.records.reading import parse_json, parse_yaml, read_json, read_text, read_yaml
 
 
 def refused(read, *arguments):
@@ -78,14 +78,6 @@ def test_files_that_are_not_there_or_no_text(tmp_path):
     for name in ("bytes", "none", "."):
         for read in (read_text, read_json, read_yaml):
             assert refused(read, tmp_path / name).startswith(f"{tmp_path / name} must be ")
-
-
-def test_a_folder_of_json_files(tmp_path):
-    (tmp_path / "a.json").write_text(f"[{10**30}]")
-    (tmp_path / "notes.txt").write_text("[")
-    assert read_json_files(tmp_path) == {"a.json": [10**30]}
-    (tmp_path / "b.json").write_text("[")
-    assert refused(read_json_files, tmp_path).startswith(f"{tmp_path / 'b.json'} must be JSON, got: ")
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2", "a: {b: 1, c: 2, b: 3}", "- {x: 1, x: 1}"])

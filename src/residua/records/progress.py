@@ -3,6 +3,7 @@
 import functools
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 from residua.errors import extra
@@ -20,12 +21,6 @@ def say(message: str) -> None:
 def say_once(message: str) -> None:
     """Print a line for the user, unless this process has printed it before."""
     say(message)
-
-
-def duration(seconds: float) -> str:
-    """Format hours, minutes and seconds: 3725 is "1:02:05"."""
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
 class Progress:
@@ -96,5 +91,5 @@ class Progress:
             if line or now - self._last_line >= LINE_SECONDS:
                 self._last_line = now
                 speed = (done - self._before) / max(now - self._started, 1e-9)
-                time_left = f"  {duration((self.total - done) / speed)} left" if speed > 0 and self.total else ""
-                say(text + time_left)
+                seconds = round((self.total - done) / speed) if speed > 0 and self.total else None
+                say(text if seconds is None else f"{text}  {timedelta(seconds=seconds)} left")

@@ -37,14 +37,6 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
     return parse_yaml(read_text(path, "YAML"), path)
 
 
-def read_json_files(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the value of every JSON file of a folder by name, before a library with fewer checks reads them.
-
-    Raises InputError as `read_json` does.
-    """
-    return {path.name: read_json(path) for path in sorted(Path(folder).glob("*.json"))}
-
-
 def parse_json(text: str, source: object) -> Any:
     """Return the value of a JSON text. Raises InputError for anything else; `source` names it in the message."""
     try:

@@ -4,20 +4,15 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from residua.errors import extra
 from residua.lab.data.corpus import Document
 from residua.records.progress import Progress
 
+with extra("lab"):
+    from rich.filesize import decimal
+
 UPDATE_SECONDS = 1.0
 """Time between two updates; a shorter preparation shows nothing."""
-
-
-def size_text(count: float) -> str:
-    """Spell a number of bytes with its unit."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 @contextmanager
@@ -39,9 +34,9 @@ def text_progress(
             now = time.monotonic()
             if now - last_update >= UPDATE_SECONDS:
                 last_update = now
-                share = f" of {size_text(total)} ({done / total:.1%})" if total else ""
-                speed = size_text((done - earlier_bytes) / (now - start))
-                bar.update(done, f"prepare: {title}: {size_text(done)} of text{share}, {speed}/s")
+                share = f" of {decimal(total)} ({done / total:.1%})" if total else ""
+                speed = decimal(int((done - earlier_bytes) / (now - start)))
+                bar.update(done, f"prepare: {title}: {decimal(done)} of text{share}, {speed}/s")
 
     with Progress("", total, done=done, enabled=enabled) as bar:
         yield reading()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from residua.errors import InputError, extra, first_line, require
 from residua.lab.data.hub import download_tokenizer
-from residua.records.reading import read_json, read_json_files
+from residua.records.reading import read_json
 
 with extra("lab"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -70,7 +70,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         folder = download_tokenizer(folder)
     folder = Path(folder)
     try:
-        if "tokenizer.json" not in read_json_files(folder):
+        if not (folder / "tokenizer.json").is_file():
             raise InputError(f"found no {folder / 'tokenizer.json'}")
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types
