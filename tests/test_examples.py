@@ -4,8 +4,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 from residua.connections import registry
 from residua.testing import check_scheme
+from support.processes import run_python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -33,19 +32,13 @@ def test_a_llama_keeps_its_logits_and_trains(capsys):
 
 
 @pytest.mark.slow
-def test_a_vision_transformer_learns_with_every_scheme(capsys):
-    out = printed("vision_transformer.py", capsys)
-    accuracies = [float(share) for share in re.findall(r"accuracy ([\d.]+)%", out)]
-    assert len(accuracies) == 3
-    assert min(accuracies) > 50  # a guess is right in one of three
-
-
-@pytest.mark.slow
-def test_a_graph_network_learns_with_every_scheme(capsys):
-    out = printed("graph.py", capsys)
-    found = [float(share) for share in re.findall(r"([\d.]+)% of the hidden labels", out)]
-    assert len(found) == 3
-    assert min(found) > 50
+@pytest.mark.parametrize(
+    ("name", "words"), [("vision_transformer", r"accuracy ([\d.]+)%"), ("graph", r"([\d.]+)% of the hidden labels")]
+)
+def test_a_network_of_another_kind_learns_with_every_scheme(name, words, capsys):
+    shares = [float(share) for share in re.findall(words, printed(f"{name}.py", capsys))]
+    assert len(shares) == 3
+    assert min(shares) > 50  # a guess is right in one of three
 
 
 def test_a_module_of_ones_own_is_checked(capsys):
@@ -84,6 +77,5 @@ def test_a_scheme_of_an_installed_package_is_found_by_its_name(tmp_path):
 
     code = "from residua.connections import describe, resolve; print(describe(resolve('momentum')))"
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == "{'scheme': 'momentum', 'package': 'momentum_residual'}", done.stderr
+    described, _ = run_python(code, PYTHONPATH=paths)
+    assert described.strip() == "{'scheme': 'momentum', 'package': 'momentum_residual'}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import run_python
 from support.tiny_runs import write_texts
 
 # Run with the names of a folder of texts and of an example. Every command ends with status 0.
@@ -51,15 +52,9 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_scheme"
 def test_no_command_warns_of_what_will_be_removed(tmp_path):
     texts = write_texts(tmp_path / "texts")
     strict = [f"error::{kind}" for kind in ("FutureWarning", "DeprecationWarning")]
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, str(texts), str(EXAMPLE)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONWARNINGS": ",".join(strict)},  # of processes that a command starts, too
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "deprecat" not in done.stderr.lower()  # transformers warns through its logger too
+    # Of processes that a command starts, too.
+    _, said = run_python(COMMANDS, texts, EXAMPLE, cwd=tmp_path, PYTHONWARNINGS=",".join(strict))
+    assert "deprecat" not in said.lower()  # transformers warns through its logger too
 
 
 @pytest.mark.parametrize(

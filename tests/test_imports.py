@@ -1,7 +1,5 @@
 """Imports go strictly downward, and what an extra brings is imported only where it is used."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 import residua
 import residua.lab.data
 import residua.lab.training
+from support.processes import run_python
 
 EXTRAS = {
     *("accelerate", "datasets", "filelock", "huggingface_hub", "lm_eval", "matplotlib", "numpy", "playwright"),
@@ -31,8 +30,7 @@ def loaded_by(statement: str, after: str = "") -> set[str]:
     """The packages that a statement loads in a fresh process that has run another one."""
     code = f"import sys\n{after}\nknown = set(sys.modules)\n{statement}\n"
     code += "print(*{name.partition('.')[0] for name in sys.modules.keys() - known})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(result.stdout.split())
+    return set(run_python(code)[0].split())
 
 
 def test_importing_residua_loads_nothing_until_it_is_asked():
@@ -59,8 +57,7 @@ TYPOS = [
 def test_a_typo_does_not_load_torch():
     code = "import sys\nfrom residua.commands.cli import main\n"
     code += f"print([line for line in {TYPOS} if main(line.split()) != 2 or 'torch' in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
+    assert run_python(code)[0] == "[]\n"
 
 
 @pytest.mark.processes
@@ -107,7 +104,7 @@ def test_residua_imports_beside_a_transformers_that_the_lab_does_not_take():
         "import residua\n"
         "assert residua.Residual().build(4, 1).connections\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)
 
 
 @pytest.mark.processes
@@ -121,4 +118,4 @@ def test_the_models_need_no_device_package_and_auto_classes_know_them_where_tran
         "import residua.models\n"
         "assert not any(name.startswith('residua.ops.kernels') for name in sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)

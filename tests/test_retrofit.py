@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from support.converted_models import llama
+from support.converted_models import save_base
 from support.pages import EXPERIMENTS, script
 
 pytestmark = pytest.mark.skipif(not EXPERIMENTS.is_dir(), reason="experiments/ is not in this archive")
@@ -39,16 +39,12 @@ def retrofit(monkeypatch):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A Llama with a tokenizer, and a corpus."""
-    from residua.lab.data.tokenizer import byte_tokenizer
-
     place = tmp_path_factory.mktemp("retrofit")
-    llama(torch.float32, vocab_size=257).save_pretrained(place / "model")
-    byte_tokenizer().save_pretrained(place / "model")
     texts = (
         "\n\n".join(f"{i:04d} says {j * i % 7}, then {j} times more of it." for j in range(150)) for i in range(48)
     )
     (place / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return place / "model", place / "corpus.jsonl"
+    return save_base(place / "model"), place / "corpus.jsonl"
 
 
 def records(out):

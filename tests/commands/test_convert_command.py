@@ -1,10 +1,7 @@
 """`residua convert`: from a folder of transformers to a folder with another residual connection."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,18 +9,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from residua.commands.cli import main
 from residua.conversion.opening import read_model
-from residua.lab.data.tokenizer import byte_tokenizer
-from support.converted_models import IDS, llama
+from support.converted_models import IDS, llama, save_base
+from support.processes import run_python
 from support.tolerances import assert_close
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A Llama with a tokenizer."""
-    place = tmp_path_factory.mktemp("llama")
-    llama(torch.float32, vocab_size=257).save_pretrained(place)
-    byte_tokenizer().save_pretrained(place)
-    return place
+    return save_base(tmp_path_factory.mktemp("llama"))
 
 
 def test_a_folder_is_converted_and_computes_what_it_computed(folder, tmp_path, capsys):
@@ -130,12 +124,8 @@ def test_remote_code_opens_a_converted_model_where_residua_is_installed_and_says
     assert main(["convert", str(folder), "--connection", "hc", "--remote-code", "--out", str(out)]) == 0
     code = next(out.glob("*.py"))
     assert len(code.read_text().splitlines()) < 10, "residua's code is not carried along"
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-    command = [sys.executable, "-c", OPEN, str(out), str(found)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "pip install residua" in done.stderr
+    _, said = run_python(OPEN, out, found, cwd=tmp_path, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    assert "pip install residua" in said
     with torch.no_grad():
         assert torch.equal(torch.load(found), read_model(out)[0](torch.arange(9)[None]).logits)
     read_model(out)[0].save_pretrained(tmp_path / "again")

@@ -1,9 +1,6 @@
 """An exported run: what transformers reads back, with this package and without it, and that it trains on."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,16 +12,11 @@ from residua.errors import InputError
 from residua.lab.experiment import open_run, run
 from residua.lab.export import add_code, export, model_code
 from support.full_disk import room
+from support.processes import run_python
 from support.tiny_runs import options, prepare_texts, run_config
 
-BLOCKED = """
-import importlib.abc, sys
-class Blocked(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "residua":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Blocked())
-"""
+BLOCKED = "import sys; sys.modules['residua'] = None\n"
+"""Nobody can import residua from here on."""
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +35,7 @@ def exported(trained):
 
 def python(code: str, home: Path, *arguments: object) -> str:
     """What code prints in a process that has a cache of its own for loaded code and nobody at stdin."""
-    result = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        cwd=home,
-        stdin=subprocess.DEVNULL,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    return run_python(code, *arguments, cwd=home, HF_HOME=str(home), HF_HUB_OFFLINE="1")[0]
 
 
 def test_the_folder_loads_with_transformers_and_computes_the_same(trained, exported):
@@ -107,7 +90,7 @@ def test_it_loads_generates_trains_and_saves_without_the_package(trained, export
         again = AutoModelForCausalLM.from_pretrained("trained/checkpoint-12", trust_remote_code=True).eval()
         with torch.no_grad():
             same = torch.equal(again(ids).logits, model.eval()(ids).logits)
-        assert "residua" not in sys.modules
+        assert sys.modules["residua"] is None
         print(json.dumps({"losses": losses, "same": same}))
     """
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")

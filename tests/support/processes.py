@@ -1,7 +1,9 @@
-"""Functions of tests in processes of their own, and groups of such processes that talk to each other."""
+"""Code and functions of tests in processes of their own, and groups of such processes that talk to each other."""
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import traceback
 
 import pytest
@@ -19,6 +21,16 @@ def start():
         return process
 
     return start
+
+
+def run_python(code, *arguments, cwd=None, **environment):
+    """Run code in a new process with nobody at stdin, which must end well; return what it printed and said."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=cwd, env=environment, **streams)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout, done.stderr
 
 
 @pytest.fixture
