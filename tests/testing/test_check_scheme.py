@@ -379,7 +379,8 @@ def test_options_must_come_back_from_a_file():
     [
         pytest.param(EDelta(context="sequence"), marks=pytest.mark.slow),
         PooledHouseholder(context="sequence"),
-        DeepDelta(init="authors"),  # a bias of one random number
+        # A bias of one random number; and no check warns.
+        pytest.param(DeepDelta(init="authors"), marks=pytest.mark.filterwarnings("error")),
         AttentionResiduals(heads=8),
     ],
     ids=lambda scheme: type(scheme).__name__,
@@ -474,11 +475,6 @@ def test_compile_is_checked_on_request():
 
     with pytest.raises(Exception, match="graph"):
         checks(compiled=True)["compiles"](scheme_of(Breaks))
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_right_scheme_is_checked_without_a_warning():
-    check_scheme(DeepDelta())
 
 
 def test_the_numbers_of_the_caller_are_left_alone():
