@@ -7,13 +7,7 @@ from residua.errors import InputError
 from residua.lab.evaluation.loss import shard_batches
 from residua.lab.training import TrainConfig
 from residua.lab.training.distributed import BatchShard, Ranks
-from support.ranks import (
-    assert_same_run,
-    compile_eagerly,
-    run_ranks,
-    trained_windows,
-    windows_alone,
-)
+from support.ranks import assert_same_run, compile_eagerly, run_ranks, trained_windows, windows_alone
 from support.tiny_runs import options
 
 
@@ -32,21 +26,23 @@ def test_two_ranks_compute_what_one_does(connection, data, alone, tmp_path, star
     assert trained_windows([job], 2) == windows_alone(data)
 
 
-def test_three_ranks_accumulate_recompute_and_clip(data, alone, tmp_path, start, rows):
-    """Gradients summed over three micro-batches a rank, layers computed again."""
-    train = {"gradient_accumulation": 9, "batch_size": 1, "steps": 4, "clip": 0.5}
-    job = run_ranks(start, 3, tmp_path / "run", options(data, activation_checkpointing="true", **train))
-    assert job.statuses == [0, 0, 0], job.out
+@pytest.mark.parametrize(
+    ("size", "train"),
+    [
+        (3, {"gradient_accumulation": 9, "batch_size": 1, "steps": 4, "clip": 0.5}),
+        (2, {"gradient_accumulation": 1, "batch_size": 4, "steps": 3}),
+    ],
+    ids=["micro-batches", "rows"],
+)
+def test_ranks_accumulate_and_cut_the_rows_where_there_are_few_micro_batches(
+    size, train, data, alone, tmp_path, start, rows
+):
+    """Gradients summed over three micro-batches a rank, and clipped; layers computed again."""
+    job = run_ranks(start, size, tmp_path / "run", options(data, activation_checkpointing="true", **train))
+    assert job.statuses == [0] * size, job.out
     assert_same_run(tmp_path / "run", alone(**train), rows, exact=False)
-    assert trained_windows([job], 9) == windows_alone(data, 4, 9, 1)
-
-
-def test_ranks_cut_the_rows_where_there_are_few_micro_batches(data, alone, tmp_path, start, rows):
-    train = {"gradient_accumulation": 1, "batch_size": 4, "steps": 3}
-    job = run_ranks(start, 2, tmp_path / "run", options(data, **train))
-    assert job.statuses == [0, 0], job.out
-    assert_same_run(tmp_path / "run", alone(**train), rows, exact=False)
-    assert trained_windows([job], 1) == windows_alone(data, 3, 1, 4)
+    steps, accumulation, batch_size = (train[key] for key in ("steps", "gradient_accumulation", "batch_size"))
+    assert trained_windows([job], accumulation) == windows_alone(data, steps, accumulation, batch_size)
 
 
 def test_layers_are_compiled_one_by_one(data, alone, tmp_path, start, rows):

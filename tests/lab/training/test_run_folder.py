@@ -12,14 +12,6 @@ from residua.records.folder import hold
 from support.toy_language_model import ToyBatches
 
 
-def test_a_folder_with_a_run_is_not_overwritten(tmp_path, fit):
-    fit(tmp_path / "run")
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(InputError, match=r"holds a run already; continue it with --resume or choose another folder"):
-        fit(tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize(
     "names", [["config.yaml"], [".lock", "records.jsonl", "settings.json"], [".lock", "settings.json", "study.json"]]
 )
