@@ -48,19 +48,6 @@ def test_arrays_are_those_of_the_trace():
     np.testing.assert_allclose(arrays["0.change"], 0.5 / trace.values["state_norm"][:-1])
 
 
-def test_the_gates_of_a_trace_are_on_the_page_whatever_their_names(tmp_path):
-    """Those over training come from the telemetry."""
-    values = {name: torch.linspace(low, 0.9, 40).view(4, 10) for name, low in (("gate_0", -0.9), ("other", 0.1))}
-    logged = [{"step": step, **{name: {key: [0.5] * 4 for key in QUANTILES} for name in values}} for step in (1, 2)]
-    (tmp_path / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
-    payload, arrays = page_of([Source("gated", planted.gated(values), tmp_path)])
-    assert payload["traces"][0]["checked"][2].startswith("no gate is stuck")
-    for name, gate in values.items():
-        np.testing.assert_array_equal(arrays[f"0.{name}"], gate)
-        assert arrays[f"0.training.{name}.steps"].tolist() == [1, 2]
-        assert arrays[f"0.training.{name}.mean"].shape == (2, 4)
-
-
 def test_beta_stays_exact_and_the_rest_gives_way_where_a_page_would_be_too_large():
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(96, 4, generator=generator), dim=1)
@@ -109,6 +96,7 @@ def test_what_was_checked_is_what_the_trace_has():
         ),
         "streams": (planted.streams(), ["the mixing has left the identity", "the streams are not copies"]),
         "geometric": (planted.geometric(), ["no gate is stuck"]),
+        "gated": (planted.gated({"other": torch.linspace(0.1, 0.9, 40).view(4, 10)}), ["no gate is stuck"]),
     }
     payload, _ = page_of([Source(name, trace) for name, (trace, _) in expected.items()])
     for described in payload["traces"]:
