@@ -1,8 +1,8 @@
 """Seams: the places where we reach below the public surface of another library, and what must be there."""
 
 import ast
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,16 +31,10 @@ class Seam(NamedTuple):
 
 def find(path: str, purpose: str) -> Any:
     """Return what stands at a dotted path; fail with the name of the part that is gone."""
-    names = path.split(".")
-    value = importlib.import_module(names[0])
-    for i, name in enumerate(names[1:], 1):
-        if not hasattr(value, name):
-            try:
-                importlib.import_module(".".join(names[: i + 1]))
-            except ImportError:
-                pytest.fail(f"{'.'.join(names[:i])} no longer has {name}: {purpose}", pytrace=False)
-        value = getattr(value, name)
-    return value
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{path}: {error}: {purpose}", pytrace=False)
 
 
 def check(seam: Seam) -> None:
