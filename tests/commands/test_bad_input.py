@@ -4,6 +4,7 @@ import errno
 import random
 import re
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -99,10 +100,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
     ],
 )
 def test_what_the_machine_refuses_is_one_line(error, status, said, capsys, monkeypatch):
-    def fail():
-        raise error
-
-    monkeypatch.setattr("residua.connections.schemes", fail)
+    monkeypatch.setattr("residua.connections.schemes", Mock(side_effect=error))
     assert main(["schemes"]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("residua: ")
@@ -110,10 +108,7 @@ def test_what_the_machine_refuses_is_one_line(error, status, said, capsys, monke
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
-    def fail():
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr("residua.connections.schemes", fail)
+    monkeypatch.setattr("residua.connections.schemes", Mock(side_effect=RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         main(["schemes"])
 

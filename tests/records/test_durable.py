@@ -1,6 +1,7 @@
 """Durable writing: the old content or the new, and neither a link nor a device in its place is written to."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,10 +21,7 @@ def test_a_failed_write_leaves_the_old_content(write, old, new, fails, tmp_path,
     write(path, new)
     write(path, old)
 
-    def refuse(*_):
-        raise OSError("no")
-
-    monkeypatch.setattr(os, fails, refuse)
+    monkeypatch.setattr(os, fails, Mock(side_effect=OSError("no")))
     with pytest.raises(OSError, match="no"):
         write(path, new)
     assert path.read_bytes() == (old.encode() if isinstance(old, str) else old)

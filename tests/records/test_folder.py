@@ -98,17 +98,6 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     assert (tmp_path / "theirs").read_text() == "precious"
 
 
-def test_a_lock_makes_no_folder_ours(tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / ".lock").touch()
-    with pytest.raises(InputError, match="must be a new or empty folder"), hold(tmp_path):
-        pass
-    (tmp_path / "mine").rename(tmp_path / ".DS_Store")
-    with hold(tmp_path):
-        pass
-    assert (tmp_path / ".DS_Store").read_text() == "mine"
-
-
 def test_changes_are_named_and_free_ones_are_not(tmp_path):
     before = {"train.lr": 1, "train.betas": (0.9, 1), "train.device": "cpu", "model.a": 1}
     refuse_changes(before, before | {"train.lr": 1.0, "train.betas": [0.9, 1.0], "train.device": "cuda"}, tmp_path)

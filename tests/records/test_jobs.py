@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -188,7 +189,7 @@ def test_a_result_that_cannot_be_written_is_told_and_the_earlier_ones_stay(tmp_p
     path = tmp_path / "records.jsonl"
     with Records(path, number) as records:
         run_jobs([Job(1, double, (1,))], records, progress=False)
-        monkeypatch.setattr(records, "sync", lambda: (_ for _ in ()).throw(OSError(28, "No space left")))
+        monkeypatch.setattr(records, "sync", Mock(side_effect=OSError(28, "No space left")))
         with pytest.raises(RunError, match=r"records\.jsonl: a result could not be written: No space left"):
             run_jobs([Job(2, double, (2,))], records, progress=False)
         assert list(records.finished) == [1]

@@ -8,6 +8,7 @@ import socket
 import sys
 import traceback
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -65,18 +66,12 @@ def stop_before(index):
 
 
 def fail_in_save(name, number, error):
-    def fail(*_, **__):
-        raise error
-
     module = next(module for module in (saving, checkpoint, durable) if hasattr(module, name))
-    setattr(module, name, at_call(number, fail, getattr(module, name)))
+    setattr(module, name, at_call(number, Mock(side_effect=error), getattr(module, name)))
 
 
 def fail_to_build(error):
-    def build(*arguments, **options):
-        raise error
-
-    experiment.build_model = build
+    experiment.build_model = Mock(side_effect=error)
 
 
 def compile_eagerly():

@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pyarrow as pa
@@ -138,10 +139,8 @@ def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypat
 
 
 def test_a_hub_that_does_not_answer_is_one_line_and_status_1(hub, tmp_path, monkeypatch, capsys):
-    def offline(self, name, revision=None):
-        raise OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled.\nMore.")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", offline)
+    offline = OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled.\nMore.")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=offline))
     argv = ["prepare", "--source", "fineweb-edu", "--tokenizer", "byte", "--out", str(tmp_path / "out")]
     assert main(argv) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -149,10 +148,8 @@ def test_a_hub_that_does_not_answer_is_one_line_and_status_1(hub, tmp_path, monk
 
 
 def test_a_name_that_the_hub_does_not_take_is_an_input_error(hub, monkeypatch):
-    def invalid(self, name, revision=None):
-        raise HFValidationError("Repo id must be in the form namespace/name")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", invalid)
+    invalid = HFValidationError("Repo id must be in the form namespace/name")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=invalid))
     with pytest.raises(InputError, match=r"a--/b: the hub does not have it, .*namespace/name"):
         open_hub("hf:a--/b", text_column="text", sample=None)
 
@@ -163,15 +160,11 @@ def test_a_name_that_the_hub_does_not_take_is_an_input_error(hub, monkeypatch):
 )
 def test_tokenizers_of_the_hub(tmp_path, monkeypatch, name, expected):
     save_tokenizer(byte_tokenizer(), tmp_path / "cached")
-    calls = []
-
-    def snapshot_download(repository, revision, allow_patterns):
-        calls.append((repository, revision))
-        return str(tmp_path / "cached")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    download = Mock(return_value=str(tmp_path / "cached"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert load_tokenizer(name).eos_token_id == 256
-    assert calls == [expected]
+    ((repository,), options) = download.call_args
+    assert (repository, options["revision"]) == expected
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=name)
     assert data.facts["tokenizer"] == name
@@ -179,10 +172,8 @@ def test_tokenizers_of_the_hub(tmp_path, monkeypatch, name, expected):
 
 
 def test_a_tokenizer_that_cannot_be_downloaded_is_a_run_error(tmp_path, monkeypatch):
-    def unreachable(*arguments, **settings):
-        raise ConnectionError("no route to the hub")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    unreachable = ConnectionError("no route to the hub")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=unreachable))
     with pytest.raises(RunError, match="tokenizer gpt2: the hub cannot be read: no route to the hub; try again"):
         load_tokenizer("gpt2")
 

@@ -1,4 +1,5 @@
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -45,10 +46,7 @@ def test_quick_writes_records_tables_and_pictures(capsys, tmp_path):
 
 
 def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("residua.lab.geometry.experiment.run_jobs", interrupted)
+    monkeypatch.setattr("residua.lab.geometry.experiment.run_jobs", Mock(side_effect=KeyboardInterrupt))
     assert main(["study", "geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
     assert "the same command resumes there" in capsys.readouterr().err
 
