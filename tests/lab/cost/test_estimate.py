@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from residua.commands.cli import main
-from residua.connections import PRESETS, resolve
+from residua.connections import PRESETS
 from residua.errors import InputError
 from residua.lab.cost.counts import flops_per_token, parameters
 from residua.lab.cost.estimate import GPU_MEMORY, estimate
@@ -16,7 +16,7 @@ from residua.lab.cost.measured_memory import storages_kept
 from residua.lab.cost.memory import activation_memory
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
-from residua.models import SIZES, ResiduaConfig, ResiduaForCausalLM
+from residua.models import ResiduaConfig, ResiduaForCausalLM
 
 SMALL = {
     "vocab_size": 96,
@@ -74,20 +74,6 @@ def test_parameters_are_those_of_the_model(name):
     assert parts["total"] == parts["embedding"] + parts["sublayers"] + parts["connections"]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "connection", "count"),
-    [
-        ("small", "residual", 123_590_400),
-        ("small", "ddl-tc", 123_842_476),
-        pytest.param("medium", "ddl-cc-ec", 353_873_236, marks=pytest.mark.slow),
-    ],
-)
-def test_parameters_of_the_papers_models(recipe, connection, count):
-    model = load_config(recipe, [f"--model.connection={connection}"]).model
-    given = {name: getattr(model, name) for name in (*SIZES["small"], "connection")}
-    assert parameters(ResiduaConfig(vocab_size=50304, **given))["total"] == count
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["residual", "ddl", "ddl-ec", "ddl-cc", "mhc", "attnres", "attnres-block"])
@@ -129,23 +115,6 @@ def test_memory_grows_with_the_batch_and_autocast_copies_weights():
     assert three.logits == pytest.approx(3 * one.logits, rel=0.01)
     linear = [m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, nn.Linear)]
     assert one.casts == three.casts == 2 * sum(linear)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "layers"), [("attnres", 2), ("attnres", 6), ("attnres:block_size=4", 6)])
-def test_attention_over_depth_keeps_one_vector_for_each_sublayer_and_numbers(name, layers):
-    """Beside the plain residual: the source that the sublayer wrote (in a block: the running sum), and two numbers for
-    each source of each read. What is read is derived again, so neither it nor its norm is kept, as the plain residual
-    keeps both. A stack of the sources for each read would be 13 vectors for the last one alone."""
-
-    def vectors(connection):
-        config = ResiduaConfig(connection=connection, **SMALL | {"num_hidden_layers": layers})
-        kept = activation_memory(config, batch_size=2, sequence_length=32, autocast=False).kept
-        return kept / (2 * 32 * 32 * 4)
-
-    scheme = resolve(name)
-    read = sum(len(scheme.state_spec(boundary, 32)) for boundary in range(1, 2 * layers + 1))
-    assert vectors(name) - vectors("residual") == pytest.approx((1 - 2) * 2 * layers + 2 * read / 32, abs=0.25)
 
 
 @pytest.mark.slow
