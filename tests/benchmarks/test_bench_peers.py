@@ -15,7 +15,6 @@ from residua.testing.module import CHECKS
 from support.tolerances import assert_close
 
 TINY = {"layers": 1, "dim": 16, "sequence_length": 4, "batch_size": 1, "rounds": 2, "warmup": 1}
-BY_NAME = {peer.name: peer for peer in PEERS}
 
 
 def command(*arguments):

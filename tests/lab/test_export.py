@@ -161,9 +161,9 @@ def test_the_lines_of_the_card_and_of_the_command_run_unchanged_and_ask_nothing(
         block = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
         *first, model, tokenizer = block.splitlines()
         used = 'print(tokenizer.decode(tokenizer("Text")["input_ids"]), type(model).__name__)'
-        for lines in ([*first, model, tokenizer, used], [*first, tokenizer, model, used], [command]):
+        assert command.replace(str(folder), folder.name) == f"{first[0]}; {model.removeprefix('model = ')}"
+        for lines in ([*first, model, tokenizer, used], [*first, tokenizer, model, used]):
             blocks.append("\n".join([BLOCKED if option else "", *lines]))
-    assert "import residua; residua.load(" in blocks[2]
     assert python(f"blocks = {blocks}\n{FORKS}", tmp_path) == "Text ResiduaForCausalLM\n" * 4
 
 
