@@ -60,14 +60,6 @@ def test_a_typo_does_not_load_torch():
     assert run_python(code)[0] == "[]\n"
 
 
-@pytest.mark.processes
-def test_the_schemes_need_torch_alone():
-    statement = "from residua import build\nfrom residua.connections import *\nimport residua.ops"
-    loaded = loaded_by(statement, after="import torch")  # torch itself takes numpy where it finds it
-    assert loaded & EXTRAS == set()
-    assert "residua" in loaded
-
-
 @pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 def test_a_lazy_package_has_every_name_that_it_offers(package):
     namespace = {}

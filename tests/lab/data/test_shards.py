@@ -274,12 +274,6 @@ def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path, content
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_two_documents_are_enough(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="byte")
-    assert len(data.train) == len(data.validation) == 4
-
-
 def test_a_write_that_fails_half_way_leaves_nothing(source, tmp_path):
     with room(15_000), pytest.raises(RunError, match="writing failed: File too large"):
         prepare(source, tmp_path / "out", tokenizer="byte")
