@@ -124,9 +124,9 @@ def test_an_output_is_text_and_tables_or_json(capsys):
         Examples:
             residua count
         """
-        return Output({"a": 1}, ["before", (["name", "count"], [["a", "1"]])])
+        return Output({"a": "\x9b"}, ["before\x1b", (["name", "count"], [["a", "1"]])])
 
     assert run_function("residua count", count, []) is None
-    assert capsys.readouterr().out == "before\nname  count\n----  -----\na         1\n"
+    assert capsys.readouterr().out == "before\\u001b\nname  count\n----  -----\na         1\n"
     run_function("residua count", count, ["--json"])
-    assert capsys.readouterr().out == '{\n  "a": 1\n}\n'
+    assert capsys.readouterr().out == '{\n  "a": "\\u009b"\n}\n'

@@ -2,7 +2,7 @@
 
 import json
 
-from residua.records.terminal import printable, printable_output
+from residua.records.terminal import printable
 
 FOREIGN = "a\x1b]0;title\x07\x1b[2J\x9b31m\r\x7fb\x00"
 SHOWN = r"a\u001b]0;title\u0007\u001b[2J\u009b31m\u000d\u007fb\u0000"
@@ -17,10 +17,3 @@ def test_control_characters_are_shown_and_letters_stay():
 def test_json_stays_json():
     value = {FOREIGN: [FOREIGN]}
     assert json.loads(printable(json.dumps(value, ensure_ascii=False))) == value
-
-
-def test_output_is_made_printable(capsys):
-    with printable_output():
-        print(FOREIGN, flush=True)
-    print("\x1b[0m", end="")
-    assert capsys.readouterr().out == f"{SHOWN}\n\x1b[0m"

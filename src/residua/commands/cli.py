@@ -9,7 +9,6 @@ from residua.commands.process import MISPLACED, discard_output, in_one_line, int
 from residua.commands.signature import HELP, examples, run_function, summary
 from residua.commands.table import COMMANDS, explained, words_after
 from residua.errors import InputError, ReportedElsewhere, did_you_mean
-from residua.records.terminal import printable_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(argv: list[str], signals: list[int]) -> int:
     try:
-        with printable_output():
-            status = _dispatch(argv) or 0
+        status = _dispatch(argv) or 0
         sys.stdout.flush()
         return status
     except ReportedElsewhere as error:

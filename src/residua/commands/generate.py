@@ -4,6 +4,7 @@ from typing import Annotated
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.errors import Count, Natural, Range
+from residua.records.terminal import printable
 
 COLDEST, HOTTEST = 1e-6, 1e6
 """Outside this range logits overflow, or all tokens are equally probable."""
@@ -55,7 +56,7 @@ def generate(
     def show(piece: str) -> None:
         nonlocal prompt_shown
         # The prompt waits for the first piece, so that bad input prints only its error.
-        print(piece if prompt_shown else prompt + piece, end="", flush=True)
+        print(printable(piece if prompt_shown else prompt + piece), end="", flush=True)
         prompt_shown = True
 
     complete(

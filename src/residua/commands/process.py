@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, suppress
 from types import FrameType
+from typing import Any
 
 from residua.errors import InputError, RunError
-from residua.records.terminal import Wrapped
 
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
 """What torch says of sizes that the machine does not hold."""
@@ -42,7 +42,13 @@ def lasting_messages() -> AbstractContextManager:
     return redirect_stderr(_Messages(sys.stderr))  # type: ignore[type-var]
 
 
-class _Messages(Wrapped):
+class _Messages:
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
     def write(self, text: str) -> int:
         with suppress(OSError):
             self._stream.write(text)

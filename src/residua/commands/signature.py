@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 
 from residua.errors import InputError, Range, did_you_mean, fits, ranges_of, shown, types_of, words
 from residua.records.table import print_table
+from residua.records.terminal import printable
 
 HELP = {"-h", "--help", "--help-all"}
 RARELY = "Rarely"
@@ -74,10 +75,10 @@ class Output(NamedTuple):
 
     def print(self, *, as_json: bool) -> None:
         if as_json:
-            print(json.dumps(self.value, indent=2, ensure_ascii=False, allow_nan=False))
+            print(printable(json.dumps(self.value, indent=2, ensure_ascii=False, allow_nan=False)))
             return
         for part in self.parts:
-            print(part) if isinstance(part, str) else print_table(*part)
+            print(printable(part)) if isinstance(part, str) else print_table(*part)
 
 
 class Option(NamedTuple):
