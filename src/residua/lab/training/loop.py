@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
-from residua.lab.training.distributed import ALONE, BatchShard, Ranks
+from residua.lab.training.distributed import ALONE, Ranks
 from residua.lab.training.folder import claim
 from residua.lab.training.optimizer import learning_rate_factor, set_learning_rate
-from residua.lab.training.saving import Saved
+from residua.lab.training.saving import RunState
 from residua.lab.training.step import Step, next_token_loss
 from residua.models.evaluating import evaluating
 from residua.records.folder import RunFolder
@@ -95,16 +95,15 @@ def train(
             folder = stack.enter_context(claim(folder, {"train": asdict(config)}, resume=resume))
         with ranks.raise_together():
             device = pick_device(config.device)
-            shard = BatchShard.of(config, ranks)
         torch.manual_seed(config.seed + ranks.rank)
         loss = partial(next_token_loss, end_of_text=end_of_text)
-        take_step = Step(model, batches.at, config, device, shard=shard, ranks=ranks, loss=loss)
-        saved = Saved(folder, config, take_step, facts or {})
-        return _train(saved, take_step, config, evaluate, observe, progress)
+        take_step = Step(model, batches.at, config, device, ranks=ranks, loss=loss)
+        state = RunState(folder, config, take_step, facts or {})
+        return _train(state, take_step, config, evaluate, observe, progress)
 
 
 def _train(
-    saved: Saved,
+    state: RunState,
     take_step: Step,
     config: "TrainConfig",
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None,
@@ -113,26 +112,26 @@ def _train(
 ) -> dict[str, Any]:
     """Take the steps of a run that are not saved yet, as `train` says."""
     model, ranks = take_step.model, take_step.ranks
-    saved.restore()
-    if saved.step == config.steps:
-        return saved.last_row() | {"checkpoint": str(saved.newest.path), "interrupted": False}
+    state.restore()
+    if state.step == config.steps:
+        return state.last_row() | {"checkpoint": str(state.newest.path), "interrupted": False}
 
     tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
     observe_every = config.connections_every if observe is not None else 0
     with (
-        saved.logging(gates=observe_every > 0, progress=progress),
+        state.logging(gates=observe_every > 0, progress=progress),
         _stop_signals(twice=not ranks.joined) as stop,
     ):
-        seconds = saved.newest.seconds if saved.newest else 0.0
-        before, began = saved.step, time.perf_counter()
-        for step in range(saved.step + 1, config.steps + 1):
+        seconds = state.newest.seconds if state.newest else 0.0
+        lap_step, lap_start = state.step, time.perf_counter()
+        for step in range(state.step + 1, config.steps + 1):
             factor = learning_rate_factor(step, config)
             set_learning_rate(take_step.optimizer, factor)
             update = take_step(step)
             if observe_every and step % observe_every == 0:
                 with take_step.autocast, evaluating(model):
                     gates = observe(model, update.first_row)
-                saved.log({"step": step, **gates}, gates=True)
+                state.log({"step": step, **gates}, gates=True)
 
             stopping = ranks.any(bool(stop))
             validating = evaluate is not None and _due(step, config.evaluate_every, config)
@@ -141,25 +140,25 @@ def _train(
             if not (logging or saving):
                 continue
 
-            saved.expect_finite()  # the host waits for the device here and where gates are observed
-            elapsed = time.perf_counter() - began
+            state.expect_finite()  # the host waits for the device here and where gates are observed
+            elapsed = time.perf_counter() - lap_start
             seconds += elapsed
             row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks, config.lr * factor)}
-            row |= {"tokens_per_second": (step - before) * tokens_per_step / elapsed, "seconds": seconds}
+            row |= {"tokens_per_second": (step - lap_step) * tokens_per_step / elapsed, "seconds": seconds}
             if validating:
                 with take_step.autocast, evaluating(model):
                     row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
             if logging:
-                saved.log(row)
+                state.log(row)
             if saving:
-                saved.save(step, seconds=seconds, val_loss=row.get("val_loss"))
+                state.save(step, seconds=seconds, val_loss=row.get("val_loss"))
             if stopping:
                 break
-            before, began = step, time.perf_counter()  # evaluating and saving do not count
-    result = row | {"checkpoint": str(saved.newest.path), "interrupted": step < config.steps}
+            lap_step, lap_start = step, time.perf_counter()  # evaluating and saving do not count
+    result = row | {"checkpoint": str(state.newest.path), "interrupted": step < config.steps}
     if result["interrupted"]:
         if ranks.first and not callable(progress):
-            say(f"stopped after step {step}, which is saved; continue with: {saved.run.resume_command}")
+            say(f"stopped after step {step}, which is saved; continue with: {state.run.resume_command}")
         result["signal"] = max(ranks.gather(stop[0] if stop else 0))
     return result
 

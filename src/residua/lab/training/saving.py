@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 FINGERPRINTS = ("fingerprint", "tokenizer_fingerprint")
 
 
-class Saved:
-    """What a run has in its folder. The first rank writes it. `newest` is the newest complete checkpoint, if any.
+class RunState:
+    """What a run has in its folder, which the first rank writes. `newest` is the newest complete checkpoint, if any.
 
     facts: metadata of the data, whose fingerprints the checkpoints keep beside the settings.
     """

@@ -56,7 +56,6 @@ class Step:
 
     Args:
         batch: returns the micro-batch of an index, the arguments of the loss.
-        shard: of the ranks that `config` is divided among.
         optimizer: by default the one of `config`.
         loss: `loss(model, *batch)` returns the mean loss of a micro-batch, and the penalty in it or None.
 
@@ -71,14 +70,13 @@ class Step:
         config: "TrainConfig",
         device: torch.device,
         *,
-        shard: BatchShard | None = None,
         ranks: Ranks = ALONE,
         optimizer: torch.optim.Optimizer | None = None,
         loss: Callable[..., tuple[Tensor, Tensor | None]] = next_token_loss,
     ):
         self.model, self.device, self.ranks = model, device, ranks
         self._batch, self._loss, self._clip = batch, loss, config.clip
-        self._shard = shard or BatchShard.of(config, ranks)
+        self._shard = BatchShard.of(config, ranks)
         self._forward = parallelize(model.to(device).train(), config, ranks, device)
         self.optimizer = optimizer or make_optimizer(model, config)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
