@@ -275,8 +275,9 @@ def _run_in_processes(work: Work, count: int) -> None:
     finally:
         for process in processes.values():
             process.terminate()  # training saves its state at this signal, and ends
-        for process in processes.values():
+        for connection, process in processes.items():
             process.join()
+            connection.close()
 
 
 def _work(connection: Connection) -> None:
