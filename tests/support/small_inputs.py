@@ -24,14 +24,14 @@ def inputs_of(model: PreTrainedModel) -> dict[str, Any]:
     """
     expect_convertible(model)
     try:
-        return probe(model)
+        return probe(model)[0]
     except InputError as error:
         if not any(reason in str(error) for reason in ("inputs must be given", "encoder_hidden_states")):
             raise
     reasons = []
     for layout in _layouts(model):
         try:
-            return probe(model, layout)
+            return probe(model, layout)[0]
         except InputError as error:
             reasons.append(error)
     if reasons:

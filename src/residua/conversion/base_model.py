@@ -127,7 +127,7 @@ def _starts(connection: str | dict[str, Any]) -> list[Scheme]:
 
 def _expect_mean_loss(model: Any, folder: Path) -> None:
     """Raise InputError unless the loss of a model is the mean cross-entropy over labels that are aligned already."""
-    inputs = probe(model)["input_ids"]
+    inputs = probe(model)[0]["input_ids"]
     labels = torch.full_like(inputs, IGNORED_LABEL)
     labels[:, 0] = inputs[:, 1]  # shifted once more, no label would be left
     with evaluating(model):

@@ -70,11 +70,10 @@ def convert(
         except ValueError as error:
             raise InputError(f"{first_line(error)}; or start='fresh', to train from scratch") from error
     expect_convertible(model)
-    inputs = probe(model, inputs)
+    inputs, before = probe(model, inputs)
     size = model.num_parameters()
     with evaluating(model):
         conversion = find_anatomy(model, scheme, inputs)
-        before = outputs(model, inputs)
         rebuild(model, conversion)
         try:
             after = _run(model, partial(outputs, model, inputs))
@@ -98,7 +97,7 @@ def convert(
 def find_anatomy(model: PreTrainedModel, scheme: Scheme, inputs: Mapping[str, Any]) -> Conversion:
     """Return how a model can be converted to `scheme`, found with the plain residual; the model is left as it was.
 
-    model: in evaluation mode, as `evaluating` puts it; inputs: small ones that it runs on, as `probe` returns them.
+    model: in evaluation mode, as `evaluating` puts it; inputs: small ones that it runs on, as from `probe`.
 
     Raises:
         InputError: it cannot be converted.
@@ -155,12 +154,11 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
             message says by how much; `lossy=True` drops what they learnt.
     """
     conversion = conversion_of(model)
-    inputs = None if lossy else probe(model, inputs)
+    inputs, before = ({}, []) if lossy else probe(model, inputs)
     with evaluating(model):
-        before = [] if inputs is None else outputs(model, inputs)
         streams = streams_of(model, conversion)
         restore(model, conversion)
-        after = [] if inputs is None else outputs(model, inputs)
+        after = [] if lossy else outputs(model, inputs)
         if words := _change(model, before, after):
             rebuild(model, conversion, streams)
             raise InputError(

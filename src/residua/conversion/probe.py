@@ -26,8 +26,8 @@ Situation = Callable[[], list[Tensor]]
 """A way to run a model, which returns its outputs."""
 
 
-def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return small inputs that a model runs on in evaluation mode: those given, or token ids of its vocabulary.
+def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return small inputs of a model, those given or token ids of its vocabulary, and its outputs in evaluation mode.
 
     Raises:
         InputError: it does not run on them, or it reads something else than token ids and none are given.
@@ -36,10 +36,9 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> di
     try:
         arguments = {**inputs}
         with evaluating(model):
-            outputs(model, arguments)
+            return arguments, outputs(model, arguments)
     except Exception as error:  # a model that needs other inputs raises anything
         raise InputError(f"{type(model).__name__}: could not run it on a small input: {first_line(error)}") from error
-    return arguments
 
 
 def situations(
