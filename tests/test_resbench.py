@@ -200,7 +200,7 @@ def test_erasing_gains_nothing_in_nine_comparisons(study):
     assert len(differences) == 9
     assert "ahead" not in {side(difference.estimate) for difference in differences.values()}
     assert [name for name, difference in differences.items() if difference.clear] == [("0.1M-wide", "ddl")]
-    assert all(rung_and_name[0] in study.study.primary for rung_and_name in differences)
+    assert all(size in study.study.primary for size, _ in differences)
     behind = {name: each.estimate.mean for name, each in differences.items() if side(each.estimate) == "behind"}
     assert len(behind) == 4
     assert {name for name in behind if name[1] == "ddl-tc"} == {("0.3M", "ddl-tc")}
