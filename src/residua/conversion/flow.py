@@ -390,9 +390,13 @@ class ConvertedLayer(Swapped):
                 "is not handed the padding and the cache by its model, and this scheme reads earlier tokens"
             )
         checkpointed = self.training and getattr(self, "gradient_checkpointing", False)  # type: ignore[attr-defined]
-        incoming, *others = args or (kwargs.pop(next(name for name in INPUTS if name in kwargs)),)
-        flow = stream.enter(incoming, memories, checkpointed=checkpointed)
-        return stream.leave(super().forward(flow, *others, **kwargs), memories)  # type: ignore[misc]
+        name = "" if args else next(name for name in INPUTS if name in kwargs)
+        flow = stream.enter(args[0] if args else kwargs[name], memories, checkpointed=checkpointed)
+        if args:
+            args = (flow, *args[1:])
+        else:
+            kwargs[name] = flow
+        return stream.leave(super().forward(*args, **kwargs), memories)  # type: ignore[misc]
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
