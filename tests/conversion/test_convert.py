@@ -56,6 +56,12 @@ def test_one_line_of_the_log_says_what_was_done(caplog, monkeypatch):
     assert caplog.messages[1].endswith("new connections, to be trained")
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_new_connections_are_in_the_mode_of_the_model(training):
+    model = residua.convert(llama().train(training), "ddl", start="fresh")
+    assert {module.training for module in model.modules()} == {training}
+
+
 def test_hooks_on_what_reads_run_once_and_on_tensors():
     def hooked(model):
         norm = model.model.layers[1].input_layernorm

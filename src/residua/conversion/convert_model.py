@@ -17,7 +17,7 @@ from residua.conversion.anatomy import Conversion, observe, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
 from residua.conversion.flow import UnknownUse
 from residua.conversion.probe import Situation, change, outputs, probe, situations, uneven
-from residua.conversion.rebuild import is_converted, new_streams, rebuild, restore, streams_of
+from residua.conversion.rebuild import is_converted, new_streams, rebuild, restore, stack_in, streams_of
 from residua.errors import InputError, extra, first_line, require
 from residua.models.configuration import causal_scheme
 from residua.models.evaluating import evaluating
@@ -85,6 +85,8 @@ def convert(
         except BaseException:
             restore(model, conversion)
             raise
+    for layer, stream in zip(stack_in(model, conversion), streams_of(model, conversion)):
+        stream.train(layer.training)  # it was made while the model was in evaluation mode
     mark(model, conversion)
     if os.environ.get("RANK", "0") == "0":
         count = sum(map(len, conversion.anatomy))
