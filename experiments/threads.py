@@ -101,7 +101,7 @@ def demo(rounds: int, length: int, data: Path) -> list[dict]:
 
 def train(way: str, home: Path, length: int) -> None:
     """Train the runs of the demo in one of `WAYS`."""
-    from residua.lab.demo import RECIPES, shortened, train_side_by_side
+    from residua.lab.demo import RECIPES, train_side_by_side
     from residua.lab.experiment import run
     from residua.lab.training import load_config
 
@@ -109,8 +109,8 @@ def train(way: str, home: Path, length: int) -> None:
         train_side_by_side(home, length)
         return
     for name, recipe in RECIPES.items():
-        config = load_config(recipe, ["--train.threads=2", f"--data.path={home / 'data'}"])
-        run(shortened(config, length), home / name, progress=False)
+        keys = {"train.threads": 2, "train.steps": length, "data.path": str(home / "data")}
+        run(load_config(recipe, keys), home / name, progress=False)
 
 
 def main() -> None:

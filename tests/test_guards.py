@@ -4,6 +4,7 @@
 `python experiments/guards.py BASE` compares far more, to the last bit, with another commit.
 """
 
+import ast
 import json
 import runpy
 import sys
@@ -84,9 +85,13 @@ def test_the_last_bit_a_name_and_a_dtype_change_the_digest(guards):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_is_imported(script, monkeypatch):
+    """And what its functions import of residua is there."""
     monkeypatch.syspath_prepend(str(script.parent))
     before = set(sys.modules)
     runpy.run_path(str(script), run_name="imported")
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("residua"):
+            exec(ast.unparse(node), {})
     for name in set(sys.modules) - before:
         if getattr(sys.modules[name], "__file__", None) and Path(sys.modules[name].__file__).parent == script.parent:
             del sys.modules[name]
