@@ -178,10 +178,7 @@ class GenerateResult:
                 "benchmark": "generate",
                 "preset": preset,
                 "batch_size": batch,
-                "baseline": timing.baseline,
-                "ratio": timing.ratio(preset)._asdict(),
-                "seconds": list(timing.seconds[preset]),
-                "baseline_seconds": list(timing.seconds[timing.baseline]),
+                **timing.record(preset),
                 "median_seconds_per_token": self.seconds_per_token(preset, batch),
                 "parameters": self.parameters[preset],
                 "error": self.errors[batch][preset],
@@ -230,7 +227,7 @@ def benchmark(
     errors: dict[int, dict[str, float]] = {}
     parameters: dict[str, int] = {}
 
-    def clock(decoding: Callable[[], None]) -> float:
+    def clock(decoding: Any) -> float:
         decoding.prepare()
         return settings.clock(decoding)
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import residua
 from residua.connections import PRESETS
 from residua.lab.cost.timing import compare, process_clock
+from residua.models.memory import CACHE
 from residua.records.provenance import circumstances
 
 SHAPE = {"layers": 8, "dim": 512, "heads": 8, "vocab_size": 512}
@@ -33,13 +34,13 @@ class Decoding:
     @torch.inference_mode()
     def prepare(self) -> None:
         self.cache = DynamicCache(config=self.model.config)
-        self.model(self.tokens, past_key_values=self.cache, use_cache=True)
+        self.model(self.tokens, use_cache=True, **{CACHE: self.cache})
 
     @torch.inference_mode()
     def __call__(self) -> None:
         ids = self.tokens[:, -1:]
         for _ in range(NEW):
-            ids = self.model(ids, past_key_values=self.cache, use_cache=True).logits[:, -1:].argmax(-1)
+            ids = self.model(ids, use_cache=True, **{CACHE: self.cache}).logits[:, -1:].argmax(-1)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import re
 import warnings
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from typing import Any
 
 PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|HPND)\b", re.IGNORECASE)
 RESTRICTIVE = re.compile(r"GPL|proprietary|commercial", re.IGNORECASE)
@@ -25,7 +26,7 @@ SHORTEST = 200
 
 def licence(package: Distribution) -> str | None:
     """What its metadata say, where that is permissive."""
-    metadata = package.metadata
+    metadata: Any = package.metadata
     said = [metadata.get("License-Expression"), *(metadata.get_all("Classifier") or [])]
     said = [text for text in said if text and (text == said[0] or text.startswith("License ::"))]
     if not said and metadata.get("License"):

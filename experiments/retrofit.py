@@ -212,7 +212,7 @@ def train(
     model = built(plain_model(model_folder), scheme, own)
     groups = trainable(model, mode, scheme)
     trained = [parameter for group in groups for parameter in group]
-    optimizer = optimizer_of(*groups, *rates)
+    optimizer = optimizer_of(groups[0], groups[1], *rates)
     judge_at = {steps} if seed is None else {math.ceil(steps * part / 4) for part in (2, 3, 4)}
     losses: list[float] = []
     curve: list[dict[str, float]] = []

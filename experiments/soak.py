@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from processes import processes
 
@@ -176,7 +177,7 @@ def main() -> int:
         home = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         home.mkdir(parents=True, exist_ok=True)
         data = prepare("stdlib", home / "data", vocab_size=2048, progress=False).folder
-        settings = {**SETTINGS, "data": {"path": data}}
+        settings: dict[str, Any] = {**SETTINGS, "data": {"path": data}}
         settings["train"] = {**settings["train"], "steps": arguments.steps}
         options = [f"--{section}.{key}={value}" for section, keys in settings.items() for key, value in keys.items()]
         config = load_config("tiny", options)

@@ -40,6 +40,15 @@ class Timing:
         """Return the seconds of `name` over those of the baseline, round by round."""
         return tuple(cost / base for cost, base in zip(self.seconds[name], self.seconds[self.baseline], strict=True))
 
+    def record(self, name: str) -> dict[str, Any]:
+        """Return every round of `name` and of the baseline, and the quartiles of their ratio, as plain values."""
+        return {
+            "baseline": self.baseline,
+            "ratio": self.ratio(name)._asdict(),
+            "seconds": list(self.seconds[name]),
+            "baseline_seconds": list(self.seconds[self.baseline]),
+        }
+
     def median_seconds(self, name: str) -> float:
         return statistics.median(self.seconds[name])
 
