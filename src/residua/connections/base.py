@@ -298,7 +298,8 @@ class Scheme(ABC):
 
     def __repr__(self) -> str:
         """Return the class with the options that differ from its defaults, from which Python makes an equal scheme."""
-        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        in_order = sorted(fields(self), key=lambda field: bool(field.kw_only))  # as the constructor takes them
+        values = ((field.name, getattr(self, field.name), field.default) for field in in_order)
         changed = (f"{name}={value!r}" for name, value, default in values if value != default)
         return f"{type(self).__name__}({', '.join(changed)})"
 

@@ -287,7 +287,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
         for i, layer in enumerate(self.layers[:depth]):
             state, layer_penalties = layer(state, *readers[2 * i : 2 * i + 2], attention)
             penalties += layer_penalties
-            states.append(state)
+            if output_states:  # or earlier ones are freed
+                states.append(state)
             wanted = i < len(readouts) and (i + 1 in chosen or readouts[i])
             hidden = self.stream.collapse(state, readouts[i]).to(embeddings.dtype) if wanted else None
             hidden_states.append(hidden)
