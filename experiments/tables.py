@@ -589,12 +589,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/hugging-face.md": {"serving": serving_table},
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
     "docs/reproduce.md": {"paper": paper_table, "results": results_table},
-    "docs/resbench.md": {
-        "resbench": resbench_table,
-        "fresh": fresh_table,
-        "copying": copying_table,
-        "remaining": remaining_table,
-    },
+    "docs/resbench.md": {"resbench": resbench_table},
+    "docs/resbench-methods.md": {"copying": copying_table, "remaining": remaining_table, "fresh": fresh_table},
     "docs/retrofit.md": {
         "largest": largest_logit,
         "preserved": preserved_table,
