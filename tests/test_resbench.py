@@ -176,6 +176,12 @@ def test_how_much_was_trained(study, rows):
     assert not finished & {"ddl-apart", "gated-delta-4-gates", "gated-delta-4", "layerscale", "scales", "residual-mup"}
     assert {name: rows["0.1M"][name].tuning_runs for name in BASELINES} == {"residual": 8, "lambdas": 12}
     assert len(rows["0.3M"]) == 8
+    assert {row.seeds for row in rows["0.3M-long"].values()} == {3}
+    assert rows["0.3M-long"]["residual"].steps == 3 * rows["0.3M"]["residual"].steps
+    chosen = {name: row.loss.mean - ends("0.3M", name, "tune", **row.point)[0] for name, row in rows["0.3M"].items()}
+    assert min(chosen.values()) > 0
+    assert max(chosen, key=chosen.get) == "lambdas"
+    assert [round(value, 2) for value in (statistics.fmean(chosen.values()), chosen["lambdas"])] == [0.03, 0.06]
     embedding = {}
     for size in SIZES:
         plain = rows[size]["residual"]
@@ -235,10 +241,8 @@ def test_what_a_learning_rate_is_worth():
 def test_four_channels_that_only_write_are_ahead_of_scales_at_the_second_size_alone(rows):
     sides = {size: against(rows[size]["ddl-tc-write-only"], rows[size]["lambdas+tc"]) for size in SIZES}
     assert sides == {"0.1M": "level", "0.1M-wide": "level", "0.1M-deep": "behind", "0.3M": "ahead"}
-    for size, lead in (("0.3M", 0.07), ("0.3M-long", 0.08)):
-        ours, theirs = (rows[size][name] for name in ("ddl-tc-write-only", "lambdas+tc"))
-        assert against(ours, theirs) == "ahead"
-        assert round(theirs.loss.mean - ours.loss.mean, 2) == lead
+    ours, theirs = (rows["0.3M"][name] for name in ("ddl-tc-write-only", "lambdas+tc"))
+    assert round(theirs.loss.mean - ours.loss.mean, 2) == 0.07
 
 
 def test_scales_with_the_convolution_are_ahead_of_both_baselines_in_every_shape(rows):
@@ -284,41 +288,12 @@ def test_the_leads_are_on_repeated_labels(rows):
 
 
 def test_one_longer_run_of_a_baseline_leaves_the_others(rows):
-    larger, runs = rows["0.3M"], longer("0.3M", "lambdas")
+    runs = longer("0.3M", "lambdas")
     long = [loss for name in BASELINES for loss in rows["0.3M-long"][name].losses.values()]
-    assert len(runs) + len(longer("0.3M", "residual")) + len(long) == 16
-    learned = runs.pop(2)
-    assert round(learned, 3) == 3.854
+    assert (len(runs) + len(longer("0.3M", "residual")), len(long)) == (10, 6)
+    assert round(runs.pop(2), 3) == 3.854
     assert [round(min(runs.values()), 3), round(max(runs.values()), 3)] == [4.010, 4.038]
-    assert min(longer("0.3M", "residual").values()) > 3.99
     assert (round(min(long), 3), round(max(long), 3)) == (3.926, 3.968)
-    curves = {run["seed"]: dict(run["curve"]) for run in trained("0.3M", "lambdas", "longer")}
-    first, *others = curves.pop(2), *curves.values()
-    ahead = {step: min(curve[step] for curve in others) - loss for step, loss in first.items()}
-    assert max(lead for step, lead in ahead.items() if step < 2405) < 0.01
-    assert [round(ahead[step], 2) for step in (2405, 3367, 4804)] == [0.02, 0.05, 0.16]
-    for name, same, other in (("lambdas+tc", 0.07, 0.24), ("residual+tc", 0.01, 0.18)):
-        assert round(learned - larger[name].losses[2], 2) == same
-        assert round(statistics.fmean(loss - larger[name].losses[seed] for seed, loss in runs.items()), 2) == other
-    assert larger["lambdas+tc"].steps * 3 // 2 == larger["residual"].steps * 3 // 2 == 4804
-
-
-def test_how_the_learning_rate_may_decide_when_a_run_learns(rows):
-    rates = {rate: ends("0.3M", "lambdas+tc", "tune", **{"train.lr": rate})[0] for rate in (0.016, 0.032)}
-    assert [round(loss, 3) for loss in rates.values()] == [3.769, 4.048]
-    assert rows["0.3M"]["lambdas"].point["train.lr"] == rows["0.3M-long"]["lambdas"].point["train.lr"] == 0.032
-    slow = [
-        loss
-        for name, kind, rate in itertools.product(BASELINES, ("tune", "report"), (0.008, 0.016))
-        for loss in ends("0.3M", name, kind, **{"train.lr": rate}).values()
-    ]
-    assert min(slow) > 4.05
-    chosen = {name: row.loss.mean - ends("0.3M", name, "tune", **row.point)[0] for name, row in rows["0.3M"].items()}
-    assert len(chosen) == 8
-    assert min(chosen.values()) > 0
-    assert round(statistics.fmean(chosen.values()), 2) == 0.03
-    assert max(chosen, key=chosen.get) == "lambdas"
-    assert round(chosen["lambdas"], 2) == 0.06
 
 
 def test_the_baselines_with_three_times_the_tokens_at_two_rates(rows):
@@ -368,15 +343,6 @@ def test_erasing_at_the_settings_of_the_form_that_does_not_erase(rows):
     assert 0 < min(behind) < 0.005
     assert round(max(behind), 2) == 0.05
     assert contrast.p_value > 0.05
-
-
-def test_three_times_the_tokens(rows):
-    long, larger = rows["0.3M-long"], rows["0.3M"]
-    assert long["residual"].steps == 3 * larger["residual"].steps
-    assert {row.seeds for row in long.values()} == {3}
-    for name in long.keys() - {*BASELINES}:
-        assert ahead_of_both(long[name], "tokens")
-        assert gain(long[name], "lambdas") == pytest.approx(gain(larger[name], "lambdas"), abs=0.02)
 
 
 def test_what_a_seed_that_learned_does_to_a_mean(rows):
