@@ -1,18 +1,16 @@
-"""What the records of retrofit.py say: rows for the tables of docs/retrofit.md, and its picture.
+"""What the records in retrofit/ say: rows for the tables of docs/retrofit.md, and its picture.
 
-python experiments/retrofit_results.py --collect FOLDER...    take the records of finished runs from these folders
-python experiments/retrofit_results.py --draw docs/retrofit-difference.png
+python experiments/retrofit_results.py docs/retrofit-difference.png
 """
 
-import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.records import jsonlines
-from residua.records.durable import write_text
 from residua.records.statistics import Estimate, holm, paired
 
 FOLDER = Path(__file__).with_name("retrofit")
@@ -154,38 +152,5 @@ def draw(found: list[Row], path: Path) -> None:
     save({path.name: figure}, path.parent)
 
 
-def collect(folders: list[Path]) -> None:
-    """Write the records of `folders` as ours, by key. Raises SystemExit where their settings differ."""
-    settings = [json.loads((folder / "settings.json").read_text(encoding="utf-8")) for folder in folders]
-    if any(one != settings[0] for one in settings):
-        raise SystemExit(f"expected folders with equal settings.json, got others in {', '.join(map(str, folders))}")
-    found = {row["key"]: row for folder in folders for row in read(folder)}
-    FOLDER.mkdir(exist_ok=True)
-    write_text(FOLDER / "settings.json", json.dumps(settings[0], indent=1) + "\n")
-    write_text(FOLDER / "records.jsonl", "".join(json.dumps(found[key]) + "\n" for key in sorted(found)))
-
-
-def collect_learned(files: list[Path]) -> None:
-    """Write what `residua explore --json` said of trained models as ours, one line each, without where they lay."""
-    found = [one for file in files for one in json.loads(file.read_text(encoding="utf-8"))]
-    for one in found:
-        del one["trace"]
-    write_text(FOLDER / "learned.jsonl", "".join(json.dumps(one) + "\n" for one in found))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--collect", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--learned", type=Path, nargs="+", metavar="JSON", help="written by residua explore --json")
-    parser.add_argument("--draw", type=Path, metavar="PNG")
-    arguments = parser.parse_args()
-    if arguments.collect:
-        collect(arguments.collect)
-    if arguments.learned:
-        collect_learned(arguments.learned)
-    if arguments.draw:
-        draw(rows(read()), arguments.draw)
-
-
 if __name__ == "__main__":
-    main()
+    draw(rows(read()), Path(sys.argv[1]))
