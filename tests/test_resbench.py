@@ -681,13 +681,17 @@ def test_what_a_million_parameters_say_so_far():
     study = read_results(EXPERIMENTS / "resbench-1M")
     runs = records("resbench-1M/records.jsonl")
     devices = Counter(run["facts"]["device"] for run in runs)
-    assert (devices.pop("NVIDIA H200"), devices.total()) == (21, 2)
-    (pair,) = (names for names, difference in study.corrected.items() if difference.clear)
-    assert pair[-2:] == ("lambdas", "residual")
-    estimate = study.corrected[pair].estimate
-    assert (round(estimate.mean, 2), round(estimate.half_width, 2)) == (-0.66, 0.17)
-    reported = [(run["scheme"], run["transition"] is not None) for run in runs if run["kind"] == "report"]
-    assert sorted(reported) == [("lambdas", True)] * 3 + [("residual", False)] * 3 + [("residual+tc", True)] * 2
+    assert (devices.pop("NVIDIA H200"), devices.total()) == (21, 6)
+    clear = {names[1:]: difference.estimate for names, difference in study.corrected.items() if difference.clear}
+    leads = {names: (round(-each.mean, 2), round(each.half_width, 2)) for names, each in clear.items()}
+    assert leads == {("residual+tc", "residual"): (0.78, 0.02), ("lambdas", "residual"): (0.66, 0.17)}
+    whole = {row.scheme: row for row in study.rows if row.whole}
+    assert whole.keys() == {"residual", "lambdas", "residual+tc"}
+    assert whole["residual"].transitions == [None] * 3
+    steps = {name: sorted(map(round, whole[name].transitions)) for name in ("residual+tc", "lambdas")}
+    assert {name: some[::2] for name, some in steps.items()} == {"residual+tc": [1396, 1448], "lambdas": [3215, 6681]}
+    other = {name: statistics.fmean(run["split"][-1][2] for run in row.reported) for name, row in whole.items()}
+    assert [round(other["residual"] - other[name], 2) for name in steps] == [0.24, 0.17]
     tuned = {run["point"]["train.lr"]: run for run in runs if (run["scheme"], run["kind"]) == ("residual", "tune")}
     assert 0 < tuned[0.016]["val_loss"] - tuned[0.032]["val_loss"] < 0.0006
     assert all(tuned[rate]["transition"] is not None for rate in (0.016, 0.032))
