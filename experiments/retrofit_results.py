@@ -3,7 +3,6 @@
 python experiments/retrofit_results.py docs/retrofit-difference.png
 """
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -47,7 +46,7 @@ def read(folder: Path = FOLDER) -> list[Record]:
 
 def learned() -> list[Record]:
     """Return what `residua explore` said of trained models."""
-    return [json.loads(line) for line in (FOLDER / "learned.jsonl").read_text(encoding="utf-8").splitlines()]
+    return jsonlines.read(FOLDER / "learned.jsonl")
 
 
 def rows(records: Iterable[Record]) -> list[Row]:

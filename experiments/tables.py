@@ -458,9 +458,6 @@ def remaining_table() -> str:
     return markdown([*header, "all others, second text"], lines)
 
 
-NO_RUNS = "No run is finished yet."
-
-
 def preserved_table() -> str:
     """The presets that preserve the model."""
     rows = []
@@ -524,7 +521,7 @@ def retrofit_table(mode: str) -> str:
             )
     header = ["steps", "trained", "parameters", "learning rate", "seeds", "loss", "difference, over seeds",
               "over documents", "at equal seconds", "step time"]  # fmt: skip
-    return markdown(header, rows) if rows else NO_RUNS
+    return markdown(header, rows)
 
 
 def verdict_table() -> str:
@@ -538,8 +535,6 @@ def verdict_table() -> str:
                 sides = retrofit_results.sides(own, measure)
                 cells = [", ".join(f"`{scheme}`" for scheme in side) or "–" for side in sides]
                 rows.append([name, str(steps), str(min(row.seeds for row in own)), measure, *cells])
-    if not rows:
-        return NO_RUNS
     picture = "![Differences of the loss to the plain model, with intervals over documents](retrofit-difference.png)"
     header = ["trained", "steps", "seeds", "at equal", "better", "worse", "not resolved"]
     return f"{markdown(header, rows)}\n\n{picture}"

@@ -87,16 +87,13 @@ def ratio(row):
     return round(row.cost["time_ratio"]["median"], 2)
 
 
-def trained(size, scheme, kind):
-    """The records of runs."""
-    wanted = {"size": size, "scheme": scheme, "kind": kind}
-    return [run for run in records("resbench/records.jsonl") if wanted.items() <= run.items()]
-
-
 def ends(size, scheme, kind, **point):
     """The last losses of runs by seed, at one point of the tuning."""
+    wanted = {"size": size, "scheme": scheme, "kind": kind}
     return {
-        run["seed"]: run["val_loss"] for run in trained(size, scheme, kind) if point.items() <= run["point"].items()
+        run["seed"]: run["val_loss"]
+        for run in records("resbench/records.jsonl")
+        if wanted.items() <= run.items() and point.items() <= run["point"].items()
     }
 
 
