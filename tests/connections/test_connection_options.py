@@ -110,6 +110,8 @@ altup edelta edelta-stream gated-residual ihc jpmhc mhc mhc-deepseek wide:num_st
 altup:active=4 | active must be 0 to 3, a stream
 altup:laurel_rank=-1 | laurel_rank must be 0 or more
 altup:weight_std=0.0 | weight_std must be a positive number
+ihc:magnitude=1.004,start=mirrored | magnitude must be above 1.005 with start='mirrored'
+mhc-deepseek:gate_eps=0.01,start=residual | gate_eps must be at most 1e-5 with start='residual'
 attnres attnres-inkling delta-attnres:block_size=0 | block_size must be at least 1
 attnres delta-attnres gated-delta gated-orthogonal:heads=0 | heads must be at least 1
 attnres-inkling:separate_every=-1 | separate_every must be 0 or more

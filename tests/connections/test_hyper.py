@@ -43,6 +43,10 @@ def test_starts_as_the_residual(scheme):
     assert_close(ours, scheme.num_streams * residual)
 
 
+def test_one_stream_has_no_pair_around_one():
+    assert_close(*output_beside_residual(HyperConnections(num_streams=1, start="mirrored", head="mean")))
+
+
 @every(HyperConnections, start="published")
 def test_sublayers_start_by_reading_one_stream_each_in_turn(scheme):
     stream, n = built(scheme), scheme.num_streams

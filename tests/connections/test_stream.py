@@ -66,6 +66,16 @@ def test_token_numbers_in_place_of_embeddings_are_one_clear_line():
         stream(torch.zeros(2, 5, dtype=torch.long), bare_sublayers(8, 2))
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_an_empty_batch_and_no_tokens(name):
+    stream = perturbed(ALL[name].build(8, 2))
+    for shape in [(0, 5, 8), (2, 0, 8)]:
+        x = torch.ones(shape, requires_grad=True)
+        out = stream(x, bare_sublayers(8, 2))
+        out.sum().backward()
+        assert out.shape == x.grad.shape == shape
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("mudd")])
 def test_rows_without_a_batch_are_those_of_a_batch_of_one_or_an_error(name):
     """A graph has nodes and no sequence, so that (nodes, dim) is right wherever it means something."""

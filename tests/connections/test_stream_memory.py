@@ -1,5 +1,7 @@
 """Sequences that arrive in pieces, and padding, in models that do not use the cache of transformers."""
 
+import copy
+
 import pytest
 import torch
 
@@ -53,9 +55,28 @@ def test_a_copy_goes_on_by_itself_and_a_reset_forgets(name):
     expected = stream(x, SUB)
     stream(x[:, :3], SUB, memory=memory)
     stream(normal(2, 2, DIM, seed=9), SUB, memory=memory.copy())  # tokens that were guessed, and wrong
-    assert_close(stream(x[:, 3:], SUB, memory=memory), expected[:, 3:])
+    for same in (copy.deepcopy(memory), memory):
+        assert_close(stream(x[:, 3:], SUB, memory=same), expected[:, 3:])
     memory.reset()
     assert_close(stream(x, SUB, memory=memory), expected)
+
+
+@torch.no_grad()
+@looking_back
+def test_a_piece_without_tokens_changes_nothing(name):
+    stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
+    pieces = [stream(piece, SUB, memory=memory) for piece in x.split([3, 0, 2], 1)]
+    assert_close(torch.cat(pieces, 1), stream(x, SUB))
+
+
+@looking_back
+def test_a_mask_of_other_tokens_than_those_of_the_call_is_refused(name):
+    """Such as one that grows as that of a cache does, or one row for the whole batch."""
+    stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
+    stream(x[:, :3], SUB, memory=memory)
+    for piece, shape, kept in [(x[:, 3:4], (2, 4), memory), (x, (1, 5), None), (x, (2, 1), None)]:
+        with pytest.raises(ValueError, match=r"mask must be .*, got"):
+            stream(piece, SUB, memory=kept, attention_mask=torch.ones(shape))
 
 
 @torch.no_grad()

@@ -250,6 +250,7 @@ def sequences(draw, norms=length_one):
 def test_composition_is_the_writes_one_after_another(sequence):
     k, v, beta, state = sequence
     composition = compose(k, beta)
+    assert compose(k.float(), beta).t.dtype == torch.float64, "the wider of both"
     product = identity(k.shape[-1]).expand(*k.shape[:-2], -1, -1)
     step = state
     for i in range(k.shape[-2]):

@@ -223,7 +223,7 @@ class HyperConnection(WeightedConnection):
                 self.alpha[:, 0] = 1 / n
                 rest = self.alpha[middle : n - middle, 0]  # one or two streams make up for the rounding of the others
                 rest.fill_((1 - 2 * self.alpha[:middle, 0].sum(dtype=torch.float64).item()) / len(rest))
-                self.beta.copy_(1 + SPREAD * torch.linspace(-1, 1, n, device="cpu"))
+                self.beta.copy_(1 + SPREAD * (n > 1) * torch.linspace(-1, 1, n, device="cpu"))
                 self.beta[: n // 2] = 2 - self.beta[n - n // 2 :].flip(0)  # in pairs around 1 to the last bit
 
     def coefficients(self, streams: Tensor) -> MixingCoefficients:

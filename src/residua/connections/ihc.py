@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from residua.connections.gates import logit
 from residua.connections.hyper import SPREAD, MixingCoefficients, MixingConnection
-from residua.connections.options import Factor, only_with
+from residua.connections.options import Factor, only_with, require_option
 from residua.connections.stream_logits import (
     ProductionHyperConnections,
     even_biases,
@@ -48,13 +48,18 @@ class IndependentHyperConnections(ProductionHyperConnections):
     weight_std: Annotated[NotNegative, only_with(start="published")] = 0.006
     start: Literal["published", "residual", "mirrored"] = "published"  # type: ignore[assignment]
 
+    def __post_init__(self):
+        super().__post_init__()
+        reachable = self.start != "mirrored" or self.magnitude + self.gate_eps > 1 + SPREAD
+        require_option(self, "magnitude", reachable, f"above {1 + SPREAD} with start='mirrored'")
+
     @property
     def residual_start(self) -> Mapping[str, Any]:
         return {**super().residual_start, "start": "mirrored" if self.start == "mirrored" else "residual"}
 
     @property
     def cannot_preserve(self) -> str:
-        bias = torch.tensor(logit((1 - self.gate_eps) / self.magnitude), dtype=torch.float32).double()
+        bias = torch.tensor(logit((1 - self.gate_eps) / self.magnitude), dtype=torch.float32, device="cpu").double()
         if abs(self.magnitude * torch.sigmoid(bias) + self.gate_eps - 1) <= 1e-12:
             return ""
         return (

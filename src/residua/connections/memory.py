@@ -1,11 +1,12 @@
 """The memory of earlier tokens that a stream needs while a sequence arrives in pieces, as in generation."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.ops.shapes import expect_shape
 from residua.ops.transforms import transformed
 
 
@@ -71,6 +72,9 @@ class StreamMemory:
         other._rows, other._ends = dict(self._rows), dict(self._ends)
         return other
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StreamMemory":
+        return self.copy()  # its keys are the parts of the stream that it belongs to
+
     def reorder(self, indices: Tensor) -> None:
         """Select the batch entries `indices`: (new batch,), as beam search does."""
         for store in (self._rows, self._ends):
@@ -121,7 +125,8 @@ class _PartMemory:
         return self._rows.get(self._part)
 
     def keep(self, rows: Tensor) -> None:
-        self._rows[self._part] = rows[:, -1:]
+        if rows.shape[1]:
+            self._rows[self._part] = rows[:, -1:]
 
 
 def window_of(part: nn.Module) -> int:
@@ -209,6 +214,7 @@ def masked(x: Tensor, padding: Tensor | None) -> Tensor:
     """Return x: (batch, seq, ...) with zeros at padding: (batch, seq), 0 at padding and 1 at tokens, or None."""
     if padding is None:
         return x
+    expect_shape("attention_mask", padding, x.shape[:2], "(batch, seq) of this call")
     return x * padding.to(x.dtype).view(*padding.shape, *(1,) * (x.dim() - 2))
 
 
@@ -230,7 +236,7 @@ def remembered_tokens(x: Tensor, memory: Memory | None, window: int) -> tuple[Te
 
 def current(out: Tensor, x: Tensor, extended: Tensor) -> Tensor:
     """Return the part of `out` for the tokens of x, where `out` was computed from `extended = remembered(x, ...)`."""
-    return out if extended is x else out[:, -x.shape[1] :]
+    return out if extended is x else out[:, out.shape[1] - x.shape[1] :]
 
 
 def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:

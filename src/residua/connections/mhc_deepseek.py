@@ -57,6 +57,8 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
 
     def __post_init__(self):
         super().__post_init__()
+        exact = self.start == "published" or self.gate_eps <= 1e-5  # larger ones need weights that no sigmoid has
+        require_option(self, "gate_eps", exact, "at most 1e-5 with start='residual'")
         require_option(self, "head", self.pre == "own" or self.head == "sigmoid", "'sigmoid' with pre='previous'")
 
     def state_spec(self, boundary: int, dim: int) -> Any:

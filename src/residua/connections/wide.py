@@ -55,7 +55,7 @@ class WideResidual(ExpandingScheme, MixingScheme):
 
 
 class WideRead(nn.Module):
-    """The weights s(a) that read n streams, (n,) in at least float32; they start at 1 / n within 1e-4, with sum 1."""
+    """The weights s(a) that read n streams, (n,) in at least float32; they start at 1 / n within 1e-3, with sum 1."""
 
     def __init__(self, num_streams: int):
         super().__init__()

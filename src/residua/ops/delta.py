@@ -258,7 +258,7 @@ def compose(k: Tensor, beta: Tensor) -> Composition:
     triangular, so T exists for every beta. det P_n = prod(1 - beta_i |k_i|^2). Computed in at least float32.
     """
     expect_shape("beta", beta, k.shape[:-1], "(..., n)")
-    k, beta = at_least_float32(k), at_least_float32(beta)
+    k, beta = promote(k, beta)
     scale = torch.diag_embed(beta)
     with without_autocast(k.device):
         lower = scale @ torch.tril(k @ k.mT, diagonal=-1)

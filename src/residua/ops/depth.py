@@ -48,7 +48,7 @@ def _logits(query: Tensor, heads: int, eps: float, sources: Sequence[Tensor]) ->
 
 def _split(x: Tensor, heads: int) -> Tensor:
     """(..., dim) -> (..., heads, dim / heads). With `reshape`, because torch.func cannot map over `unflatten`."""
-    return x if heads == 1 else x.reshape(*x.shape[:-1], heads, -1)
+    return x if heads == 1 else x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def _for_heads(x: Tensor, heads: int, *, axis: int) -> Tensor:

@@ -127,8 +127,9 @@ def _wide_parts(state: Tensor, y: Tensor, *gates: Tensor | None) -> tuple[Tensor
     groups = present[0].shape[-1] if present else 1
     x, h, *_ = promote(state, y, *present)
     # Not unflatten, which torch cannot batch over gradients.
-    shape = (*y.shape[:-1], -1, groups, y.shape[-1] // groups)
-    return x.reshape(shape), h.reshape(shape)
+    channels = 1 if state.dim() == y.dim() else state.shape[-2]
+    size = (groups, y.shape[-1] // groups)
+    return x.reshape(*y.shape[:-1], channels, *size), h.reshape(*y.shape[:-1], 1, *size)
 
 
 def _products(state: Tensor, y: Tensor, erase: Tensor | None, eps: float) -> tuple[Tensor | None, Tensor | None]:

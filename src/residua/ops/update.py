@@ -138,7 +138,8 @@ def _of_groups(*tensors: Tensor) -> list[Tensor]:
     """Return tensors (..., dim) as (..., groups, dim / groups) and the gate, the last, as it is; at least float32."""
     *parts, gate = promote(*tensors)
     # Not unflatten, which torch cannot batch over gradients.
-    return [*(part.reshape(*part.shape[:-1], gate.shape[-1], -1) for part in parts), gate]
+    groups = gate.shape[-1]
+    return [*(part.reshape(*part.shape[:-1], groups, part.shape[-1] // groups) for part in parts), gate]
 
 
 def _products(x: Tensor, h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
