@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,6 +131,11 @@ def test_an_estimate_adds_up():
         assert parts["weights"] == parts["gradients"] == parts["optimizer"] / 2 == 4 * found.parameters["total"]
     assert found.memory["replay"]["activations"] < found.memory["none"]["activations"]
     assert found.tokens == config.train.steps * 16 * 128
+    for name, most in found.largest_batch_size.items():  # over all four
+        for rows, fits in ((most // 4 * 4, True), (most // 200 * 204, False)):
+            larger = replace(config, train=replace(config.train, batch_size=rows))
+            needed = estimate(larger, model_config(larger), gpu="h100", gpus=4).memory[name]["total"]
+            assert (needed <= found.gpu_memory) == fits
 
 
 @pytest.mark.slow

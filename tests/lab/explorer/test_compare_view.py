@@ -80,6 +80,15 @@ def test_the_payload_is_the_comparison_with_every_group_as_the_baseline(runs):
     json.dumps(payload, allow_nan=False)
 
 
+def test_settings_that_differ_late_in_their_text_differ(tmp_path):
+    same = "gated-delta:value_channels=4,erase=none,"
+    found = comparison_payload(
+        [planted_run(tmp_path / end, f"{same}{end}") for end in ("write=value", "write_gate=true")]
+    )
+    (row,) = (row for row in found["settings"]["rows"] if row[0] == "model.connection")
+    assert row[1] != row[2]
+
+
 def test_long_runs_are_thinned_and_their_training_loss_is_averaged(tmp_path):
     first, second = planted_run(tmp_path / "a", "residual"), planted_run(tmp_path / "b", "ddl", offset=0.5)
     for folder in (first, second):

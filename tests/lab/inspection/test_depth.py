@@ -114,6 +114,7 @@ def test_how_many_sources_are_read():
     weights = torch.tensor([[[0.25, 0.25, 0.25, 0.25]], [[0.0, 1.0, 0.0, 0.0]], [[-0.5, 0.5, 0.0, 0.0]]])
     assert_close(sources_read(weights), torch.tensor([4.0, 1.0, 2.0]))
     assert_close(sources_read(weights.transpose(0, 1)), torch.tensor([7 / 3]))
+    assert sources_read(torch.zeros(2, 1, 4)).tolist() == [1, 1], "as MUDD starts with norms after the reads"
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in PRESETS.items() if scheme.state_size(0, 1) == 4])

@@ -141,11 +141,15 @@ def test_a_study_may_add_seeds_and_questions(finished):
     assert grown(finished / "out", seeds=[1, 2, 3], questions=asked).seeds == (1, 2, 3)
 
 
-def test_a_contrast_becomes_primary_before_its_runs_and_not_after(finished):
+def test_a_contrast_becomes_primary_before_its_runs_and_stays(finished, tmp_path):
     with pytest.raises(InputError, match=r"primary\.small must be contrasts named before both have runs in"):
         grown(finished / "out", primary={"small": [["ddl", "residual"]]})
-    named = {"small": [["hc", "residual"]]}
-    assert grown(finished / "out", schemes={**SMALLEST["schemes"], "hc": {}}, primary=named).primary == named
+    more = {"schemes": {**SMALLEST["schemes"], "hc": {}}, "primary": {"small": [["hc", "residual"]]}}
+    planned = grown(finished / "out", **more)
+    assert planned.primary == more["primary"]
+    (tmp_path / "study.json").write_text(json.dumps(asdict(planned)))
+    with pytest.raises(InputError, match=r"primary\.small must be at least \[.*hc.*\], as in .*, got \[\]"):
+        grown(tmp_path)
 
 
 def test_a_size_may_add_seeds_and_leave_out_none(tmp_path):

@@ -114,6 +114,18 @@ def test_a_size_may_search_some_keys_again_in_full_length(data):
     assert len(runs) <= plan.most
 
 
+def test_a_scheme_that_fits_its_own_width_and_a_key_that_the_plain_residual_has_not(data):
+    """Three heads fit no power of two. The plain residual has nothing to search at the second size, and begins once."""
+    small = {**DOCUMENT["sizes"]["small"], "model.hidden_size": 24}
+    rate = {"train.connection_lr_factor": [1, 4]}
+    sizes = {"small": small, "large": {**small, "model.intermediate_size": 96, "tuned": "small", "over": rate}}
+    schemes = {"residual": {}, "heads": {"connection": "gated-orthogonal:heads=3"}}
+    runs = walked(Plan(study(sizes=sizes, schemes=schemes), data), by_rate(0.008))
+    there = [run for run in runs if run.size == "large"]
+    assert [len(of(there, name, "tune")) for name in schemes] == [1, 3], "1, 4 and a neighbour"
+    assert all(len(of(there, name, "report")) == 3 for name in schemes)
+
+
 def test_matched_parameters_come_as_near_as_the_width_of_an_mlp_allows(data):
     schemes = {**DOCUMENT["schemes"], "wide": {"connection": "residual", "parameters_of": "ddl-tc"}, "ddl-tc": {}}
     plan = Plan(study(schemes=schemes), data)
@@ -185,6 +197,11 @@ OVER = {"train.lr": [0.1]}
         ("", {"sizes": {}}, "sizes must be at least one"),
         ("sizes", {"a": {"tuned": "b"}}, "sizes.a.tuned must be a size that is tuned by itself (none is there)"),
         ("sizes", {"a": {"over": OVER}}, "sizes.a.tuned must be a size, beside `over`"),
+        (
+            "",
+            {"primary": {"small": [[["ddl"], "residual"]]}},
+            "primary must be a list of pairs of schemes for each size",
+        ),
         ("sizes", {"a": {}, "b": {"tuned": "a", "over": {}}}, "sizes.b.over must be values for at least one key"),
         (
             "sizes",

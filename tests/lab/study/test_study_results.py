@@ -235,11 +235,18 @@ def test_primary_contrasts_are_one_family_and_the_rest_is_not_corrected():
     found = planted(records() + more, schemes=schemes, primary=named)
     assert [pair for _, *pair in found.corrected] == [["ddl", "residual"], ["hc", "ddl"]]
     lead = row_of(found).difference("residual", "tokens")
-    assert lead.holm == pytest.approx(2 * lead.p)
+    assert lead.holm == pytest.approx(3 * lead.p), "mhc has no runs yet"
     assert row_of(found).difference("residual", "seconds").holm is None
     assert row_of(found, "hc").difference("residual", "tokens").holm is None
     assert "2 primary contrasts at equal tokens" in markdown(found)
     assert f"| small | `ddl` − `residual` | -0.2000 ± {lead.estimate.half_width:.4f} |" in markdown(found)
+
+
+@pytest.mark.parametrize("diverged", ["residual", "ddl"])
+@pytest.mark.parametrize("pair", [["ddl", "residual"], ["residual", "ddl"]])
+def test_a_primary_contrast_is_of_all_seeds(diverged, pair):
+    runs = changed(records(), lambda row: {"val_loss": None}, scheme=diverged, kind="report", seed=2)
+    assert planted(runs, primary={"small": [pair]}).corrected == {}
 
 
 def test_a_loss_is_worth_the_tokens_that_bring_the_baseline_to_it():
@@ -255,6 +262,17 @@ def test_a_loss_is_worth_the_tokens_that_bring_the_baseline_to_it():
         )
         assert row_of(found).difference("residual", "tokens").worth == expected
         assert text in markdown(found)
+    for shift in (0.3, 0.35):  # longer runs of the baseline are no better
+        found = planted(changed(records(), lambda row, by=shift: {"val_loss": row["val_loss"] + by}, kind="longer"))
+        assert row_of(found).difference("residual", "tokens").worth is None
+    ahead = changed(records(), lambda row: {"val_loss": row["val_loss"] - 0.9}, scheme="ddl", kind="report")
+    unfinished = planted([*ahead, record("residual", "longer", 1, 3.2, steps=300)], longer=[1.5, 3.0])
+    assert "> 1.5 tokens" in markdown(unfinished)
+
+
+def test_tokens_that_are_seen_again_are_named():
+    assert "each seen at most once" in markdown(planted())
+    assert "each seen at most 3 times" in markdown(planted(epochs=3))
 
 
 def test_runs_that_learned_to_copy_are_counted_with_their_steps():

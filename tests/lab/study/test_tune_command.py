@@ -115,6 +115,28 @@ def test_a_budget_ends_the_walk_and_a_key_may_have_wider_steps():
     assert search.walk(run_of, dict(list(finished.items())[:3]))[1] is None
 
 
+def test_a_point_is_trained_once_however_it_is_written():
+    sweep = Sweep(("tiny",), (), {"train.lr": (1e-3, 1e-3, 3e-3)}, seeds=2, finalists=2)
+    assert [len(runs) for runs in walked(sweep, lambda point, seed: point[0])] == [2, 2]
+    search = Search({"train.lr": (0.01, 0.03)}, partial(load_config, "tiny"), factors={"train.lr": 3})
+    finished = {}
+    while new := [
+        run.key
+        for run in search.walk(lambda point, seed: Job(point["train.lr"], None, ()), finished)[0]
+        if run.key not in finished
+    ]:
+        finished |= {rate: {"val_loss": abs(math.log(rate / 0.0033))} for rate in new}
+    assert list(finished) == [0.01, 0.03, 0.00333333, 0.00111111], "three times 0.00333333 is 0.01"
+
+
+def test_a_value_beyond_which_a_run_diverged_is_not_at_the_edge():
+    over = {"train.lr": (1e-3, 2e-3, 4e-3)}
+    losses = {1e-3: 1.7, 2e-3: 1.0, 4e-3: None}
+    sweep = Sweep(("tiny",), (), over)
+    results = tuple(Result("", {"train.lr": lr}, (loss,), won=lr == 2e-3) for lr, loss in losses.items())
+    assert not any("edge" in note for note in Outcome(sweep, results).notes)
+
+
 def test_whole_numbers_stay_whole_and_at_least_one():
     sweep = Sweep(("tiny",), ("--train.warmup_steps=0",), {"train.batch_size": (2,)}, neighbours=True)
     tried = {point[0] for (point, _) in chain(*walked(sweep, lambda point, seed: point[0]))}

@@ -79,7 +79,7 @@ def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus
         memory[name] = parts
         per_batch = parts["activations"] + parts["logits"] + parts["temporary"]
         bytes_free = capacity - parts["total"] + per_batch
-        largest[name] = max(0, math.floor(bytes_free / per_batch * share.rows_here))
+        largest[name] = max(0, math.floor(bytes_free / per_batch * share.rows_here)) * share.members
 
     tokens_per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
     return Estimate(

@@ -74,16 +74,16 @@ def _settings(groups: Sequence[Group]) -> dict[str, Any]:
     runs = [group.runs[0] for group in groups]
     settings = [{**run.settings, "model.connection": run.connection} for run in runs]
     keys = sorted({key for some in settings for key in some})
-    rows = [[key, *(_text(some, key) for some in settings)] for key in keys]
-    differing = [row for row in rows if len(set(row[1:])) > 1]
-    return {"rows": differing, "equal": len(rows) - len(differing)}
+    differing = [key for key in keys if any(some.get(key, "–") != settings[0].get(key, "–") for some in settings)]
+    rows = [[key, *(_text(some, key) for some in settings)] for key in differing]
+    return {"rows": rows, "equal": len(keys) - len(differing)}
 
 
 def _text(settings: Any, key: str) -> str:
     if key not in settings:
         return "–"
     value = settings[key]
-    return f"{value:.6g}" if isinstance(value, float) else str(value)[:40]
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _averaged(points: Sequence[Point], most: int) -> list[Point]:

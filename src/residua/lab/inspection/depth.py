@@ -66,7 +66,7 @@ def sources_read(weights: Tensor) -> Tensor:
     The exponential of the entropy of the weights' absolute values, scaled to a sum of 1; the mean over the reads.
     """
     sizes = weights.abs()
-    shares = sizes / sizes.sum(-1, keepdim=True)
+    shares = sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)  # all may be 0 at the start
     return torch.special.entr(shares).sum(-1).exp().mean(-1)
 
 

@@ -42,7 +42,10 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _are_pairs(pairs: Any) -> bool:
-    listed = fits(pairs, list | tuple) and all(fits(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    def is_pair(pair: Any) -> bool:
+        return fits(pair, list | tuple) and [*map(type, pair)] == [str, str]
+
+    listed = fits(pairs, list | tuple) and all(map(is_pair, pairs))
     return listed and len({frozenset(pair) for pair in pairs}) == len(pairs)
 
 
@@ -370,7 +373,7 @@ def read_study(document: Any, source: str) -> Study:
 def _part(name: str, document: Any, kind: type, section: str) -> Any:
     """A size, a scheme or a question, whose keys with a dot are those of a configuration."""
     where = f"{section}.{name}"
-    values = {"name": name, **mapping({} if document is None else document, where)}
+    values = {**mapping({} if document is None else document, where), "name": name}
     if kind is not Question:
         keys = {key: values.pop(key) for key in list(values) if "." in str(key)}
         values["keys"] = {**(values.get("keys") or {}), **keys}

@@ -144,8 +144,8 @@ def joined(study: Study, out: Path) -> Study:
 
     Raises:
         InputError: the runs of the folder had other settings, so that rows would mix runs that cannot be compared; or
-            the study leaves out seeds, baselines, longer runs or tuning runs that the folder's study has; or it names a
-            primary contrast of which the folder has the runs already.
+            the study leaves out seeds, baselines, longer runs, tuning runs or primary contrasts that the folder's study
+            has; or it names a primary contrast of which the folder has the runs already.
     """
     if not (out / "study.json").is_file():
         return study
@@ -182,6 +182,7 @@ def _growing(study: Study) -> dict[str, Sequence[Any]]:
     """What may be added to. Taking some away would choose among results."""
     parts = {name: getattr(study, name) for name in ("seeds", "baselines", "longer")}
     parts["tuning.final_seeds"] = study.tuning.finalist_seeds
+    parts |= {f"primary.{name}": [tuple(sorted(pair)) for pair in study.primary.get(name, ())] for name in study.sizes}
     return parts | {f"sizes.{name}.seeds": study.seeds_at(name) for name in study.sizes}
 
 

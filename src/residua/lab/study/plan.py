@@ -195,10 +195,11 @@ class Plan:
         start = self.chosen(before[-1], scheme, finished) if before else {}
         if start is None:
             return [], None
-        rated = self._has_parameters(study.schemes[scheme].connection)
+        width = self.model(self.config(size, scheme)).get_text_config().hidden_size
+        rated = self._has_parameters(study.schemes[scheme].connection, width)
         over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or rated}
         expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
-        require(bool(over), "tuning.over", expected, dict(tuning.over))
+        require(bool(over or before), "tuning.over", expected, dict(tuning.over))
         search = Search(
             over,
             partial(self.config, size, scheme),
@@ -297,9 +298,9 @@ class Plan:
         return width + round((self._count(other) - counts[0]) / (counts[1] - counts[0]))
 
 
-def _has_parameters(connection: str) -> bool:
+def _has_parameters(connection: str, width: int) -> bool:
     """Whether a scheme has parameters of its own, so that they can have a learning rate of their own."""
-    small = partial(ResiduaConfig, vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=1)
+    small = partial(ResiduaConfig, vocab_size=64, hidden_size=width, num_hidden_layers=2, num_attention_heads=1)
     counts = [parameters(small(connection=name))["connections"] for name in (connection, "residual")]
     return counts[0] != counts[1]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.lab.cost.timing import Quartiles
-from residua.lab.study.definition import Study
 from residua.lab.study.picture import draw
 from residua.lab.study.results import (
     ALPHA,
@@ -91,9 +90,10 @@ def _setting(results: Results) -> list[str]:
         if len(tuning.finalist_seeds) > 1
         else f"seed {tuning.finalist_seeds[0]}"
     )
+    seen = "once" if study.epochs == 1 else f"{study.epochs} times"
     finals = f" The best {tuning.finalists} were trained in full with {judges} to choose between them."
     lines = [
-        f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most once. Seeds {_list(study.seeds)}, "
+        f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most {seen}. Seeds {_list(study.seeds)}, "
         "none of which tuned.",
         f"- Tuning: {_grid(tuning.over)}, then neighbours of the best, runs of {tuning.length:g} of the full length "
         f"with seed {tuning.seed}, at most {tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline "
@@ -281,9 +281,7 @@ def columns(results: Results) -> dict[str, Callable[[Row], str]]:
             f"vs {name}, equal {measure}": partial(difference_text, baseline=name, measure=measure)
             for name, measure in compared
         },
-        **{
-            f"vs {name}, worth": partial(_worth, baseline=name, study=results.study) for name in results.study.baselines
-        },
+        **{f"vs {name}, worth": partial(_worth, baseline=name) for name in results.study.baselines},
         **({"learned to copy": copying} if any(row.transitions for row in results.rows) else {}),
         "step time": lambda row: _ratio(row.cost),
         **({"compiled step": lambda row: _ratio(row.compiled)} if COMPILED in results.measures else {}),
@@ -325,12 +323,12 @@ def _difference(difference: Difference, seeds: int) -> str:
     return text if difference.estimate.count == seeds else f"{text} ({difference.estimate.count} seeds)"
 
 
-def _worth(row: Row, baseline: str, study: Study) -> str:
+def _worth(row: Row, baseline: str) -> str:
     """As many times the tokens, and the effective speed-up."""
     difference = row.difference(baseline, "tokens")
     if difference is None or difference.worth is None:
         return "–"
-    bound = {math.inf: f"> {max(study.longer_at(row.size), default=1.0):g}", 0.0: f"< {BELOW:g}"}
+    bound = {math.inf: f"> {difference.longest:.3g}", 0.0: f"< {BELOW:g}"}
     tokens = bound.get(difference.worth, f"{difference.worth:.2f}")
     timed = row.difference(baseline, "seconds")
     if timed is None:

@@ -47,8 +47,9 @@ class Difference:
                the timing too, which the seeds share: of the ratio, times the slope of the baseline's loss over the
                logarithm of the steps
     worth      as many times the tokens bring the baseline to the scheme's loss; infinite beyond its longest runs, 0
-               below the share BELOW
-    holm       p corrected for the number of primary contrasts; None for all others
+               below the share BELOW. None if those are no better than its shorter ones
+    longest    how many times as long as the scheme's those runs are; 1 without any
+    holm       p corrected for the number of primary contrasts, also those without runs yet; None for all others
     documents  at equal tokens, with the error of having these held-out documents and not others: of the study's text,
                "", and of a further one, "further_"; only where the records say it
     """
@@ -60,6 +61,7 @@ class Difference:
     cost: float = 1.0
     estimate: Contrast | None = None
     worth: float | None = None
+    longest: float = 1.0
     holm: float | None = None
     documents: Mapping[str, Contrast] = field(default_factory=dict)
 
@@ -260,9 +262,11 @@ class Results:
 
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
-    """The records of a study's runs. Raises InputError for one on data of another fingerprint."""
+    """The records of a study's runs. Raises InputError for one that no study wrote, or on other data."""
     rows = jsonlines.read(path)
     for row in rows:
+        for name in ("key", "kind", "size", "scheme", "connection", "point", "seed", "steps", "val_loss"):
+            require(name in row, str(path), f"records of a study's runs, each with {name}", shown(row))
         fingerprint = row.get("facts", {}).get("data", {}).get("fingerprint", data)
         name = f"{path}: the run {shown(row['key'])}"
         require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
@@ -321,11 +325,12 @@ def _primary(
         sides = [rows.get((place[0], name)) for name in place[1:]]
         if all(side is not None and side.whole for side in sides):
             difference = over_all_seeds.get(place) or _differences(*sides)[0]
-            if difference.p is not None:
+            if difference.p is not None and all(side.loss is not None for side in sides):
                 primary[place] = difference
     elsewhere = [*asked, *(each for row in rows.values() for each in row.differences if each.measure == "tokens")]
     contrasts = [difference.contrast for difference in primary.values()]
-    corrected = dict(zip(contrasts, holm([difference.p for difference in primary.values()])))
+    waiting = [1.0] * (sum(map(len, study.primary.values())) - len(primary))
+    corrected = dict(zip(contrasts, holm([*(difference.p for difference in primary.values()), *waiting])))
     for each in (*primary.values(), *elsewhere):
         each.holm = corrected.get(each.contrast)
     return primary
@@ -465,10 +470,10 @@ def _differences(row: Row, base: Row, further: Sequence[int] = ()) -> list[Diffe
         if error and estimate is not None:
             slope = statistics.fmean(at[seed][1] for seed in ours.keys() & theirs.keys())
             estimate = estimate.shared(slope * error)
-        worth = _worth(row, losses) if measure == "tokens" and estimate is not None else None
+        worth, longest = _worth(row, losses) if measure == "tokens" and estimate is not None else (None, 1.0)
         documents = _over_documents(row, base) if measure == "tokens" else {}
         differences.append(
-            Difference(row.size, row.scheme, base.scheme, measure, cost, estimate, worth, documents=documents)
+            Difference(row.size, row.scheme, base.scheme, measure, cost, estimate, worth, longest, documents=documents)
         )
     return differences
 
@@ -498,20 +503,24 @@ def _relative_costs(row: Row, base: Row) -> dict[str, tuple[float, float]]:
     return costs
 
 
-def _worth(row: Row, losses: Mapping[int, Mapping[int, float]]) -> float | None:
-    """After how many times as many steps as a row has a baseline has the same mean loss; see `Difference`."""
+def _worth(row: Row, losses: Mapping[int, Mapping[int, float]]) -> tuple[float | None, float]:
+    """After how many times as many steps as a row has a baseline has the same mean loss, and how many times as many its
+    longest runs have; see `Difference`."""
     runs = [losses[seed] for seed in row.losses if seed in losses]
     lengths = sorted(set.intersection(*map(set, runs))) if runs else []
     if len(lengths) < 2 or row.loss is None:
-        return None
+        return None, 1.0
     first, last = lengths[0], lengths[-1]
     means = [statistics.fmean(by_steps[steps] for by_steps in runs) for steps in (first, last)]
+    longest = last / row.steps
+    if means[1] >= means[0]:
+        return None, longest
     share = (row.loss.mean - means[0]) / (means[1] - means[0])  # of the way from the first length to the last
     if share > 1:
-        return math.inf
+        return math.inf, longest
     power = first**-ALPHA + share * (last**-ALPHA - first**-ALPHA)
     times = power ** (-1 / ALPHA) / row.steps
-    return times if times >= BELOW else 0.0
+    return times if times >= BELOW else 0.0, longest
 
 
 def _timed_together(row: Row, base: Row, compiled: bool) -> tuple[Record, Record] | None:

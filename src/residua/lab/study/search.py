@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -62,14 +63,14 @@ class Search:
                     losses[point, seed] = loss_of(record)
             return len(losses) == len(runs)
 
-        points = new = list(itertools.product(*self.over.values()))
+        points = new = list(dict.fromkeys(itertools.product(*self.over.values())))
         while new:
             if not trained((point, None) for point in new):
                 return list(runs.values()), None
             ranked = sorted(points, key=lambda point: losses[point, None])
             finite = [point for point in ranked if math.isfinite(losses[point, None])]
             room = None if self.budget is None else max(0, self.budget - len(points))
-            beside = (point for best in finite[:1] for point in self._beside(best) if point not in points)
+            beside = (point for best in finite[:1] for point in self._beside(best) if not _among(point, points))
             new = list(itertools.islice(beside, room))
             points = points + new
         done = trained(itertools.product(finite[: self.finalists], self.seeds))
@@ -94,6 +95,11 @@ class Search:
                     continue
                 if neighbour != point:
                     yield neighbour
+
+
+def _among(point: Point, others: Iterable[Point]) -> bool:
+    """Whether a point is one of the others, but for the rounding of a neighbour."""
+    return any(all(map(partial(math.isclose, rel_tol=1e-4), point, other)) for other in others)
 
 
 def winners(runs: Iterable[tuple[Any, int | None, float]], finalists: int, seeds: Sequence[int]) -> list[Any]:

@@ -158,7 +158,7 @@ class Outcome:
         """What a reader has to know: best values at the edge of what was tried, too few seeds."""
         notes = []
         for best in (result for result in self.results if result.won):
-            tried = [result.point for result in self.finite if result.group == best.group]
+            tried = [result.point for result in self.results if result.group == best.group]
             values = [
                 f"{key}={_text(best.point[key])}"
                 for key in self.sweep.tuned
@@ -290,4 +290,4 @@ def train_sweep(
 
 def _text(value: Any) -> str:
     """A value as it is written on a command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)  # YAML has dates

@@ -16,12 +16,13 @@ export function regimes(trace, tip, select) {
     identity: "--identity",
     projection: "--projection",
     reflection: "--reflection",
+    enlarging: "--line-4",
     "not a number": "--rule",
   };
   const found = panel(
     "regimes",
     "Regimes",
-    "The share of the tokens at which a sublayer keeps the state, projects or reflects; the sliders above set where one ends.",
+    "The share of the tokens at which a sublayer keeps the state, projects, reflects or, below zero, enlarges; the sliders above set where one ends.",
   );
   const total = h("table", {class: "numbers", "data-table": "regimes"});
   const place = canvas("regimes");

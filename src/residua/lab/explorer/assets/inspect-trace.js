@@ -43,7 +43,7 @@ export function quantitiesOf({facts, arrays: there}) {
   return [...gates, ...QUANTITIES].filter(({name}) => name in there);
 }
 
-export const REGIMES = ["identity", "projection", "reflection"];
+export const REGIMES = ["identity", "projection", "reflection", "enlarging"];
 
 /** Numbers over sublayers (or depth), tokens and perhaps rows and columns; some only at a sample of the tokens. */
 export class Field {
@@ -123,16 +123,18 @@ export async function loadTrace(number) {
   };
 }
 
-/** Where a gate stands: identity below the first threshold, reflection above the second, projection between. */
+/** Where a gate stands: identity below the first threshold, reflection above the second, projection between; of a gate
+ * below zero, enlarging beyond the first. */
 export function regime(beta, {identity, reflection}) {
   if (Number.isNaN(beta)) return "not a number";
+  if (beta < -identity) return "enlarging";
   if (beta < identity) return "identity";
   return beta > reflection ? "reflection" : "projection";
 }
 
 /** The shares of the tokens of each regime, and of those without a number, in a row of gates. */
 export function shares(betas, thresholds) {
-  const counts = {identity: 0, projection: 0, reflection: 0, "not a number": 0};
+  const counts = {identity: 0, projection: 0, reflection: 0, enlarging: 0, "not a number": 0};
   for (const beta of betas) counts[regime(beta, thresholds)] += 1;
   return Object.fromEntries(Object.entries(counts).map(([name, count]) => [name, count / betas.length]));
 }
