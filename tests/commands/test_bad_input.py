@@ -4,6 +4,7 @@ import errno
 import random
 import re
 import signal
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -42,7 +43,7 @@ STARTS = [
 ]
 VALUES = [
     *("", " ", "-", "--", "=", "0", "-1", "-0", "1.5", "nan", "-inf", "inf", "1e400", "1e-400", "1e-40", "0x10", "1_0"),
-    *("9" * 19, "9" * 30, str(2**63), str(2**64), "null", "true", "[", "{", "{}", "[1, 2]", "*a", "a: b", "é", "%s"),
+    *("9" * 30, "9" * 400, str(2**63), str(2**64), "null", "true", "[", "{", "{}", "[1, 2]", "*a", "a: b", "é", "%s"),
     *("!!python/name:os.system", '{"preset": 1}', '{"preset": "ddl", "value_channels": 1e9}', "ddl:", "ddl:a=b,c"),
     *("ddl:beta_init=1e400", "mhc:,", "..", "/", "a\nb", "\x1b[31mred", "%(prog)s"),
 ]
@@ -105,6 +106,14 @@ def test_what_the_machine_refuses_is_one_line(error, status, said, capsys, monke
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("residua: ")
     assert said in line
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_command_may_be_started_without_its_outputs(closed, monkeypatch):
+    """As by `2>&-`."""
+    monkeypatch.setattr(sys, closed, None)
+    assert main(["train", "--config", "nowhere"]) == 2
+    assert main(["schemes"]) == 0
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):

@@ -27,6 +27,7 @@ from transformers.models.auto import modeling_auto
 import residua
 from residua.errors import InputError
 from support.converted_models import ENCODED, IDS, SOUND, STARTS, WINDOWED, converted, lively, llama, model_of, whisper
+from support.tiny_models import tiny_model
 from support.tolerances import assert_close
 
 KINDS = ["hc", WINDOWED, "attnres-block"]
@@ -244,14 +245,15 @@ def test_a_folder_without_the_head_is_no_language_model(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_missing_weights_are_an_error(tmp_path):
-    converted("hc", torch.float32).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("ours", "part"), [(False, ".stream."), (True, ".up_proj.")])
+def test_missing_weights_are_an_error(ours, part, tmp_path):
+    (tiny_model("hc").float() if ours else converted("hc", torch.float32)).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    gone = next(name for name in tensors if ".stream." in name)
+    gone = next(name for name in tensors if part in name)
     save_file({name: x.clone() for name, x in tensors.items() if name != gone}, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match=gone):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        residua.load(tmp_path)
 
 
 LLAMA = {"model_type": "llama"}
@@ -263,6 +265,7 @@ LLAMA = {"model_type": "llama"}
         ({"base": {"model_type": "nothing"}}, "model type of transformers"),
         ({"base": {**LLAMA, "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
         ({"connection": "nothing", "layers": []}, "no preset"),
+        ({"layers": None}, "must say how a model was converted"),
     ],
 )
 def test_a_forged_configuration_is_refused(change, says, tmp_path):

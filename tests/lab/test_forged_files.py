@@ -171,6 +171,14 @@ def test_every_file_forged(file, place, capsys):
             assert_refused(capsys, arguments(command, place), place)
 
 
+@pytest.mark.parametrize("gone", ["dtype", "splits", "facts", "eos_token_id", "deep"])
+def test_an_index_of_data_that_lacks_a_key_or_is_deeper_than_any(gone, place, capsys):
+    path = place / "run/data/index.json"
+    kept = {key: value for key, value in json.loads(path.read_text()).items() if key != gone}
+    path.write_text("[" * 100_000 if gone == "deep" else json.dumps(kept))
+    assert_refused(capsys, arguments(EVALUATE, place), place)
+
+
 @pytest.mark.slow
 def test_what_was_not_forged_opens(place, capsys):
     shutil.copytree(place / "run", place / "other")

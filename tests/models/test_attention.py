@@ -133,3 +133,12 @@ def test_attention_takes_an_input_for_queries_keys_and_values(norm, projection):
     getattr(plain.model.layers[0].attention, projection).weight[:, 0] *= -1
     assert_close(model(ids).logits, plain(ids).logits)
     assert (model(ids).logits - before).abs().max() > 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_boolean_mask_says_what_is_seen(implementation):
+    model, ids = tiny_model("hc"), prompt(2, 5)
+    model.set_attn_implementation(implementation)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    assert_close(model(ids, attention_mask=mask).logits, model(ids).logits)

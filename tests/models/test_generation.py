@@ -118,6 +118,17 @@ def test_chunked_prefill(name):
     assert torch.equal(generate(model, ids, prefill_chunk_size=3), greedily(model, ids, 6))
 
 
+@torch.no_grad()
+@every_memory
+def test_a_cache_of_one_beginning_is_repeated(name):
+    model, ids = lively(name), prompt(1, 6)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :4], cache=cache)
+    cache.batch_repeat_interleave(3)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    assert_close(model(ids[:, 4:].expand(2, -1), cache=cache).logits, model(ids).logits[:, 4:].expand(2, -1, -1))
+
+
 @every_memory
 def test_going_on_from_a_kept_cache(name):
     """A cache of a shared beginning serves several continuations."""
@@ -231,6 +242,14 @@ def test_the_old_name_of_the_cache_is_deprecated_where_transformers_says_so(recw
 
 def a_converted_llama(name):
     return residua.convert(llama(torch.float32), name, start="fresh").eval()
+
+
+def test_a_converted_model_in_training_mode_generates_the_same():
+    """A new model of transformers is in training mode."""
+    model, ids = a_converted_llama("ddl-tc"), prompt(2, 4)
+    expected = greedily(model, ids, 6)
+    assert torch.equal(generate(model.train(), ids), expected)
+    assert model(ids).get(CACHE) is None
 
 
 @pytest.mark.slow

@@ -124,6 +124,17 @@ def test_a_wrong_scheme_set_later_is_refused():
         config.connection = {"preset": "frac", "num_fractions": 5}
 
 
+@pytest.mark.parametrize(("name", "wrong"), [("qk_norm", "postrope"), ("rope_theta", -1.0), ("rope_theta", 10**400)])
+def test_a_wrong_value_set_later_is_refused(name, wrong):
+    """As `from_pretrained(folder, qk_norm=...)` sets it."""
+    config = tiny_config()
+    assert config.base_model_tp_plan is not None
+    config.key_value_kernel = 4
+    assert config.base_model_tp_plan is None
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        setattr(config, name, wrong)
+
+
 def test_whole_numbers_do_for_numbers():
     config = ResiduaConfig(rope_theta=10000, rope_ratio=1, connection=DeepDelta(beta_init=1))
     assert config.rope_theta == 10000

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,10 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import residua
-from residua import AttentionResiduals, DeepDelta, HyperConnections, ManifoldHyperConnections
+from residua import (
+    AttentionResiduals,
+    DeepDelta,
+    HyperConnections,
+    ManifoldHyperConnections,
+    PooledHouseholder,
+    Residual,
+)
 from residua.connections import resolve
 from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, StreamAdapter, check_module
 from residua.testing.checks import run
+from residua.testing.diagnosis import _reordered
 from residua.testing.module import checks
 from support.processes import run_python
 
@@ -550,6 +559,37 @@ class OurConnection(ConnectionAdapter):
 @pytest.mark.parametrize("name", residua.connections.PRESETS)
 def test_no_scheme_of_ours_is_accused(name, adapter):
     check_module(adapter(resolve(name)))
+
+
+@pytest.mark.parametrize("adapter", [OurStream, OurConnection])
+def test_a_scheme_of_the_whole_sequence_is_not_accused_either(adapter):
+    report = check_module(adapter(PooledHouseholder(context="sequence")))
+    assert report.not_checked["streaming"] == "the scheme is not causal"
+
+
+def test_a_scheme_without_parameters_is_not_accused_either():
+    class Bare(OurConnection):
+        owns_norm = False
+
+        def build(self, dim):
+            return self.scheme.build(dim, self.num_sublayers, norm=lambda i: nn.Identity()).connections[self.index]
+
+    check_module(Bare(Residual()))
+
+
+def test_a_mistake_in_a_scheme_whose_state_has_parts_of_two_shapes_is_no_error_of_ours():
+    class Doubled(OurStream):
+        def forward(self, module, x, sublayers):
+            return 2 * module(x, sublayers)
+
+    with pytest.raises(CheckFailed) as failure:
+        check_module(Doubled(resolve("altup")))
+    assert "Error" not in str(failure.value)
+
+
+def test_parameters_without_rows_have_no_order():
+    pair = Mock(ours={"scale": torch.tensor(1.0), "bias": torch.arange(2.0)})
+    assert [*_reordered(pair, [1, 0])] == ["bias"]
 
 
 def test_an_unknown_mistake_is_described_where_no_weights_read_the_streams():

@@ -20,7 +20,7 @@ from residua import (
 )
 from residua.connections import DepthWeights, TensorSpec, register, registry
 from residua.connections.ends import Same
-from residua.testing import CONTRACT, CheckFailed, check_scheme
+from residua.testing import CONTRACT, CheckFailed, assert_close, check_scheme
 from residua.testing.contract import checks
 from support.looking import CountsAllRows, CountsKeptRows, Look
 
@@ -516,3 +516,10 @@ def test_the_fixture_without_a_mark_says_which_marks_there_are(pytester):
     pytester.makepyfile("def test_contract(residua_check): residua_check()")
     result = pytester.runpytest_inprocess("-p", "residua.testing.plugin")
     result.stdout.fnmatch_lines(["*residua_check needs one of the marks*residua_scheme*"])
+
+
+def test_only_finite_numbers_agree():
+    infinite = torch.tensor([float("inf"), 1.0])
+    for actual, expected in [(torch.tensor([0.0, 5.0]), infinite), (infinite, torch.tensor([0.0, 5.0]))]:
+        with pytest.raises(AssertionError, match="not finite"):
+            assert_close(actual, expected)

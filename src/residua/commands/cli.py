@@ -1,5 +1,6 @@
 """The command `residua`: run a command by its name, and report any error in one line."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from residua.errors import InputError, ReportedElsewhere, did_you_mean
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: 0, 1 for a failure at run time, 2 for bad input, 130 if interrupted,
     143 after SIGTERM."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the process, as by `2>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     with lasting_messages(), interrupts() as signals:

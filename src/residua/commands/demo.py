@@ -3,7 +3,6 @@
 import shlex
 from textwrap import wrap
 
-from residua.commands.base import INTERRUPTED, fail
 from residua.commands.compare import compared
 from residua.commands.signature import Output
 from residua.errors import Count
@@ -27,7 +26,7 @@ def demo(*, out: str = "runs/demo", steps: Count | None = None) -> int | Output:
     except KeyboardInterrupt:
         shortened = [] if steps is None else ["--steps", str(steps)]
         command = shlex.join(["residua", "demo", "--out", out, *shortened])
-        return fail(f"interrupted; resume with: {command}", INTERRUPTED)
+        raise KeyboardInterrupt(f"interrupted; resume with: {command}") from None
     parts = [*compared(result.comparison), *(f"picture: {path}" for path in result.pictures)]
     parts.append(f"open in a browser: {result.page}")
     for name, text in result.texts.items():

@@ -1,5 +1,6 @@
 """The command `residua prepare`."""
 
+import shlex
 from typing import Annotated
 
 from residua.commands.signature import Output
@@ -58,5 +59,5 @@ def prepare(
     facts = {"folder": str(data.folder), **data.facts}
     shown = {**facts, "folder": out}.items()
     rows = [[name, cell(value)[: 12 if name in DIGESTS else None]] for name, value in shown]
-    advice = f"train on it with: residua train --config tiny --data.path {out} --run DIR"
+    advice = f"train on it with: residua train --config tiny --data.path {shlex.quote(out)} --run DIR"
     return Output(facts, [(["what", "value"], rows), advice])

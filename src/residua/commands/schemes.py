@@ -1,7 +1,7 @@
 """The command `residua schemes`."""
 
 import csv
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from textwrap import TextWrapper, indent
 from typing import TYPE_CHECKING, Any
@@ -107,7 +107,7 @@ def _explained(name: str) -> Output:
             {
                 "name": field.name,
                 "value": getattr(scheme, field.name),
-                "default": field.default,
+                "default": None if field.default is MISSING else field.default,
                 "values": values(kind, field.name),
                 "meaning": meaning(kind, field.name),
             }

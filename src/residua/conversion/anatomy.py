@@ -73,12 +73,14 @@ class Conversion:
 
     @classmethod
     def from_json(cls, values: Any, source: object) -> "Conversion":
-        """Read what `as_json` returned. Raises InputError if the scheme is not installed."""
+        """Read what `as_json` returned. Raises InputError for anything else, or a scheme that is not here."""
         try:
             layers = [tuple(decoded(sublayer, Sublayer) for sublayer in layer) for layer in values["layers"]]
             return cls(resolve(values["connection"]), values["stack"], tuple(layers))
         except ValueError as error:
             raise InputError(f"{source}: {first_line(error)}") from error
+        except (LookupError, TypeError) as error:
+            raise InputError(f"{source} must say how a model was converted, got: {first_line(error)}") from error
 
 
 def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -17,7 +17,7 @@ from residua.conversion.flow import layer_streams
 from residua.conversion.opening import new_model, read_model
 from residua.conversion.probe import probe
 from residua.conversion.rebuild import stream_of
-from residua.errors import InputError, extra, first_line, require
+from residua.errors import InputError, extra, first_line, mapping, require
 from residua.models.evaluating import evaluating
 from residua.records.durable import file_sha256
 from residua.records.reading import read_json
@@ -51,10 +51,10 @@ def expect_digest(folder: Path, sha256: str) -> None:
 
 def base_connection(folder: Path) -> str | dict[str, Any]:
     """Return the residual scheme of the model in a folder: the plain residual, unless it was converted."""
-    config = read_json(folder / "config.json")
+    config = mapping(read_json(folder / "config.json"), str(folder / "config.json"))
     if config.get("model_type") != MODEL_TYPE:
         return "residual"
-    return describe(Conversion.from_json(config[KEY], folder / "config.json").scheme)
+    return describe(Conversion.from_json(config.get(KEY), folder / "config.json").scheme)
 
 
 def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["preserve", "fresh"]) -> PreTrainedModel:

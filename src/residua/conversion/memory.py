@@ -70,7 +70,10 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     mask = given.get("attention_mask")
     documents = _documents(trunk, tokens, given, placed="position_ids" in names)
     expect_told_apart(parts, mask, documents)
-    cache = cache_for(given, names, config, whole=trunk.training or documents is not None)
+    if trunk.training and given.get("use_cache") is None and "use_cache" in names:
+        given["use_cache"] = False
+    recomputed = any(x.training and getattr(x, "gradient_checkpointing", False) for x in (trunk, *stack))
+    cache = cache_for(given, names, config, whole=recomputed or documents is not None)
     padding = padding_of(tokens, mask, cache, documents)
     num_layers = max(len(stack), config.get_text_config().num_hidden_layers)
     return (), {**given, MEMORY: dict(zip(parts, memories(parts, cache, padding, documents, num_layers=num_layers)))}

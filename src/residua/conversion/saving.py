@@ -122,5 +122,6 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     """
     opened: Any = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
     model, info = opened
+    expect_weights(folder, info, "missing_keys", "mismatched_keys")
     expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")
     return model

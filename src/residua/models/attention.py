@@ -74,10 +74,15 @@ class AttentionContext(NamedTuple):
 def eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scaling + mask) v: (batch, heads, seq, head_dim) to (batch, seq, heads, head_dim), and weights."""
+    """softmax(q k^T scaling + mask) v: (batch, heads, seq, head_dim) to (batch, seq, heads, head_dim), and weights.
+
+    A boolean mask is true where a query sees a key.
+    """
     scores = at_least_float32(query @ key.mT * scaling)
     if mask is not None:
-        scores = scores + mask[..., : key.shape[-2]]
+        mask = mask[..., : key.shape[-2]]
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1).to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from residua.connections import Scheme, describe, resolve
-from residua.errors import check_types, extra
+from residua.errors import check_types, extra, types_of
 from residua.model_fields import ModelFields
 
 with extra("lab"):
@@ -100,10 +100,12 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("connection", "num_hidden_layers") and "base_model_tp_plan" in vars(self):
+        if name in types_of(ModelFields) and "base_model_tp_plan" in vars(self):
             scheme = self._describe_connection()
             check_types(self, ModelFields)
-            expect_fit(scheme, self.hidden_size, self.num_hidden_layers)
+            if name in ("connection", "num_hidden_layers"):
+                expect_fit(scheme, self.hidden_size, self.num_hidden_layers)
+            vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
 
     def _describe_connection(self) -> Scheme:
         """Store the scheme as a mapping with all its options. Return the scheme."""

@@ -96,6 +96,13 @@ class StreamLayer(LinearAttentionLayer):
         super().__init__(number_of_states=number_of_states)
         self.readouts = readouts
 
+    def batch_select_indices(self, indices: Any) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for i, state in self.conv_states.items():
+            self.conv_states[i] = None if state is None else state.repeat_interleave(repeats, 0)
+
     def crop(self, tokens_to_remove: int) -> None:
         if not self.record_past:  # it was added after drafts were announced, by a model that has only a hook for it
             raise ValueError(

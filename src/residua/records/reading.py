@@ -41,7 +41,7 @@ def parse_json(text: str, source: object) -> Any:
     """Return the value of a JSON text. Raises InputError for anything else; `source` names it in the message."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{source} must be JSON, got: {_reason(error)}") from error
 
 
@@ -58,7 +58,7 @@ def parse_yaml(text: str, source: object) -> Any:
 
     try:
         return yaml.load(text, _loader())
-    except (yaml.YAMLError, ValueError, LookupError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(f"{source} must be YAML, got: {_reason(error)}") from error
 
 

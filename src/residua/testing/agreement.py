@@ -39,7 +39,7 @@ def disagreement(
         return f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if not expected.numel():
         return None
-    if not actual.isfinite().all():
+    if not (actual.isfinite().all() and expected.isfinite().all()):
         return "not finite"
     relative, absolute = TOLERANCES[dtype or actual.dtype]
     expected = expected.to(torch.promote_types(actual.dtype, expected.dtype))

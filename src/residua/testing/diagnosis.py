@@ -136,7 +136,7 @@ def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 def _reordered(pair: Pair, order: list[int]) -> dict[str, Tensor]:
     """Return those of our parameters that have a row for each logit of H_pre, H_post and H_res, in another order."""
-    return {name: value[order] for name, value in pair.ours.items() if len(order) == len(value)}
+    return {name: value[order] for name, value in pair.ours.items() if value.shape[:1] == (len(order),)}
 
 
 def _constants(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -177,6 +177,8 @@ def _states(pair: Pair, x: Tensor) -> list[Any]:
 
 def _head(pair: Pair, state: Any, result: Tensor) -> str | None:
     """Return the known mistake that explains the output of the head; None if there is none."""
+    if not _alike(state):
+        return None
     if isinstance(state, tuple):
         rows = torch.stack(state, -2)
     elif state.dim() == result.dim() + 1:
@@ -211,8 +213,7 @@ def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tenso
 
         return call
 
-    state = stream.expand(pair.state())
-    if isinstance(state, Tensor) and state.dim() == 4:
+    if all(isinstance(state, Tensor) and state.dim() == 4 for state in _states(pair, pair.state())):
         for every, words in ((1, "sublayer"), (2, "block")):
             description = f"the streams are collapsed and expanded again after every {words}: they do not persist"
             yield description, run(None, every)
@@ -381,7 +382,7 @@ def _read(pair: Pair, connection: Connection, state: Any, actual: tuple, expecte
 
 def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, expected: tuple) -> str | None:
     """Return the known mistake that explains the input of the sublayer; None if there is none."""
-    if len(actual) != 1 or len(expected) != 1:
+    if len(actual) != 1 or len(expected) != 1 or not _alike(state):
         return None
     inputs, carry = connection.read(state)
     (result,) = actual
@@ -503,6 +504,11 @@ def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
         if agrees(call):
             return f"{symbol} is frozen: agrees with {symbol}.detach(), no gradient passes through it"
     return None
+
+
+def _alike(state: Any) -> bool:
+    """Return whether all tensors of a state have one shape, as sources have."""
+    return len({leaf.shape for leaf in tensors(state)}) == 1
 
 
 def _close(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> bool:

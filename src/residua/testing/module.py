@@ -84,8 +84,9 @@ def parameters(adapter: Adapter) -> None:
         expect(trained or not value.requires_grad, f"{name} is {frozen}: it stays frozen at its initial value")
     missing = sorted(params.keys() - theirs.keys())
     expect(not missing, f"parameters(): no value for {', '.join(missing)}, which would keep the initial values")
-    total = sum((value.sum() for value in theirs.values() if value.requires_grad), torch.zeros(()))
-    grads = torch.autograd.grad(total, list(pair.ours.values()), allow_unused=True)
+    start = torch.zeros((), requires_grad=True)  # there is a gradient, even of nothing else
+    total = sum((value.sum() for value in theirs.values() if value.requires_grad), start)
+    _, *grads = torch.autograd.grad(total, [start, *pair.ours.values()], allow_unused=True)
     unused = [name for name, grad in zip(pair.ours, grads) if grad is None]
     expect(not unused, f"parameters(): our {', '.join(unused)} is not used")
 
@@ -343,6 +344,8 @@ def causal(adapter: Adapter) -> None:
 @CHECKS.add
 def streaming(adapter: Adapter) -> None:
     """Token by token, as in generation, gives the numbers of the whole sequence."""
+    if not adapter.scheme.causal:
+        raise NotChecked("the scheme is not causal")
     if any(map(window_of, adapter.reference().parts)):
         raise NotChecked("the scheme looks back on earlier tokens, so your module needs a cache that we do not know")
     pair = Pair(adapter)
@@ -392,7 +395,7 @@ def large_logits(adapter: Adapter) -> None:
     finite = {}
     for side, call in (("ours", pair.reference), ("theirs", pair.candidate)):
         out = call(large, pair.state(), pair.sublayers())
-        grads = torch.autograd.grad(weighted(out), list(large.values()), allow_unused=True)
+        grads = torch.autograd.grad(weighted(out), list(large.values()), allow_unused=True) if large else ()
         finite[side] = all(x.isfinite().all() for x in [*tensors(out), *(grad for grad in grads if grad is not None)])
     if not finite["ours"]:
         raise NotChecked("ours overflows too")
@@ -404,9 +407,7 @@ def compiles(adapter: Adapter) -> None:
     """torch.compile gives the same numbers and gradients, with gradients of real size."""
     pair = Pair(adapter, dtype=torch.float32)
     call = pair.adapter.forward if pair.whole else pair.adapter.connect  # type: ignore[attr-defined]
-    with torch.no_grad():
-        for name, value in adapter.parameters(pair.ours).items():
-            pair.module.get_parameter(name).copy_(value)
+    pair.module.load_state_dict(dict(adapter.parameters(pair.ours)), strict=False)
     results = []
     for function in (call, torch.compile(call)):
         state = tree_map(lambda x: x.clone().requires_grad_(), pair.state())

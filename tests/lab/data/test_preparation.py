@@ -153,6 +153,14 @@ def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, 
     assert contents(out) == undisturbed[settings]
 
 
+def test_a_folder_with_hidden_files_alone_is_a_new_one(folder, undisturbed, small, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".gitkeep").touch()
+    prepare(folder, tmp_path / "out", **SETTINGS["bpe"])
+    (tmp_path / "out" / ".gitkeep").unlink()
+    assert contents(tmp_path / "out") == undisturbed["bpe"]
+
+
 def test_nothing_is_saved_while_a_document_waits_for_its_place(folder, small, tmp_path):
     """With a tiny fraction the document that is held out is known at the end only."""
     settings = {"tokenizer": "byte", "validation_fraction": 1e-12}

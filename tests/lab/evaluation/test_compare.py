@@ -111,6 +111,17 @@ def test_losses_of_other_contexts_are_said_to_be_no_comparison(make_run):
     assert not [note for note in compare([runs[0], runs[2]]).notes if "context" in note]
 
 
+def test_the_steps_of_a_run_that_was_trained_on_stand_whole_in_its_name(make_run):
+    runs = [make_run("a", steps=100), make_run("b", steps=100)]
+    for run, before in zip(runs, (12_345_678, 12_345_679)):
+        facts = json.loads((run / "facts.json").read_text())
+        resumed = [{"step": 50, "steps_before": before}]
+        (run / "facts.json").write_text(json.dumps(facts | {"resumed": resumed}))
+    assert [group.name for group in compare(runs).groups] == [
+        f"residual train.steps={before}, then 100" for before in ("12345678", "12345679")
+    ]
+
+
 def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_and_said(make_run):
     a, copy = make_run("a"), make_run("copy", offset=1.0)
     comparison = compare([a, a.parent / "." / "a", copy])

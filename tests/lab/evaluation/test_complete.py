@@ -2,7 +2,9 @@ import copy
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from residua.errors import InputError
 from residua.lab.data import byte_tokenizer
@@ -47,6 +49,35 @@ def test_what_a_model_says_of_its_generation_has_no_effect(own, model, tokenizer
     vars(kept).update(own)
     assert complete(other, tokenizer, "aaa", max_new_tokens=6, greedy=True) == expected
     assert other.generation_config is kept
+
+
+def always(model, token):
+    """The model, but one token is always the most probable."""
+    other = copy.deepcopy(model)
+
+    def choose(head, args, logits):
+        return F.one_hot(torch.full(logits.shape[:-1], token), logits.shape[-1]).to(logits)
+
+    other.lm_head.register_forward_hook(choose)
+    return other
+
+
+def words(vocabulary):
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def test_a_tokenizer_with_gaps_whose_decoder_drops_the_first_space(model):
+    """As of Llama 2. A token behind a gap is written, the end of text ends, and the prompt and the text are whole."""
+    tokenizer, pieces = words({"<unk>": 0, "▁fox": 1, "▁hen": 9, "</s>": 12}), []
+    texts = [
+        complete(always(model, token), tokenizer, "fox", max_new_tokens=3, greedy=True, on_text=pieces.append)
+        for token in (9, 12)
+    ]
+    assert texts == [" hen hen hen", ""]
+    assert "".join(pieces) == texts[0]
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -8,7 +8,7 @@ from residua.lab.geometry.measure import causality, stream_norms
 from residua.lab.geometry.models import MODELS, Architecture, match, row
 from support.variants import perturbed
 
-NAMES = [*MODELS, "attnres", "attnres-block"]
+NAMES = [*MODELS, "attnres", "attnres-block", "mudd"]
 MATCHED = [name for name in NAMES if name != "zero-layer"]
 PUBLISHED = {"dim": 128, "layers": 9, "heads": 4}
 QUICK = {"dim": 64, "layers": 3, "heads": 4}
@@ -127,6 +127,7 @@ def test_any_preset_and_any_option_can_be_named():
     assert all(row(name).connection == {"preset": name} for name in PRESETS if name not in MODELS)
     named = row("edelta-token:num_streams=8,penalty=0.0")
     assert named.connection == {"preset": "edelta", "context": "token", "num_streams": 8, "penalty": 0.0}
+    assert [row(name) for name in ("JPmHC", "edelta_stream")] == [row(name) for name in ("jpmhc", "edelta-stream")]
     assert row("ddl-cc:v_activation=linear,k_proj=true").connection["v_activation"] == "linear"
     model = architecture("edelta-token:num_streams=8").build()
     assert model.connections[0].scheme == EDelta(num_streams=8)

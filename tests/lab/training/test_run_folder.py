@@ -63,6 +63,18 @@ def test_resume_refuses_what_changes_the_numbers_and_names_it(tmp_path, fit):
     assert (folder / "config.yaml").read_bytes() == before
 
 
+def test_a_refused_resume_leaves_the_settings(tmp_path, fit):
+    """Of a run whose last checkpoint is damaged, so that it is not finished and cannot have more steps."""
+    folder = tmp_path / "run"
+    fit(folder, checkpoint_every=6, keep_checkpoints=2)
+    before = (folder / "config.yaml").read_bytes()
+    (folder / "checkpoints" / "step-12" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"train\.steps was 12, is 20"):
+        fit(folder, resume=True, steps=20)
+    assert (folder / "config.yaml").read_bytes() == before
+    assert fit(folder, resume=True)["step"] == 12
+
+
 def test_two_processes_do_not_share_a_folder(tmp_path, fit):
     """A lock of this process counts as that of another one."""
     fit(tmp_path / "run", batches=ToyBatches(signals={5: signal.SIGINT}))
@@ -158,7 +170,7 @@ def test_a_finished_run_whose_last_row_is_cut_returns_no_other(tmp_path, fit):
     fit(tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(KeyError, match="12"):
+    with pytest.raises(InputError, match=r"metrics\.jsonl must be rows up to step 12, got "):
         fit(tmp_path / "run", resume=True)
 
 

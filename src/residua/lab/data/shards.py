@@ -24,6 +24,7 @@ from residua.lab.data.split import Split
 from residua.lab.data.tokenizer import saved_tokenizer, tokenizer_hash
 from residua.records.durable import file_sha256
 from residua.records.reading import read_json
+from residua.records.tensors import undamaged
 
 with extra("lab"):
     import numpy as np
@@ -130,31 +131,32 @@ class PreparedData:
         Raises InputError if a file is missing, cut, edited or of another format.
         """
         folder = Path(folder)
-        index = _read_index(folder)
-        vocab_size, eos_token_id = index["vocab_size"], index["eos_token_id"]
-        splits = {split: SplitFiles.read(index["splits"][split]) for split in get_args(Split)}
-        tokenizer = None
-        with suppress(OSError):
-            tokenizer = tokenizer_hash(folder / "tokenizer")
-        if tokenizer != index["tokenizer_sha256"]:
-            raise InputError(f"{folder}: tokenizer/ is gone or did not make the tokens; prepare the data again")
+        with undamaged(folder / "index.json", "an index of prepared data", "prepare the data again"):
+            index = _read_index(folder)
+            vocab_size, eos_token_id = index["vocab_size"], index["eos_token_id"]
+            splits = {split: SplitFiles.read(index["splits"][split]) for split in get_args(Split)}
+            tokenizer = None
+            with suppress(OSError):
+                tokenizer = tokenizer_hash(folder / "tokenizer")
+            if tokenizer != index["tokenizer_sha256"]:
+                raise InputError(f"{folder}: tokenizer/ is gone or did not make the tokens; prepare the data again")
 
-        content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
-        content += [[name, [[x.tokens, x.sha256] for x in split.shards]] for name, split in splits.items()]
-        fingerprints = {
-            "fingerprint": _fingerprint(content),
-            "tokenizer_fingerprint": _fingerprint([vocab_size, eos_token_id, tokenizer]),
-        }
-        data = cls(
-            folder=folder,
-            vocab_size=vocab_size,
-            eos_token_id=eos_token_id,
-            fingerprint=fingerprints["fingerprint"],
-            facts=index["facts"] | fingerprints,
-            train=Tokens(folder, splits["train"].shards, DTYPES[index["dtype"]]),
-            validation=Tokens(folder, splits["validation"].shards, DTYPES[index["dtype"]]),
-            validation_bytes=splits["validation"].bytes,
-        )
+            content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
+            content += [[name, [[x.tokens, x.sha256] for x in split.shards]] for name, split in splits.items()]
+            fingerprints = {
+                "fingerprint": _fingerprint(content),
+                "tokenizer_fingerprint": _fingerprint([vocab_size, eos_token_id, tokenizer]),
+            }
+            data = cls(
+                folder=folder,
+                vocab_size=vocab_size,
+                eos_token_id=eos_token_id,
+                fingerprint=fingerprints["fingerprint"],
+                facts=index["facts"] | fingerprints,
+                train=Tokens(folder, splits["train"].shards, DTYPES[index["dtype"]]),
+                validation=Tokens(folder, splits["validation"].shards, DTYPES[index["dtype"]]),
+                validation_bytes=splits["validation"].bytes,
+            )
         files = data._files()
         for path, _, size in files:
             actual = path.stat().st_size if path.is_file() else None

@@ -4,7 +4,6 @@ For a large text, its progress.json notes what is safely on the disk.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 from residua.errors import InputError, RunError
 from residua.lab.data.shards import SplitFiles
 from residua.lab.data.split import Split
-from residua.records.durable import remove, sync, unlinked, write_text
+from residua.records.durable import publish, remove, sync, unlinked, write_text
 from residua.records.folder import LEASE, LOCK, hold
 from residua.records.progress import say
 from residua.records.reading import read_json
@@ -64,11 +63,10 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
             for path in folder.rglob("*"):
                 if path.is_file():
                     sync(path)
-            os.replace(folder, out)
+            publish(folder, out)
             for name in (PROGRESS, LOCK, LEASE):
                 (out / name).unlink(missing_ok=True)
             stage.saved = {}
-            sync(out.parent)
         except OSError as error:
             raise RunError(f"{out}: writing failed: {error.strerror}") from error
         finally:

@@ -235,8 +235,9 @@ def _name(run: Run, all_runs: Sequence[Run]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a setting for use in a name: numbers with 6 digits, texts such as fingerprints cut to 12 characters."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)[:12]
+    """Return a setting for use in a name: numbers with 6 digits, and 12 characters of a fingerprint."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text[:12] if len(text) == 64 else text
 
 
 def _notes(comparison: Comparison) -> list[str]:

@@ -67,14 +67,15 @@ def complete(
             f"{len(tokens)} + {max(max_new_tokens, 1)} tokens: shorten the prompt or ask for fewer new tokens"
         )
 
+    rows = model.config.get_text_config().vocab_size
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
         do_sample=not greedy,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
-        # A model may have more rows than the tokenizer has tokens; the other rows were never trained.
-        suppress_tokens=list(range(len(tokenizer), model.config.get_text_config().vocab_size)) or None,
+        # A model may have rows that are no token's, and were never trained: at the end, or in gaps of the tokenizer.
+        suppress_tokens=sorted({*range(rows)} - {*tokenizer.get_vocab().values()}) or None,
         **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
     )
     input_ids = torch.tensor([tokens], device=model.device)
@@ -85,9 +86,11 @@ def complete(
             attention_mask=torch.ones_like(input_ids),
             generation_config=settings,
             logits_processor=LogitsProcessorList([_Numbers()]),
-            streamer=None if on_text is None else _Pieces(tokenizer, on_text),
+            streamer=None if on_text is None else _Pieces(tokenizer, tokens, on_text),
         )
-    return tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
+    # Some decoders drop the space before the first token of a text, so the prompt is decoded too.
+    before, whole = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (tokens, output[0]))
+    return whole[len(before) :]
 
 
 @contextmanager
@@ -111,11 +114,12 @@ class _Numbers(LogitsProcessor):
 
 
 class _Pieces(TextStreamer):
-    """Pass each finished piece of text to a callback instead of printing it."""
+    """Pass each finished piece of the text after a prompt to a callback instead of printing it."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", on_text: Callable[[str], None]):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", prompt: list[int], on_text: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.on_text = on_text
+        self.token_cache, self.print_len = list(prompt), len(tokenizer.decode(prompt, skip_special_tokens=True))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:

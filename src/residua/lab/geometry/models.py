@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from residua.connections import Projection, Scheme, named, resolve
 from residua.connections.base import as_inputs
+from residua.connections.names import key, meaning
 from residua.errors import InputError, did_you_mean
 from residua.models.transformer import total_penalty
 
@@ -33,10 +34,13 @@ class Attention(nn.Module):
         self.qkv = Projection(dim, 3 * dim, std=STD)
         self.out = Projection(dim, dim, std=std_out)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         batch, seq, dim = x.shape
         heads = (batch, seq, self.num_heads, dim // self.num_heads)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        parts = self.qkv(x).chunk(3, -1)
+        if others:  # of a connection that reads three inputs
+            parts = [self.qkv(each).chunk(3, -1)[i] for i, each in enumerate((x, *others))]
+        q, k, v = (part.view(heads).transpose(1, 2) for part in parts)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, seq, dim))
 
@@ -184,6 +188,8 @@ def row(name: str) -> Row:
     hint = ""
     try:
         base, options = named(name)
+        spellings = {key(base), key(meaning(base))}
+        base = next((own for own in MODELS if key(own) in spellings), base)
         hint = "" if base in MODELS else did_you_mean(base, MODELS)
         model = MODELS.get(base, Row({"preset": base}))
         model = replace(model, connection={**model.connection, **options})

@@ -144,10 +144,10 @@ class TrainConfig:
     """
 
     steps: Count = setting(400, "optimizer steps")
-    batch_size: Count = setting(16, "sequences per micro-batch")
+    batch_size: Annotated[Count, at_most(2**20)] = setting(16, "sequences per micro-batch")
     sequence_length: Count = setting(128, "tokens per sequence")
     document_masks: bool = setting(False, "nothing in a model reads across the documents of a sequence")
-    gradient_accumulation: Count = setting(1, "micro-batches per step")
+    gradient_accumulation: Annotated[Count, at_most(2**20)] = setting(1, "micro-batches per step")
     lr: Positive = setting(1e-3, "peak learning rate")
     connection_lr_factor: Positive = setting(
         1.0, "factor on the learning rate of the connections' own parameters, norms left out"

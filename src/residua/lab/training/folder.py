@@ -47,7 +47,8 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
             )
         with writable(run.path):
             remove_partials(run.checkpoints)
-            write_text(run.config, write_yaml(dict(settings)))
+            if not resume:  # `RunState.restore` writes those of a run that goes on, once it is known that they fit
+                write_text(run.config, write_yaml(dict(settings)))
         try:
             yield run
         except InputError:

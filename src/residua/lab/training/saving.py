@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from residua.errors import InputError, RunError
+from residua.errors import InputError, RunError, require
 from residua.lab.training.checkpoint import (
     Checkpoint,
     drop_later,
@@ -22,9 +22,10 @@ from residua.lab.training.optimizer import learning_rate_factor
 from residua.lab.training.step import Step
 from residua.records import jsonlines
 from residua.records.durable import write_text
-from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_object, refuse_changes
+from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_object, refuse_changes, writable
 from residua.records.progress import say
 from residua.records.provenance import circumstances
+from residua.records.reading import write_yaml
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig
@@ -51,7 +52,10 @@ class RunState:
         return self.newest.step if self.newest else 0
 
     def restore(self) -> None:
-        """Load the newest complete checkpoint, if any, into the model. Only the first rank looks for it."""
+        """Load the newest complete checkpoint, if any, into the model, and write the settings of the run that goes on.
+
+        Only the first rank looks for it.
+        """
         newest = None
         with self._ranks.raise_together():
             if self.run.resume and self._ranks.first:
@@ -61,6 +65,9 @@ class RunState:
             step = self._step
             with self._ranks.raise_together():
                 load_checkpoint(self.newest, step.model, step.optimizer, device=step.device, rank=self._ranks.rank)
+        with self._ranks.raise_together(), writable(self.run.path):
+            if self.run.resume and self._ranks.first:
+                write_text(self.run.config, write_yaml(dict(self.run.settings)))
 
     def _checked(self) -> Checkpoint | None:
         """Return the newest complete checkpoint of this run, and drop the damaged ones after it. Raises InputError."""
@@ -90,7 +97,10 @@ class RunState:
         if self._ranks.first:
             say(f"{self.run.path}: this run is finished ({self.step} steps); more --train.steps train it on")
         with self._ranks.raise_together():
-            return {row["step"]: row for row in jsonlines.read(self.run.metrics)}[self.step]
+            rows = {row["step"]: row for row in jsonlines.read(self.run.metrics)}
+            found = f"{len(rows)} rows without it"
+            require(self.step in rows, str(self.run.metrics), f"rows up to step {self.step}", found)
+            return rows[self.step]
 
     @contextmanager
     def logging(self, *, gates: bool, progress: bool | Callable[[int], None]) -> Iterator[None]:
