@@ -101,9 +101,9 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in types_of(ModelFields) and "base_model_tp_plan" in vars(self):
-            scheme = self._describe_connection()
+            scheme = self._describe_connection() if name in ("connection", "num_hidden_layers") else None
             check_types(self, ModelFields)
-            if name in ("connection", "num_hidden_layers"):
+            if scheme is not None:
                 expect_fit(scheme, self.hidden_size, self.num_hidden_layers)
             vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
 
