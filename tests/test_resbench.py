@@ -664,7 +664,7 @@ def test_what_a_million_parameters_say_so_far():
     study = read_results(EXPERIMENTS / "resbench-1M")
     runs = records("resbench-1M/records.jsonl")
     devices = Counter(run["facts"]["device"] for run in runs)
-    assert (devices.pop("NVIDIA H200"), devices.total()) == (21, 7)
+    assert (devices.pop("NVIDIA H200"), devices.total()) == (21, 11)
     clear = {names[1:]: difference.estimate for names, difference in study.corrected.items() if difference.clear}
     leads = {names: (round(-each.mean, 2), round(each.half_width, 2)) for names, each in clear.items()}
     assert leads == {("residual+tc", "residual"): (0.78, 0.02), ("lambdas", "residual"): (0.66, 0.17)}
