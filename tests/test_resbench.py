@@ -11,7 +11,7 @@ from datetime import datetime
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
+from scipy.stats import spearmanr, ttest_ind
 
 from residua.connections import resolve
 from residua.lab.study.definition import load_study
@@ -464,12 +464,22 @@ def test_the_schemes_of_the_published_ranking(rows):
 
 
 def test_the_pairs_that_a_small_size_orders_as_a_larger_one(rows):
-    tables = script("tables")
-    large = {name: [*row.losses.values()] for name, row in rows["0.3M"].items()}
-    alike = tables.ordered_alike({name: [*rows["0.1M"][name].losses.values()] for name in large}, large)
-    assert (len(large), len(alike), sum(alike.values())) == (8, 23, 19)
-    assert all(any(name.startswith("ddl-tc") for name in pair) for pair, kept in alike.items() if not kept)
-    assert [round(100 * share) for share in tables.share_alike(alike, [*large])] == [47, 100]
+    small, large = rows["0.1M"], rows["0.3M"]
+    same = {}
+    for pair in itertools.combinations(sorted(large), 2):
+        ours, theirs = (list(large[name].losses.values()) for name in pair)
+        if ttest_ind(ours, theirs, equal_var=False).pvalue < 0.05:
+            first, second = ([row[name].loss.mean for name in pair] for row in (small, large))
+            same[pair] = (first[0] < first[1]) == (second[0] < second[1])
+    assert (len(large), len(same), sum(same.values())) == (8, 23, 19)
+    assert all(any(name.startswith("ddl-tc") for name in pair) for pair, kept in same.items() if not kept)
+
+    draws, shares = np.random.default_rng(0), []
+    for _ in range(10_000):
+        pairs = itertools.combinations(sorted(draws.choice(sorted(large), len(large))), 2)
+        kept = [same[pair] for pair in pairs if pair in same]
+        shares += [np.mean(kept)] if kept else []
+    assert [round(100 * share) for share in np.quantile(shares, [0.025, 0.975])] == [47, 100]
 
 
 def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
@@ -624,10 +634,11 @@ def test_what_the_audits_say_of_the_gates():
 
 
 def test_what_remains_on_labels_that_do_not_repeat():
-    losses = script("tables").split_losses("0.3M")
-    pairs = read_results(EXPERIMENTS / "resbench-1M").study.primary["1M"]
+    tables = script("tables")
+    pairs = tables.remaining()
+    losses = {name: tables.split_losses(name) for pair in pairs for name in pair}
     seeds = {1, 2, 3, 4, 5}
-    assert set.intersection(*({*losses[name]} for pair in pairs for name in pair)) == seeds
+    assert set.intersection(*({*runs} for runs in losses.values())) == seeds
 
     def apart(first, second, column):
         return welch(*([losses[name][seed][column] for seed in seeds] for name in (first, second)))

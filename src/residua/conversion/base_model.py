@@ -17,10 +17,10 @@ from residua.conversion.flow import layer_streams
 from residua.conversion.opening import new_model, read_model
 from residua.conversion.probe import probe
 from residua.conversion.rebuild import stream_of
-from residua.errors import InputError, extra, first_line, mapping, require
+from residua.errors import InputError, extra, first_line, require
 from residua.models.evaluating import evaluating
 from residua.records.durable import file_sha256
-from residua.records.reading import read_json
+from residua.records.folder import read_object
 
 with extra("lab"):
     from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ def expect_digest(folder: Path, sha256: str) -> None:
 
 def base_connection(folder: Path) -> str | dict[str, Any]:
     """Return the residual scheme of the model in a folder: the plain residual, unless it was converted."""
-    config = mapping(read_json(folder / "config.json"), str(folder / "config.json"))
+    config = read_object(folder / "config.json")
     if config.get("model_type") != MODEL_TYPE:
         return "residual"
     return describe(Conversion.from_json(config.get(KEY), folder / "config.json").scheme)
@@ -96,7 +96,7 @@ def rebuild_base(folder: Path) -> PreTrainedModel:
     """
     file = folder / "config.json"
     try:
-        return new_model(ConvertedConfig.from_dict(read_json(file)))
+        return new_model(ConvertedConfig.from_dict(read_object(file)))
     except Exception as error:  # transformers raises many kinds
         raise InputError(f"{file} must hold the configuration of a converted model: {first_line(error)}") from error
 

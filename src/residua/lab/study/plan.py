@@ -89,7 +89,7 @@ class Plan:
         self.sizes = [name for name in study.sizes if sizes is None or name in sizes]
         self.data = str(data)
         self.prepared = PreparedData.open(data)
-        self._settings, self._has_parameters = cache(self._read), cache(_has_parameters)
+        self._settings, self._rated = cache(self._read), cache(self._has_parameters)
         self._bases: dict[str, PreTrainedConfig] = {}
         self._done: dict[tuple[str, str], tuple[list[Run], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
@@ -195,8 +195,7 @@ class Plan:
         start = self.chosen(before[-1], scheme, finished) if before else {}
         if start is None:
             return [], None
-        width = self.model(self.config(size, scheme)).get_text_config().hidden_size
-        rated = self._has_parameters(study.schemes[scheme].connection, width)
+        rated = self._rated(size, scheme)
         over = {key: values for key, values in tuning.over.items() if key != "train.connection_lr_factor" or rated}
         expected = f"a key for {scheme} too, which has no parameters of its own, such as train.lr"
         require(bool(over or before), "tuning.over", expected, dict(tuning.over))
@@ -283,6 +282,13 @@ class Plan:
             self._bases[settings] = ConvertedConfig.from_dict(json.loads(saved))
         return self._bases[settings]
 
+    def _has_parameters(self, size: str, scheme: str) -> bool:
+        """Whether a scheme has parameters of its own, so that they can have a learning rate of their own."""
+        width = self.model(self.config(size, scheme)).get_text_config().hidden_size
+        small = partial(ResiduaConfig, vocab_size=64, hidden_size=width, num_hidden_layers=2, num_attention_heads=1)
+        own, none = (small(connection=name) for name in (self.study.schemes[scheme].connection, "residual"))
+        return parameters(own)["connections"] != parameters(none)["connections"]
+
     def _count(self, config: RunConfig) -> int:
         return parameters(self.model(config))["total"]
 
@@ -296,13 +302,6 @@ class Plan:
         wider = ResiduaConfig(**{**plain.to_dict(), "intermediate_size": width + 1})
         counts = [parameters(model)["total"] for model in (plain, wider)]
         return width + round((self._count(other) - counts[0]) / (counts[1] - counts[0]))
-
-
-def _has_parameters(connection: str, width: int) -> bool:
-    """Whether a scheme has parameters of its own, so that they can have a learning rate of their own."""
-    small = partial(ResiduaConfig, vocab_size=64, hidden_size=width, num_hidden_layers=2, num_attention_heads=1)
-    counts = [parameters(small(connection=name))["connections"] for name in (connection, "residual")]
-    return counts[0] != counts[1]
 
 
 def _pinned(study: Study) -> Study:

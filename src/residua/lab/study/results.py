@@ -32,6 +32,8 @@ FAILED = 3.0
 has no part in the noise that a size shares, and its differences have its own."""
 FEWEST_ROUNDS = 9
 """With fewer rounds of time measurements the error of their median is not known, and nothing is compared."""
+RUN = {"key", "kind", "size", "scheme", "connection", "point", "seed", "steps", "val_loss"}
+"""What every record of a run has."""
 NORMAL = statistics.NormalDist()
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
@@ -265,8 +267,7 @@ def read_runs(path: Path, data: str | None) -> list[Record]:
     """The records of a study's runs. Raises InputError for one that no study wrote, or on other data."""
     rows = jsonlines.read(path)
     for row in rows:
-        for name in ("key", "kind", "size", "scheme", "connection", "point", "seed", "steps", "val_loss"):
-            require(name in row, str(path), f"records of a study's runs, each with {name}", shown(row))
+        require(row.keys() >= RUN, str(path), f"records of a study's runs, each with {', '.join(sorted(RUN))}", row)
         fingerprint = row.get("facts", {}).get("data", {}).get("fingerprint", data)
         name = f"{path}: the run {shown(row['key'])}"
         require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
