@@ -29,7 +29,7 @@ def test_ten_million_parameters_take_25_minutes(planned):
     plan = planned("resbench-gpu.yaml", 2048, tokens)
     (size,) = forecast(plan, 100e12)
     assert 15 < 60 * size.hours < 25
-    assert (size.runs, size.schemes) == (9 + 6, 3)
+    assert (size.runs, size.schemes) == (9 + 9, 3)
     config = plan.config("10M", "residual")
     assert config.train.sequence_length == config.model.max_position_embeddings == 1024
     assert 10e6 < size.tokens / plan.study.tokens_per_parameter < 11e6
