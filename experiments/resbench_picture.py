@@ -1,4 +1,4 @@
-"""Draw ResBench's leads over the plain residual at both sizes, and on which labels they lie: docs/resbench-lead.png.
+"""Draw ResBench's leads over the plain residual at 0.1M and 0.3M, and on which labels they lie: docs/resbench-lead.png.
 
 python experiments/resbench_picture.py
 """

@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -418,43 +418,100 @@ def copying_table() -> str:
     return markdown([*header, "repeated labels", "all others"], lines)
 
 
-def remaining() -> list[tuple[str, str]]:
-    """The pairs that the study of one million parameters compares too."""
-    from residua.lab.study.definition import read_folder
-
-    return list(read_folder(HERE / "resbench-1M").primary["1M"])
+SPLIT = {"0.1M": "resbench-fresh", "1M": "resbench-1M", "10M": "resbench-10M"}
+"""Where the losses of a size are split by label, beside resbench-headline.jsonl, which has those of 0.3M."""
 
 
-def split_losses(scheme: str) -> dict[int, tuple[float, ...]]:
-    """At 0.3M, by seed, the loss of all labels, of repeated ones, of all others, and of the others of the second text.
+def split_losses(size: str) -> dict[str, dict[int, tuple[float, ...]]]:
+    """By scheme and seed, the loss of all labels, repeated ones, all others, and all others of the second text.
 
-    ddl-tc is taken at the settings of its form that does not erase.
+    At 0.3M ddl-tc is taken at the settings of its form that does not erase, as at 1M.
     """
-    runs = [run for run in records("resbench-headline.jsonl") if run["size"] == "0.3M"]
-    like = "ddl-tc-write-only" if scheme == "ddl-tc" else scheme
-    point = next(run["point"] for run in runs if run["scheme"] == like)
-    return {
-        run["seed"]: (run["val_loss"], *run["split"][-1][1:], run["further_split"][-1][2])
-        for run in runs
-        if run["scheme"] == scheme and run["point"] == point
-    }
+    from residua.lab.study.results import read_results
+
+    if size == "0.3M":
+        runs = [run for run in records("resbench-headline.jsonl") if run["size"] == size]
+        points = {run["scheme"]: run["point"] for run in reversed(runs)}
+        points["ddl-tc"] = points["ddl-tc-write-only"]
+        runs = [run for run in runs if run["point"] == points[run["scheme"]]]
+    else:
+        rows = read_results(HERE / SPLIT[size]).rows
+        runs = [run for row in rows if row.whole for run in row.reported]
+    losses: dict[str, dict[int, tuple[float, ...]]] = {}
+    for run in runs:
+        ends = run["val_loss"], *run["split"][-1][1:], run["further_split"][-1][2]
+        losses.setdefault(run["scheme"], {})[run["seed"]] = ends
+    return losses
 
 
-def remaining_table() -> str:
-    """What two schemes differ by at 0.3M on repeated labels and on all others, over the seeds that every row has."""
+def split_table(size: str) -> str:
+    """What the planned pairs of a size, of 1M at 0.3M, differ by on each kind of label, over the seeds of every row."""
+    from residua.lab.study.results import read_results
     from residua.records.statistics import welch
 
-    pairs = remaining()
-    losses = {name: split_losses(name) for name in dict.fromkeys(chain.from_iterable(pairs))}
-    seeds = sorted(set.intersection(*(set(runs) for runs in losses.values())))
+    planned = size if size in SPLIT else "1M"
+    results, losses = read_results(HERE / SPLIT[planned]), split_losses(size)
+    pairs = [pair for pair in results.study.primary[planned] if losses.keys() >= {*pair}]
+    seeds = sorted(set.intersection(*(set(losses[name]) for name in chain.from_iterable(pairs))))
     lines = []
     for pair in pairs:
         sides = (zip(*(losses[name][seed] for seed in seeds)) for name in pair)
         contrasts = [welch(*both) for both in zip(*sides)]
         cells = [f"{contrast.mean:+.3f} ± {contrast.half_width:.3f}" for contrast in contrasts]
+        if planned == size:
+            cells[0] = lead(results.corrected[(size, *pair)])
         lines.append([" − ".join(f"`{name}`" for name in pair), *cells])
     header = [f"loss of the first − the second, {len(seeds)} seeds", "all labels", "repeated labels", "all others"]
     return markdown([*header, "all others, second text"], lines)
+
+
+def ordered_alike(small: dict[str, list[float]], large: dict[str, list[float]]) -> dict[tuple[str, str], bool]:
+    """Of the pairs that the larger size separates (Welch, p < 0.05), those that the smaller orders as it does."""
+    from residua.records.statistics import welch
+
+    means = [{name: statistics.fmean(values) for name, values in losses.items()} for losses in (small, large)]
+    return {
+        (first, second): len({mean[first] < mean[second] for mean in means}) == 1
+        for first, second in combinations(sorted(large), 2)
+        if welch(large[first], large[second]).p_value < 0.05
+    }
+
+
+def share_alike(alike: dict[tuple[str, str], bool], schemes: list[str]) -> tuple[float, float]:
+    """The 95 % interval of the share of `ordered_alike`, over the choice of schemes: the bootstrap, 10,000 draws.
+
+    If all are alike, those of every draw are. Then it is the exact interval of as many pairs as schemes, less one.
+    """
+    import numpy as np
+    from scipy.stats import binomtest
+
+    if all(alike.values()):
+        low, high = binomtest(len(schemes) - 1, len(schemes) - 1).proportion_ci()
+        return float(low), float(high)
+    draws, shares = np.random.default_rng(0), []
+    for _ in range(10_000):
+        drawn = combinations(sorted(draws.choice(sorted(schemes), len(schemes))), 2)
+        kept = [alike[pair] for pair in drawn if pair in alike]
+        shares += [np.mean(kept)] if kept else []
+    low, high = np.quantile(shares, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def decisions_table() -> str:
+    """How many of the pairs that 1M separates a smaller size orders alike, by all labels and by those not repeated."""
+    large = split_losses("1M")
+    lines = []
+    for size in ("0.1M", "0.3M"):
+        both, cells = (split_losses(size), large), []
+        for column in (0, 2):
+            small_to_large = [
+                {name: [losses[column] for losses in runs[name].values()] for name in large} for runs in both
+            ]
+            alike = ordered_alike(*small_to_large)
+            low, high = share_alike(alike, list(large))
+            cells.append(f"{sum(alike.values())} of {len(alike)} ({100 * low:.0f} % to {100 * high:.0f} %)")
+        lines.append([size, *cells])
+    return markdown(["size", "all labels", "labels that do not repeat"], lines)
 
 
 def preserved_table() -> str:
@@ -584,7 +641,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
     "docs/reproduce.md": {"paper": paper_table, "results": results_table},
     "docs/resbench.md": {"resbench": resbench_table},
-    "docs/resbench-methods.md": {"copying": copying_table, "remaining": remaining_table, "fresh": fresh_table},
+    "docs/resbench-methods.md": {
+        "copying": copying_table,
+        "remaining": partial(split_table, "0.3M"),
+        "million": partial(split_table, "1M"),
+        "decisions": decisions_table,
+        "ten": partial(split_table, "10M"),
+        "fresh": fresh_table,
+    },
     "docs/retrofit.md": {
         "largest": largest_logit,
         "preserved": preserved_table,

@@ -1,4 +1,4 @@
-"""The studies that nobody has run can be planned, and take the time that the pages say."""
+"""The studies for a GPU can be planned, and take the time that the pages say."""
 
 import pytest
 

@@ -110,8 +110,9 @@ def _setting(results: Results) -> list[str]:
         ),
         f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
         f"- Corpus: {_text(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
-        f"- {len(results.corrected)} primary contrasts at equal tokens, named before their runs; p-values are "
-        "corrected for their number by Holm's method. Everything else is descriptive.",
+        f"- Primary contrasts at equal tokens, named before their runs: {sum(map(len, study.primary.values()))}, "
+        f"{len(results.corrected)} of them finished. p-values are corrected for all of them by Holm's method. "
+        "Everything else is descriptive.",
     ]
     if results.unfinished:
         lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(results.unfinished))}.")
@@ -234,6 +235,7 @@ def _reading(results: Results) -> list[str]:
     )
     if not times:
         equal = "not compared, as the baselines have no longer runs."
+    compiled = COMPILED in results.measures
     return [
         "- A difference is the scheme's last validation loss minus the baseline's, in nats per token, mean ± half of "
         "the 95 % interval (Student's t). Below zero is better. The noise is that which all schemes of a size share, "
@@ -251,8 +253,8 @@ def _reading(results: Results) -> list[str]:
         "- Step time: in interleaved rounds, process time of one thread on a CPU, the device's time on a GPU; median "
         "and quartiles of the ratio to the first baseline, as timed last. At equal seconds two are compared by the "
         "newest rounds in which both took turns. The intervals contain the error of the median, as the quartiles tell "
-        f"it, and {SESSIONS:.0%} from one session of measurements to the next. "
-        "A compiled step goes through `torch.compile`; the runs took the other.",
+        f"it, and {SESSIONS:.0%} from one session of measurements to the next."
+        + (" A compiled step goes through `torch.compile`; the runs took the other." if compiled else ""),
         "- FLOPs: matrix products, and one for each element of every other operation.",
         "- Peak: what a process with the model grows by in two steps.",
     ]
