@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from datetime import datetime
 
 import numpy as np
@@ -691,15 +692,33 @@ def test_what_a_million_parameters_say(million, rows):
     assert edge == {"residual": 0.032, "lambdas+tc": 0.004, "ddl-tc": 0.004}
     ddl, scales = rows["0.3M"]["ddl-tc-write-only"], rows["0.3M"]["lambdas+tc"]
     assert round(ratio(ddl) / ratio(scales), 2) == 1.27
+    wide = rows["0.1M-wide"]
+    leads = [gain(wide["ddl-tc-write-only"]) - gain(wide[name]) for name in ("residual+tc", "lambdas+tc")]
+    assert [round(lead, 2) for lead in leads] == [0.02, 0.01], "in two layers"
 
 
-def test_the_plain_residual_at_a_lower_rate(million):
-    lower = {run["point"]["train.lr"]: run for run in records("resbench-1M-rates.jsonl")}[0.008]
+def test_the_plain_residual_at_lower_rates(million):
+    lower = {run["point"]["train.lr"]: run for run in records("resbench-1M-rates.jsonl") if run["seed"] == 211}
     ours, theirs = (million.row("1M", name).reported for name in ("residual+tc", "residual"))
-    (ours,), (theirs,) = ([run for run in runs if run["seed"] == lower["seed"]] for runs in (ours, theirs))
-    assert (lower["seed"], lower["transition"], lower["steps"]) == (211, None, theirs["steps"])
-    assert [round(run["val_loss"] - ours["val_loss"], 2) for run in (lower, theirs)] == [0.55, 0.78]
-    assert [round(run["split"][-1][2] - ours["split"][-1][2], 2) for run in (lower, theirs)] == [0.05, 0.23]
+    (ours,), (theirs,) = ([run for run in runs if run["seed"] == 211] for runs in (ours, theirs))
+    same = {"seed": 211, "steps": theirs["steps"], "transition": None}
+    assert all(same.items() <= run.items() for run in lower.values())
+    three = theirs, lower[0.016], lower[0.008]
+    assert [round(run["val_loss"] - ours["val_loss"], 2) for run in three] == [0.78, 0.64, 0.55]
+    assert [round(run["split"][-1][2] - ours["split"][-1][2], 2) for run in three] == [0.23, 0.11, 0.05]
+
+
+def test_the_search_of_a_million_parameters(million):
+    """Its runs are as long as the reported ones, with a seed of their own."""
+    tuned = {(run["scheme"], run["point"]["train.lr"]): run for run in records("resbench-1M/records.jsonl")
+             if run["kind"] == "tune"}  # fmt: skip
+    assert {run["steps"] for run in tuned.values()} == {million.rows[0].steps}
+    chosen = {row.scheme: tuned[row.scheme, row.point["train.lr"]]["val_loss"] for row in million.rows}
+    assert round(chosen["residual"] - chosen["residual+tc"], 2) == 0.34
+    assert round(chosen["ddl-tc-write-only"] - chosen["ddl-tc"], 3) == 0.009
+    assert round(tuned["residual", 0.016]["val_loss"] - chosen["residual"], 4) == 0.0006
+    assert all(tuned["residual", rate]["transition"] is not None for rate in (0.016, 0.032))
+    assert tuned["residual", 0.008]["transition"] is None
 
 
 def test_the_runs_of_a_million_parameters():
@@ -710,11 +729,14 @@ def test_the_runs_of_a_million_parameters():
     alone, beside_others = minutes[:-4], minutes[-4:]
     assert [round(each, 1) for each in (alone[0], alone[-1])] == [1.5, 4.5], "study.md"
     assert {round(each) for each in beside_others} == {11}
+    on_cpu = Counter(run["facts"]["cpu"].split("(")[0] for run in runs if run not in on_gpu)
+    assert on_cpu == {"Intel": 9, "AMD EPYC": 2}
+    reported = {(run["scheme"], run in on_gpu) for run in runs if run["kind"] == "report"}
+    both = {name for name, gpu in reported if (name, not gpu) in reported}
+    assert {name for name, gpu in reported if gpu} - both == {*BASELINES}
+    assert {name for name, gpu in reported if not gpu} - both == {"residual+tc", "lambdas+tc"}
     documents = {len(run["further_documents"]["nats"]) for run in runs if "further_documents" in run}
     assert documents == {1469}, "also of the fresh seeds, which have the same text"
-    tuned = {run["point"]["train.lr"]: run for run in runs if (run["scheme"], run["kind"]) == ("residual", "tune")}
-    assert 0 < tuned[0.016]["val_loss"] - tuned[0.032]["val_loss"] < 0.0006
-    assert all(tuned[rate]["transition"] is not None for rate in (0.016, 0.032))
 
 
 @pytest.mark.parametrize(
@@ -733,6 +755,8 @@ def test_the_pairs_that_a_size_orders_otherwise_than_a_million(size, column, oth
     )
     alike = tables.ordered_alike(small, large)
     assert len(alike) == 12
+    if (size, column) == ("0.3M", 0):
+        assert round(statistics.fmean(small["residual"]) - statistics.fmean(small["lambdas"]), 4) == 0.0004
     assert {pair for pair, same in alike.items() if not same} == otherwise
 
 
@@ -740,7 +764,16 @@ def test_what_ten_million_parameters_say():
     study = read_results(EXPERIMENTS / "resbench-10M")
     runs = records("resbench-10M/records.jsonl")
     assert (len(runs), {run["facts"]["device"] for run in runs}) == (15, {"NVIDIA H200"})
-    assert round(sum(run["seconds"] for run in runs) / 60) == 62, "study.md"
+    busy = set()
+    for run in runs:
+        start = int(datetime.fromisoformat(run["facts"]["date"]).timestamp())
+        busy |= {*range(start, start + round(run["seconds"]))}
+    assert round(len(busy) / 60) == 17, "study.md"
+    short = {run["point"]["train.lr"]: run for run in runs if (run["scheme"], run["kind"]) == ("residual", "tune")}
+    assert round(short[0.004]["split"][-1][2] - short[0.008]["split"][-1][2], 2) == 0.02
+    (text,) = {run["facts"]["data"]["train_tokens"] for run in runs}
+    (read,) = {run["tokens"] for run in runs if run["kind"] == "report"}
+    assert round(read / text, 2) == 1.75
     (difference,) = study.corrected.values()
     assert (difference.scheme, difference.clear) == ("residual+tc", True)
     assert difference.holm == pytest.approx(2 * difference.p)

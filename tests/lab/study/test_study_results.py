@@ -239,6 +239,7 @@ def test_primary_contrasts_are_one_family_and_the_rest_is_not_corrected():
     assert row_of(found).difference("residual", "seconds").holm is None
     assert row_of(found, "hc").difference("residual", "tokens").holm is None
     assert "named before their runs: 3, 2 of them finished" in markdown(found)
+    assert "No primary contrast was named" in markdown(planted(schemes=schemes, primary={}))
     assert f"| small | `ddl` − `residual` | -0.2000 ± {lead.estimate.half_width:.4f} |" in markdown(found)
 
 

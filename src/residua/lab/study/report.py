@@ -92,6 +92,7 @@ def _setting(results: Results) -> list[str]:
     )
     seen = "once" if study.epochs == 1 else f"{study.epochs} times"
     finals = f" The best {tuning.finalists} were trained in full with {judges} to choose between them."
+    named = sum(map(len, study.primary.values()))
     lines = [
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most {seen}. Seeds {_list(study.seeds)}, "
         "none of which tuned.",
@@ -110,9 +111,10 @@ def _setting(results: Results) -> list[str]:
         ),
         f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
         f"- Corpus: {_text(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
-        f"- Primary contrasts at equal tokens, named before their runs: {sum(map(len, study.primary.values()))}, "
-        f"{len(results.corrected)} of them finished. p-values are corrected for all of them by Holm's method. "
-        "Everything else is descriptive.",
+        f"- Primary contrasts at equal tokens, named before their runs: {named}, {len(results.corrected)} of them "
+        "finished. p-values are corrected for all of them by Holm's method. Everything else is descriptive."
+        if named
+        else "- No primary contrast was named before the runs, so everything is descriptive.",
     ]
     if results.unfinished:
         lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(results.unfinished))}.")
