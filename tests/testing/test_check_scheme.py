@@ -477,12 +477,16 @@ def test_compile_is_checked_on_request():
         checks(compiled=True)["compiles"](scheme_of(Breaks))
 
 
-def test_the_numbers_of_the_caller_are_left_alone():
+def test_the_numbers_of_the_caller_are_left_alone(monkeypatch):
+    """Also those of a GPU, which `torch.manual_seed` would seed."""
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     check_scheme(Residual())
     assert torch.equal(torch.rand(2), expected)
+    assert seeds == []
 
 
 def test_the_plugin_makes_a_test_of_each_check(pytester, monkeypatch):

@@ -286,7 +286,7 @@ def build_model(
         InputError: the model's vocabulary is smaller than the tokenizer's, or the base cannot be used.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seed)
+        torch.default_generator.manual_seed(config.train.seed)
         if isinstance(config.model, BaseModelConfig):
             return _built_on_base(config.model, config.train.sequence_length, tokenizer, kept, verify_base)
         return _built_from_scratch(config.model, tokenizer)

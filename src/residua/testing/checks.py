@@ -61,7 +61,7 @@ def seeded(check: Check) -> Check:
     @wraps(check)
     def run_seeded(subject: Any) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             check(subject)
 
     return run_seeded

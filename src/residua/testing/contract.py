@@ -570,7 +570,7 @@ def modules_initialise_themselves(scheme: Scheme) -> None:
         buffers = {name: buffer for name, buffer in stream.named_buffers() if name not in saved}
         return {**dict(stream.named_parameters()), **buffers}
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     expected, other = (scheme.build(DIM, SUBLAYERS) for _ in range(2))
     with torch.device("meta"):
         stream = scheme.build(DIM, SUBLAYERS)

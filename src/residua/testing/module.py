@@ -113,7 +113,7 @@ def initial_values(adapter: Adapter) -> None:
     expect(not lost, f"never initialised: {', '.join(lost)} (torch.empty, and nobody draws)")
     drawn = []
     for seed in (1, 2):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         part: nn.Module = adapter.reference()
         if isinstance(adapter, ConnectionAdapter):
             part = part.connections[adapter.index]  # type: ignore[union-attr,index,assignment]

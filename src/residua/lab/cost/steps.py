@@ -36,7 +36,7 @@ class MeasuredStep:
     def __init__(self, config: RunConfig, model: PreTrainedConfig):
         train = replace(config.train, gradient_accumulation=1)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             tokens = torch.randint(model.get_text_config().vocab_size, (train.batch_size, train.sequence_length + 1))
             self.model = new_model(model)
         if isinstance(config.model, BaseModelConfig) and config.model.freeze_base:
