@@ -233,7 +233,12 @@ def sublayers_of(layer: nn.Module) -> list[list[nn.Module]]:
 
 
 def embedded(model: nn.Module, x: Tensor) -> Tensor:
-    """What enters the connections: ZAYA1 scales its embeddings and adds to them."""
+    """What enters the connections: ZAYA1 scales its embeddings and adds to them.
+
+    Inkling normalises them: in transformers 5.17 also those that it is given, in 5.24 only those that it looks up.
+    """
+    if hasattr(model, "embed_norm"):
+        return model.embed_norm(x)
     if not hasattr(model, "input_hidden_states_scale"):
         return x
     return (x + model.input_hidden_states_bias) * model.input_hidden_states_scale
@@ -362,7 +367,9 @@ def test_inkling_convolves_what_its_sublayers_write():
             connection.convolution.taps.copy_(theirs.conv1d.weight.squeeze(1).T.flip(0).unsqueeze(1))
             connection.convolution.taps[0] += 1
     x = normal(2, TOKENS, 16)
-    theirs, ours = through_our_stream(model, stream, x, x)
+    with WideIslands():
+        start = embedded(model, x)
+    theirs, ours = through_our_stream(model, stream, x, start)
     with WideIslands():
         assert_equal(model.norm(ours), theirs, "output")
 
