@@ -11,7 +11,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -422,6 +422,7 @@ SPLIT = {"0.1M": "resbench-fresh", "1M": "resbench-1M", "10M": "resbench-10M"}
 """Where the losses of a size are split by label, beside resbench-headline.jsonl, which has those of 0.3M."""
 
 
+@cache
 def split_losses(size: str) -> dict[str, dict[int, tuple[float, ...]]]:
     """By scheme and seed, the loss of all labels, repeated ones, all others, and all others of the second text.
 
@@ -477,6 +478,15 @@ def ordered_alike(small: dict[str, list[float]], large: dict[str, list[float]]) 
     }
 
 
+def decided_alike(size: str, column: int) -> dict[tuple[str, str], bool]:
+    """`ordered_alike` of a smaller size and 1M, by one of the losses of `split_losses`."""
+    small, large = (
+        {name: [losses[column] for losses in seeds.values()] for name, seeds in split_losses(each).items()}
+        for each in (size, "1M")
+    )
+    return ordered_alike(small, large)
+
+
 def share_alike(alike: dict[tuple[str, str], bool], schemes: list[str]) -> tuple[float, float]:
     """The 95 % interval of the share of `ordered_alike`, over the choice of schemes: the bootstrap, 10,000 draws.
 
@@ -499,16 +509,12 @@ def share_alike(alike: dict[tuple[str, str], bool], schemes: list[str]) -> tuple
 
 def decisions_table() -> str:
     """How many of the pairs that 1M separates a smaller size orders alike, by all labels and by those not repeated."""
-    large = split_losses("1M")
-    lines = []
+    schemes, lines = list(split_losses("1M")), []
     for size in ("0.1M", "0.3M"):
-        both, cells = (split_losses(size), large), []
+        cells = []
         for column in (0, 2):
-            small_to_large = [
-                {name: [losses[column] for losses in runs[name].values()] for name in large} for runs in both
-            ]
-            alike = ordered_alike(*small_to_large)
-            low, high = share_alike(alike, list(large))
+            alike = decided_alike(size, column)
+            low, high = share_alike(alike, schemes)
             cells.append(f"{sum(alike.values())} of {len(alike)} ({100 * low:.0f} % to {100 * high:.0f} %)")
         lines.append([size, *cells])
     return markdown(["size", "all labels", "labels that do not repeat"], lines)

@@ -646,6 +646,7 @@ def test_what_remains_on_labels_that_do_not_repeat():
     assert [-round(apart(*key).mean, 2) for key in on_scales] == [0.02, 0.03]
     assert [round(apart(*key).mean, 2) for key in erasing] == [0.02, 0.02]
     assert round(apart("ddl-tc-write-only", "residual", 2).mean, 2) == -0.07
+    assert round(apart("lambdas", "residual", 0).mean, 4) == -0.0004
 
 
 def test_which_of_the_runs_that_were_split_learn_to_copy(rows):
@@ -723,18 +724,15 @@ def test_the_search_of_a_million_parameters(million):
 
 def test_the_runs_of_a_million_parameters():
     runs = records("resbench-1M/records.jsonl")
-    on_gpu = [run for run in runs if run["facts"]["device"] == "NVIDIA H200"]
-    assert (len(on_gpu), len(runs)) == (25, 36)
-    minutes = sorted(run["seconds"] / 60 for run in on_gpu)
+    devices = Counter(run["facts"]["device"] for run in runs)
+    assert devices == {"NVIDIA H200": 25, "Intel(R) Xeon(R) Processor": 9, "AMD EPYC": 2}
+    minutes = sorted(run["seconds"] / 60 for run in runs if run["facts"]["device"] == "NVIDIA H200")
     alone, beside_others = minutes[:-4], minutes[-4:]
     assert [round(each, 1) for each in (alone[0], alone[-1])] == [1.5, 4.5], "study.md"
     assert {round(each) for each in beside_others} == {11}
-    on_cpu = Counter(run["facts"]["cpu"].split("(")[0] for run in runs if run not in on_gpu)
-    assert on_cpu == {"Intel": 9, "AMD EPYC": 2}
-    reported = {(run["scheme"], run in on_gpu) for run in runs if run["kind"] == "report"}
-    both = {name for name, gpu in reported if (name, not gpu) in reported}
-    assert {name for name, gpu in reported if gpu} - both == {*BASELINES}
-    assert {name for name, gpu in reported if not gpu} - both == {"residual+tc", "lambdas+tc"}
+    reported = [(run["scheme"], run["facts"]["device"] == "NVIDIA H200") for run in runs if run["kind"] == "report"]
+    on_gpu, on_cpu = ({name for name, gpu in reported if gpu is there} for there in (True, False))
+    assert (on_gpu - on_cpu, on_cpu - on_gpu) == ({*BASELINES}, {"residual+tc", "lambdas+tc"})
     documents = {len(run["further_documents"]["nats"]) for run in runs if "further_documents" in run}
     assert documents == {1469}, "also of the fresh seeds, which have the same text"
 
@@ -748,15 +746,8 @@ def test_the_runs_of_a_million_parameters():
     ],
 )
 def test_the_pairs_that_a_size_orders_otherwise_than_a_million(size, column, otherwise):
-    tables = script("tables")
-    small, large = (
-        {name: [losses[column] for losses in seeds.values()] for name, seeds in tables.split_losses(each).items()}
-        for each in (size, "1M")
-    )
-    alike = tables.ordered_alike(small, large)
+    alike = script("tables").decided_alike(size, column)
     assert len(alike) == 12
-    if (size, column) == ("0.3M", 0):
-        assert round(statistics.fmean(small["residual"]) - statistics.fmean(small["lambdas"]), 4) == 0.0004
     assert {pair for pair, same in alike.items() if not same} == otherwise
 
 

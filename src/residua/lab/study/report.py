@@ -93,6 +93,12 @@ def _setting(results: Results) -> list[str]:
     seen = "once" if study.epochs == 1 else f"{study.epochs} times"
     finals = f" The best {tuning.finalists} were trained in full with {judges} to choose between them."
     named = sum(map(len, study.primary.values()))
+    primary = "No primary contrast was named before the runs, so everything is descriptive."
+    if named:
+        primary = (
+            f"Primary contrasts at equal tokens, named before their runs: {named}, {len(results.corrected)} of them "
+            "finished. p-values are corrected for all of them by Holm's method. Everything else is descriptive."
+        )
     lines = [
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most {seen}. Seeds {_list(study.seeds)}, "
         "none of which tuned.",
@@ -111,10 +117,7 @@ def _setting(results: Results) -> list[str]:
         ),
         f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
         f"- Corpus: {_text(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
-        f"- Primary contrasts at equal tokens, named before their runs: {named}, {len(results.corrected)} of them "
-        "finished. p-values are corrected for all of them by Holm's method. Everything else is descriptive."
-        if named
-        else "- No primary contrast was named before the runs, so everything is descriptive.",
+        f"- {primary}",
     ]
     if results.unfinished:
         lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(results.unfinished))}.")
@@ -237,7 +240,6 @@ def _reading(results: Results) -> list[str]:
     )
     if not times:
         equal = "not compared, as the baselines have no longer runs."
-    compiled = COMPILED in results.measures
     return [
         "- A difference is the scheme's last validation loss minus the baseline's, in nats per token, mean ± half of "
         "the 95 % interval (Student's t). Below zero is better. The noise is that which all schemes of a size share, "
@@ -252,11 +254,11 @@ def _reading(results: Results) -> list[str]:
         f"- Equal FLOPs and seconds: {equal}",
         "- Tuned to: (edge) marks the smallest or largest value that was tried, where the budget ended; a better one "
         "may lie beyond it.",
-        "- Step time: in interleaved rounds, process time of one thread on a CPU, the device's time on a GPU; median "
-        "and quartiles of the ratio to the first baseline, as timed last. At equal seconds two are compared by the "
-        "newest rounds in which both took turns. The intervals contain the error of the median, as the quartiles tell "
-        f"it, and {SESSIONS:.0%} from one session of measurements to the next."
-        + (" A compiled step goes through `torch.compile`; the runs took the other." if compiled else ""),
+        "- Step time: of the step that the runs took, in interleaved rounds, process time of one thread on a CPU, the "
+        "device's time on a GPU; median and quartiles of the ratio to the first baseline, as timed last. At equal "
+        "seconds two are compared by the newest rounds in which both took turns. The intervals contain the error of "
+        f"the median, as the quartiles tell it, and {SESSIONS:.0%} from one session of measurements to the next. "
+        "A compiled step goes through `torch.compile`.",
         "- FLOPs: matrix products, and one for each element of every other operation.",
         "- Peak: what a process with the model grows by in two steps.",
     ]
