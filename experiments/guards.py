@@ -3,8 +3,7 @@
     python experiments/guards.py BASE [HEAD]               HEAD is the working tree by default
     python experiments/guards.py BASE --parts models copies
     python experiments/guards.py BASE --times              step and decoding time as ratios, and graph breaks
-    python experiments/guards.py --cases                   tests and typed files, against the count in tests/guards.json
-    python experiments/guards.py --write cases numbers     write that record; a count that falls is a commit of its own
+    python experiments/guards.py --write                   write tests/guards.json anew
 
 models       every preset and variant: logits, loss and gradients in three dtypes, also under checkpointing
 generation   every preset: greedy, beam search, padded, static cache, sampling
@@ -16,7 +15,7 @@ ranks        ten steps on two gloo ranks
 geometry     twenty steps of every task, model and operator of the geometry benchmarks: their records
 
 Both commits run on this machine with this interpreter, because the last bit depends on the processor and on torch: a
-record of bits would hold for one kind of processor. What `--write numbers` keeps is compared within a tolerance, by
+record of bits would hold for one kind of processor. What `--write` keeps is compared within a tolerance, by
 tests/test_guards.py. Both are asked through public names only, so that modules may move.
 """
 
@@ -51,24 +50,6 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "guards.json"
 TIMES = Path(__file__).with_name("guards.jsonl")
-PROMISES = {
-    "test_gradients_are_equal_to_the_last_bit": "replay under checkpointing",
-    "test_float64": "the authors' numbers",
-    "test_a_public_bug_is_named": "the kit names what is wrong",
-    "test_a_bug_of_a_stack_is_named": "the same",
-    "test_a_bug_of_a_stack_of_streams_is_named": "the same",
-    "test_a_check_names_what_is_wrong": "the same",
-    "test_no_scheme_of_ours_is_accused": "and nothing else",
-    "test_it_loads_generates_trains_and_saves_without_the_package": "an export, where residua is not installed",
-    "test_copies_and_pickles": "deepcopy and pickle",
-    "test_copies_compute_the_same": "the same, and spawn",
-    "test_a_scheme_of_an_installed_package_works_wherever_a_preset_does": "an outside package",
-    "test_a_family_is_converted_or_refused_as_the_page_says": "models of transformers",
-    "test_a_dry_run_measures_and_goes_on_where_it_ended": "make gpu DRY=1",
-    "test_a_script_is_imported": "experiments/ and benchmarks/",
-}
-"""Tests that stand for a promise, whatever file they are in: their cases are counted by name."""
-
 KINDS = ("residual", "ddl-tc", "ddl-cc-ec", "mhc", "edelta", "attnres-block", "mudd")  # one for each kind of state
 CONVERSIONS = ("residual", "lambdas", "hc", "mhc", "attnres-block", "ddl-tc")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -561,60 +542,9 @@ def time_both(base: Path, head: Path, commits: list[str], rounds: int = 3) -> in
     return 0
 
 
-# Counts that must not fall silently.
-
-
-def cases(items: list[Any]) -> dict[str, int]:
-    """How many cases there are, by mark; without those of the testers of transformers, which a download decides."""
-    ours = [item for item in items if "transformers_testers" not in item.path.name]
-    counts = Counter(mark for item in ours for mark in {mark.name for mark in item.iter_markers()})
-    marks = ("interpreter", "compiler", "processes", "browser", "variant", "slow")
-    names = Counter(getattr(item, "originalname", item.name) for item in ours)
-    return {"all": len(ours), **{mark: counts[mark] for mark in marks}, **{name: names[name] for name in PROMISES}}
-
-
-def typed_files() -> int:
-    """How many files of `src` mypy looks at: those of the packages in pyproject.toml."""
-    import tomllib
-
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
-    folders = [ROOT / "src" / package.replace(".", "/") for package in settings["packages"]]
-    left_out = tuple(str(ROOT / path) for path in settings.get("exclude", []))
-    return sum(not str(path).startswith(left_out) for folder in folders for path in folder.rglob("*.py"))
-
-
-class Collected:
-    """A plugin of pytest that keeps what was collected."""
-
-    def pytest_collection_finish(self, session: Any) -> None:
-        self.items = session.items
-
-
-def counted() -> dict[str, int]:
-    pytest = importlib.import_module("pytest")
-    collected = Collected()
-    os.chdir(ROOT)
-    with redirect_stdout(io.StringIO()) as printed:
-        status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[collected])
-    if status:
-        raise SystemExit(f"pytest must collect every test:\n{printed.getvalue()[-2000:]}")
-    return {**cases(collected.items), "typed files": typed_files()}
-
-
-def fallen(before: dict[str, int], now: dict[str, int]) -> list[str]:
-    return [
-        f"{name}: {count} before, {now.get(name, 0)} now" for name, count in before.items() if now.get(name, 0) < count
-    ]
-
-
-def write(kinds: list[str]) -> int:
-    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    if "cases" in kinds:
-        record["cases"] = counted()
-    if "numbers" in kinds:
-        record |= {part: numbers(part) for part in NUMBERS}
+def write() -> int:
     blocks = []
-    for key, values in record.items():  # a line for each value, so that a diff shows what changed
+    for key, values in {part: numbers(part) for part in NUMBERS}.items():  # a line for each value, so that a diff shows what changed
         rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
         blocks.append(f"{json.dumps(key)}: {{\n{rows}\n}}")
     RECORD.write_text("{" + ",\n".join(blocks) + "}\n", encoding="utf-8")
@@ -626,8 +556,7 @@ def main() -> int:
     parser.add_argument("revisions", nargs="*", metavar="BASE [HEAD]")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--times", action="store_true")
-    parser.add_argument("--cases", action="store_true")
-    parser.add_argument("--write", nargs="+", choices=("cases", "numbers"))
+    parser.add_argument("--write", action="store_true")
     for name in ("--in", "--digests"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
@@ -636,12 +565,7 @@ def main() -> int:
     if place := getattr(arguments, "in"):
         return answer(Path(place), arguments.digests)
     if arguments.write:
-        return write(arguments.write)
-    if arguments.cases:
-        now, before = counted(), json.loads(RECORD.read_text(encoding="utf-8"))["cases"]
-        lost = fallen(before, now)
-        print("\n".join(lost) or f"none fell: {now}")
-        return int(bool(lost))
+        return write()
     if not 1 <= len(arguments.revisions) <= 2:
         parser.error("one or two commits must be given")
     with checkout(arguments.revisions[0]) as base, checkout(dict(enumerate(arguments.revisions)).get(1)) as head:
