@@ -37,6 +37,21 @@ def test_ten_million_parameters_take_25_minutes(planned):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "schemes"),
+    [("resbench-gpu-rates.yaml", ["residual"]), ("resbench-gpu-write-only.yaml", ["residual", "ddl-tc-write-only"])],
+)
+def test_a_study_at_one_rate_has_the_runs_that_the_first_would_make_at_it(planned, name, schemes):
+    tokens = records("resbench/records.jsonl")[0]["facts"]["data"]["train_tokens"]
+    first, study = (planned(each, 2048, tokens) for each in ("resbench-gpu.yaml", name))
+    reported = {run.key for scheme in schemes for run in first.reported("10M", scheme, {"train.lr": 0.008})}
+    searched = {run.key: {"val_loss": 4.0} for run in study.runs({})}
+    runs = {run.key for run in study.runs(searched) if run.kind == "report"}
+    assert runs == reported
+    assert len(runs) == 3 * len(schemes)
+
+
+@pytest.mark.slow
 def test_the_larger_study_takes_a_day(planned):
     small, rest = (
         planned("resbench-gpu-day.yaml", 50257, 10**9 * 9, schemes, [size])
