@@ -22,7 +22,6 @@ tests/test_guards.py. Both are asked through public names only, so that modules 
 import argparse
 import copy
 import hashlib
-import importlib
 import inspect
 import io
 import json
@@ -37,7 +36,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stdout
@@ -544,7 +542,8 @@ def time_both(base: Path, head: Path, commits: list[str], rounds: int = 3) -> in
 
 def write() -> int:
     blocks = []
-    for key, values in {part: numbers(part) for part in NUMBERS}.items():  # a line for each value, so that a diff shows what changed
+    # A line for each value, so that a diff shows what changed.
+    for key, values in {part: numbers(part) for part in NUMBERS}.items():
         rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in values.items())
         blocks.append(f"{json.dumps(key)}: {{\n{rows}\n}}")
     RECORD.write_text("{" + ",\n".join(blocks) + "}\n", encoding="utf-8")
