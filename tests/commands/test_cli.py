@@ -279,6 +279,22 @@ def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):
     assert "must hold a checkpoint with a validation loss" in error(capsys, [*argv, "best"])
 
 
+def test_a_run_that_resumes_by_its_recipe_keeps_the_schedule_that_it_began_with(capsys, prepared, tmp_path):
+    """Also where another version of residua gave it another one."""
+    small = [option for option in SMALL if "warmup" not in option and "every" not in option]
+    argv = ["train", "--run", tmp_path / "run", *small, "--data.path", prepared]
+    output(capsys, argv)
+    config = tmp_path / "run" / "config.yaml"
+    assert "warmup_steps: 0\n" in config.read_text()
+    assert "evaluate_every: 1\n" in config.read_text()
+    config.write_text(config.read_text().replace("warmup_steps: 0\n", "warmup_steps: 3\n"))
+    for manifest in (tmp_path / "run").glob("checkpoints/*/manifest.json"):
+        manifest.write_text(manifest.read_text().replace('"train.warmup_steps": 0', '"train.warmup_steps": 3'))
+    output(capsys, [*argv, "--resume"])
+    output(capsys, [*argv, "--resume", "--train.steps", "5"])
+    assert "warmup_steps: 3\n" in config.read_text()
+
+
 def test_generate_prints_the_prompt_and_the_same_text_for_the_same_seed(capsys, runs):
     argv = ["generate", runs / "ddl", "--prompt", "Text", "--max-new-tokens", "20", "--seed"]
     first = output(capsys, [*argv, "1"])

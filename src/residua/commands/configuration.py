@@ -1,8 +1,9 @@
 """The options of commands that take the configuration of a run: recipes, YAML files, and one option for each key."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from residua.commands.signature import Option, metavar_of
@@ -47,15 +48,17 @@ class Configuration:
     print_config: bool = False
     overrides: Annotated[tuple[str, ...], key_options] = ()
 
-    def load(self, *, needed: str) -> "RunConfig | None":
+    def load(self, *, needed: str, begun: Mapping[str, Any] = MappingProxyType({})) -> "RunConfig | None":
         """Return the configuration, or None once it is printed. `needed` says for what, if no recipe or file is given.
+
+        begun: the settings of a run that goes on, see `load_config`
 
         Raises:
             InputError: a recipe, a file, a key or a value is wrong.
         """
         if not self.config and not self.print_config:
             raise InputError(f"--config NAME|FILE.yaml must say {needed}")
-        config = load_config(self.config, self.overrides)
+        config = load_config(self.config, self.overrides, begun=begun)
         if not self.print_config:
             return config
         print(config.to_yaml(), end="")

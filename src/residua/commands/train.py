@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from residua.commands.configuration import Configuration
 from residua.errors import InputError
+from residua.records.folder import settings_of
 
 
 def train(*, run: str | None = None, resume: bool = False, configuration: Configuration) -> int:
@@ -22,12 +24,15 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
         run (DIR): a new folder for the run, or with --resume the folder of one
         resume: resume the run at its newest checkpoint
     """
-    if not configuration.config and resume and run is not None:
+    begun: dict[str, Any] = {}
+    if resume and run is not None:
         settings = Path(run) / "config.yaml"
-        if not settings.is_file():
-            raise InputError(f"{run} must be a run to resume, found no config.yaml; start one with --config")
-        configuration = replace(configuration, config=(str(settings),))
-    config = configuration.load(needed="what to train, or --resume which run goes on")
+        begun = settings_of(settings)
+        if not configuration.config:
+            if not begun:
+                raise InputError(f"{run} must be a run to resume, found no config.yaml; start one with --config")
+            configuration = replace(configuration, config=(str(settings),))
+    config = configuration.load(needed="what to train, or --resume which run goes on", begun=begun)
     if config is None:
         return 0
     if run is None:

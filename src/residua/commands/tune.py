@@ -44,6 +44,7 @@ def tune(
     if out is None:
         raise InputError("give --out DIR, the folder of the sweep")
     from residua.lab.study.sweep import Sweep, parse_over, train_sweep
+    from residua.records.folder import read_object
 
     sweep = Sweep(
         configuration.config,
@@ -52,6 +53,7 @@ def tune(
         seeds=seeds,
         neighbours=neighbours,
         finalists=3 if neighbours and finalists is None else finalists,
+        begun=read_object(settings) if (settings := Path(out) / "settings.json").is_file() else {},
     )
     outcome = train_sweep(sweep, out, processes=pool.processes or 1, executor=pool.executor_of_jobs(), keep=keep_runs)
     parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes), f"written: {Path(out) / 'records.jsonl'}"]

@@ -15,6 +15,7 @@ from residua.lab.experiment import open_or_prepare, open_run, run
 from residua.lab.explorer import write_page
 from residua.lab.explorer.collect import collect, page_of
 from residua.lab.training import RunConfig, load_config
+from residua.records.folder import settings_of
 from residua.records.jobs import Job, Records, run_jobs
 from residua.records.progress import say
 
@@ -61,15 +62,16 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
 def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
     """Train the runs of `demonstrate`, each in a process of one thread; return their folders."""
     changes = {} if steps is None else {"train.steps": steps}
-    configs = {name: load_config(recipe, changes) for name, recipe in RECIPES.items()}
+    begun = {name: settings_of(out / name / "config.yaml") for name in RECIPES}
+    configs = {name: load_config(recipe, changes, begun=begun[name]) for name, recipe in RECIPES.items()}
     data = open_or_prepare(configs["residual"].data, out / "data", progress=True)
     jobs = []
     for name, config in configs.items():
         config = replace(config, data=replace(config.data, path=str(data.folder)))
-        if (begun := out / name / "config.yaml").is_file():  # more steps would continue a schedule that has ended
-            begun_steps = load_config(str(begun)).train.steps
-            expected = f"{begun_steps}, as in {begun}, or --out a new folder"
-            require(config.train.steps == begun_steps, "--steps", expected, config.train.steps)
+        if begun[name]:  # more steps would continue a schedule that has ended
+            steps_there = begun[name].get("train.steps")
+            expected = f"{steps_there}, as in {out / name / 'config.yaml'}, or --out a new folder"
+            require(config.train.steps == steps_there, "--steps", expected, config.train.steps)
         jobs.append(Job(name, _train, (config, out / name), config.train.steps))
     say(f"training {len(jobs)} models side by side: {', '.join(configs)}")
     with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as runs:

@@ -163,6 +163,11 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
     return {name: dict(mapping(keys, f"{path}: {name}")) for name, keys in settings.items()}
 
 
+def settings_of(path: Path) -> dict[str, Any]:
+    """Return the settings in the config.yaml of a run by dotted key, none without such a file. Raises InputError."""
+    return flatten(read_settings(path)) if path.is_file() else {}
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Read the JSON object in a file. Raises InputError if it holds something else or cannot be read."""
     return dict(mapping(read_json(path), str(path)))

@@ -204,6 +204,22 @@ def test_the_command_makes_a_table_a_picture_and_records_and_goes_on(data, capsy
     assert row["val_loss"] == found["results"][0]["losses"][0]
 
 
+def test_a_sweep_that_goes_on_keeps_the_schedule_of_its_folder():
+    sweep = Sweep(("tiny",), ("--train.steps=60",), RATES, begun={"train.warmup_steps": 40})
+    assert sweep.config({"train.lr": 1e-3}).train.warmup_steps == 40
+    lengths = Sweep(("tiny",), (), {"train.steps": (60, 100)}, begun={"train.warmup_steps": 40})
+    assert [lengths.config({"train.steps": steps}).train.warmup_steps for steps in (60, 100)] == [6, 10]
+
+
+def test_lengths_share_the_schedule_of_a_recipe_as_shares_of_them():
+    """So that another length may join, and another schedule may not."""
+    settings = [
+        Sweep(("tiny",), overrides, {"train.steps": (60, 100)}).settings({"train.steps": steps})["train.warmup_steps"]
+        for overrides, steps in (((), 60), ((), 100), (("--train.warmup_steps=5",), 60))
+    ]
+    assert settings == ["40 of 400", "40 of 400", 5]
+
+
 def test_a_run_that_diverges_is_recorded_and_stands_last(data, tmp_path):
     sweep = sweep_of(data, {"train.lr": (1e30, 1e-3)})
     outcome = train_sweep(sweep, tmp_path / "out", progress=False)

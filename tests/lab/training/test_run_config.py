@@ -29,7 +29,8 @@ def test_files_stack_and_the_later_one_wins(tmp_path):
     stack = ["small", str(tmp_path / "short.yaml"), str(tmp_path / "mine.yaml")]
     config = load_config(stack, ["--train.warmup_steps=5"])
     small = load_config("small")
-    assert config.train == dataclasses.replace(small.train, steps=50, lr=0.5, warmup_steps=5)
+    every = {"evaluate_every": 1, "checkpoint_every": 1}
+    assert config.train == dataclasses.replace(small.train, steps=50, lr=0.5, warmup_steps=5, **every)
     assert config.model == dataclasses.replace(small.model, connection="mhc")
     assert load_config([stack[0], stack[2], stack[1]], ["--train.warmup_steps=5"]).train.lr == 3e-4
     assert load_config([]) == RunConfig()
@@ -138,19 +139,52 @@ def test_settings_are_frozen():
         load_config().model.hidden_size = 1
 
 
-def test_the_warmup_of_a_recipe_shrinks_with_a_run_that_is_shorter_and_says_so(tmp_path, capsys):
-    """A warmup that fits stays, and so does every warmup that the user gives."""
+def schedule(config):
+    return config.train.warmup_steps, config.train.evaluate_every, config.train.checkpoint_every
+
+
+@pytest.mark.parametrize("recipe", ["tiny-ddl", "nano", "small", "retrofit"])
+@pytest.mark.parametrize("part", [0.01, 0.1, 0.5, 1.01, 3])
+def test_a_recipe_keeps_its_schedule_in_a_run_of_any_length(recipe, part):
+    """Its warmup, evaluations and checkpoints are shares of the run."""
+    base = ["--model.base=models/base"] if recipe == "retrofit" else []
+    whole = load_config(recipe, base)
+    steps = round(part * whole.train.steps)
+    expected = [max(least, key * steps // whole.train.steps) for least, key in zip((0, 1, 1), schedule(whole))]
+    assert schedule(load_config(recipe, [*base, f"--train.steps={steps}"])) == tuple(expected)
+
+
+def test_the_schedule_that_a_recipe_gets_is_said_once(capsys):
     say_once.cache_clear()
-    assert load_config("tiny-ddl", ["--train.steps=20"]).train.warmup_steps == 2
-    assert load_config("tiny-ddl", ["--train.steps=20"]).train.warmup_steps == 2
-    assert capsys.readouterr().err == "train.warmup_steps is 2 of 20: the recipe's share of the run, 40 of 400\n"
-    assert load_config("tiny", ["--train.steps=40"]).train.warmup_steps == 40
+    for _ in range(2):
+        assert schedule(load_config("nano", ["--train.steps=112"])) == (11, 11, 28)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert all(part in said for part in ("112", "1124", "warmup_steps 11", "evaluate_every 11", "checkpoint_every 28"))
+    load_config("nano", ["--train.steps=1124"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_goes_on_keeps_its_schedule(tmp_path, capsys):
+    say_once.cache_clear()
+    begun = {"train.warmup_steps": 40, "train.evaluate_every": 50, "train.checkpoint_every": 100}
+    assert schedule(load_config("tiny", ["--train.steps=60"], begun=begun)) == (40, 50, 100)
+    mine = ["--train.steps=60", "--train.evaluate_every=7"]
+    assert schedule(load_config("tiny", mine, begun=begun)) == (40, 7, 100)
+    saved = write(tmp_path, load_config("tiny", ["--train.steps=60"], begun=begun).to_yaml())
+    assert capsys.readouterr().err == ""
+    assert schedule(load_config(saved, ["--train.steps=90"])) == (40, 50, 100)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_warmup_of_the_user_stays(tmp_path, capsys):
+    say_once.cache_clear()
     mine = write(tmp_path, "base: tiny\ntrain: {warmup_steps: 30}\n")
     assert load_config([mine, "tiny"], ["--train.steps=20"]).train.warmup_steps == 2
     for sources, overrides in ((["tiny", mine], []), ("tiny", ["--train.warmup_steps=30"])):
         with pytest.raises(InputError, match=r"train\.warmup_steps must be 0 to train\.steps \(20\), got 30"):
             load_config(sources, ["--train.steps=20", *overrides])
-    assert capsys.readouterr().err == ""
+    assert "warmup_steps 30" not in capsys.readouterr().err
 
 
 def test_recipes_are_the_models_they_are_named_after():
@@ -187,7 +221,9 @@ def test_a_file_with_a_base_holds_what_differs(tmp_path):
     own = tmp_path / "own.yaml"
     own.write_text(f"base: {mine}\ntrain:\n  lr: 0.5\n")
     tiny = load_config("tiny-ddl")
-    assert load_config(str(own)) == dataclasses.replace(tiny, train=dataclasses.replace(tiny.train, steps=41, lr=0.5))
+    shares = {"warmup_steps": 4, "evaluate_every": 5, "checkpoint_every": 10}
+    train = dataclasses.replace(tiny.train, steps=41, lr=0.5, **shares)
+    assert load_config(str(own)) == dataclasses.replace(tiny, train=train)
 
 
 def test_a_base_that_leads_nowhere(tmp_path):

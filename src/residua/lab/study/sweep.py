@@ -8,7 +8,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +21,7 @@ from residua.lab.study.engine import train_point
 from residua.lab.study.report import estimate_text
 from residua.lab.study.search import Search, at_edge
 from residua.lab.training import RunConfig, load_config
-from residua.lab.training.config import parse_overrides
+from residua.lab.training.config import STEPS, parse_overrides, recipe_shares
 from residua.records import figures
 from residua.records.folder import FREE_KEYS, flatten, writable
 from residua.records.jobs import Executor, Job, Record, open_runs, run_jobs
@@ -39,6 +39,7 @@ class Sweep:
     seeds                runs of a point, with the seeds train.seed, train.seed + 1, ...
     neighbours           whether the search goes on from the best point of the grid
     finalists            how many points of each group get more than the first seed, the best ones; None: all of them
+    begun                the settings by dotted key of the folder, where the sweep goes on, see `load_config`
     """
 
     sources: tuple[str, ...]
@@ -47,6 +48,7 @@ class Sweep:
     seeds: int = 1
     neighbours: bool = False
     finalists: int | None = None
+    begun: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._configs = cache(self._config)  # reading one takes a tenth of a second
@@ -83,8 +85,19 @@ class Sweep:
         return self._configs(json.dumps(point))
 
     def _config(self, point: str) -> RunConfig:
-        config = load_config(self.sources, {**parse_overrides(self.overrides), **json.loads(point)})
+        config = load_config(
+            self.sources, self._values(json.loads(point)), begun={} if STEPS in self.over else self.begun
+        )
         return replace(config, train=replace(config.train, keep_checkpoints=1, tensorboard=False))
+
+    def _values(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        return {**parse_overrides(self.overrides), **point}
+
+    def settings(self, point: Mapping[str, Any]) -> dict[str, Any]:
+        """What all runs share, by dotted key. Where train.steps are swept, a recipe's schedule is shares of them."""
+        settings = flatten(asdict(self.config(point)))
+        shares = recipe_shares(self.sources, self._values(point)) if STEPS in self.over else {}
+        return {key: value for key, value in (settings | shares).items() if key not in {*self.over, "train.seed"}}
 
     def job(self, point: Mapping[str, Any], seed: int | None, data: str | None = None) -> Job:
         """The run of a point with a seed, None and 0 for the first. data: prepared data that all runs share."""
@@ -264,10 +277,10 @@ def train_sweep(
         InputError: the configuration or the folder cannot be used, see `records.jobs.open_runs`.
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
-    for point in itertools.product(*sweep.over.values()):
-        base = sweep.config(dict(zip(sweep.over, point)))
-    settings = {key: value for key, value in flatten(asdict(base)).items() if key not in {*sweep.over, "train.seed"}}
-    settings |= {"over": sorted(sweep.over), "first seed": base.train.seed}
+    for values in itertools.product(*sweep.over.values()):
+        point = dict(zip(sweep.over, values))
+        base = sweep.config(point)
+    settings = sweep.settings(point) | {"over": sorted(sweep.over), "first seed": base.train.seed}
     if base.data.path is not None:
         settings["data"] = PreparedData.open(base.data.path).facts["fingerprint"]
     with open_runs(out, settings, free=FREE_KEYS, keep=keep) as made:

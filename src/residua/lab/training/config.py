@@ -6,6 +6,7 @@ from dataclasses import Field, FrozenInstanceError, asdict, dataclass, field, fi
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from residua.connections.names import canonical
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from residua.connections import Scheme
     from residua.models import ResiduaConfig
 
-WARMUP = "train.warmup_steps"
+STEPS = "train.steps"
+SHARES = {"train.warmup_steps": 0, "train.evaluate_every": 1, "train.checkpoint_every": 1}
+"""The keys in which a recipe gives shares of its run, and their least values."""
 Decay = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
 
 
@@ -143,7 +146,9 @@ class TrainConfig:
         InputError: a value is of another type or outside its range.
     """
 
-    steps: Count = setting(400, "optimizer steps")
+    steps: Count = setting(
+        400, "optimizer steps; a recipe's warmup, evaluations and checkpoints keep their shares of them"
+    )
     batch_size: Annotated[Count, at_most(2**20)] = setting(16, "sequences per micro-batch")
     sequence_length: Count = setting(128, "tokens per sequence")
     document_masks: bool = setting(False, "nothing in a model reads across the documents of a sequence")
@@ -250,26 +255,27 @@ def recipe_names() -> list[str]:
 
 
 def load_config(
-    sources: str | Sequence[str] | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()
+    sources: str | Sequence[str] | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    begun: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunConfig:
     """Read recipes and YAML files in order, then the overrides. Later values win; other keys keep their defaults.
+
+    A recipe is the same at any length: its warmup, evaluations and checkpoints keep their shares of a run with other
+    `train.steps`, shorter or longer, and one line says what they became. A value that a file or an override sets stays.
 
     Args:
         sources: a name out of `recipe_names()`, the path of a YAML file, or several of these. A document with the key
             `base`, another name or path, only lists its differences from that base.
         overrides: values by dotted key, or texts as on a command line, `--train.lr=3e-4`; later ones win.
+        begun: the settings by dotted key of a run that goes on. It keeps its warmup, evaluations and checkpoints in
+            place of a recipe's.
 
     Raises:
         InputError: a source, a key or a value is wrong; one line names the key, the expected values and the given one.
     """
-    values: dict[str, Any] = {}
-    documents = [pair for name in ([sources] if isinstance(sources, str) else sources or ()) for pair in _chain(name)]
-    given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
-    schedule = None  # the warmup and the steps of a recipe, unless the user gives another warmup
-    for source, document in [*documents, (None, given)]:
-        values.update(document)
-        if WARMUP in document:
-            schedule = (values[WARMUP], values.get("train.steps")) if source in recipe_names() else None
+    values, shares = _stacked(sources, overrides)
     if values.get("model.base", "") is None:
         del values["model.base"]
     has_base = "model.base" in values
@@ -286,17 +292,48 @@ def load_config(
             raise InputError(f"{key} must not be set {with_base if has_base else 'without model.base'}")
         section, _, name = key.partition(".")
         nested[section][name] = _typed(key, value, types_of(sections[section])[name])
-    if schedule is not None:
-        _fit_warmup(nested["train"], *schedule)
+    _fit(nested["train"], shares, begun)
     return RunConfig(**{name: decoded(nested[name], section, name) for name, section in sections.items()})
 
 
-def _fit_warmup(train: dict[str, Any], warmup: int, steps: int) -> None:
-    """Let the warmup of a recipe keep its share of a run that is shorter than it, and say so."""
-    if 1 <= train["steps"] < warmup:
-        train["warmup_steps"] = warmup * train["steps"] // steps
-        share = f"the recipe's share of the run, {warmup} of {steps}"
-        say_once(f"train.warmup_steps is {train['warmup_steps']} of {train['steps']}: {share}")
+def _stacked(
+    sources: str | Sequence[str] | None, overrides: Sequence[str] | Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the values that win by dotted key; and the steps of the recipe by each key of `SHARES` that it set."""
+    documents = [pair for name in ([sources] if isinstance(sources, str) else sources or ()) for pair in _chain(name)]
+    given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    values: dict[str, Any] = {}
+    wholes: dict[str, int] = {}
+    for source, document in [*documents, (None, given)]:
+        values.update(document)
+        for key in SHARES.keys() & document.keys():
+            wholes.pop(key, None)
+            if source in recipe_names():
+                wholes[key] = values[STEPS]
+    return values, wholes
+
+
+def recipe_shares(sources: str | Sequence[str] | None, overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that follow `train.steps` as a recipe's shares of it, and the shares: "40 of 400"."""
+    values, wholes = _stacked(sources, overrides)
+    return {key: f"{values[key]} of {steps}" for key, steps in wholes.items()}
+
+
+def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, Any]) -> None:
+    """Give the values of a recipe their shares of the run, and say what they became, unless the run has begun."""
+    fitted = []
+    for key, least in SHARES.items():
+        name, whole = key.partition(".")[2], wholes.get(key)
+        if whole is None:
+            continue
+        if begun.get(key) is not None:
+            train[name] = begun[key]
+        elif whole != train["steps"] >= 1:
+            train[name] = max(least, train[name] * train["steps"] // whole)
+            fitted.append(f"{name} {train[name]}")
+    if fitted:
+        of = ", ".join(dict.fromkeys(map(str, wholes.values())))
+        say_once(f"train.steps is {train['steps']}, {of} in the recipe; the same shares of it: {', '.join(fitted)}")
 
 
 def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
