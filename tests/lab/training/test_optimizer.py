@@ -77,11 +77,28 @@ def test_under_mup_matrices_learn_at_their_own_rate_wrapped_or_not():
     for outer in (model, nn.Sequential(model)):
         optimizer = make_optimizer(outer, toy_config(lr=0.01, weight_decay=0.1))
         rates = {id(p): (g["initial_lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
-        assert rates[id(model.model.layers[0].mlp.up_proj.weight)] == pytest.approx((0.04, 0.1))
+        assert rates[id(model.model.layers[0].mlp.up_proj.weight)] == pytest.approx((0.04, 0.025))
         assert rates[id(model.model.embed_tokens.weight)] == pytest.approx((0.01, 0.1))
         assert rates[id(model.model.norm.weight)] == pytest.approx((0.01, 0.0))
         set_learning_rate(optimizer, 0.5)
         assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([0.005, 0.02])
+
+
+@pytest.mark.parametrize("connection_lr_factor", [1.0, 0.25])
+def test_under_mup_a_step_shrinks_matrices_by_the_same_share_at_every_width(connection_lr_factor):
+    """The learning rate times the decay, as in the muTransfer package; connections have their own learning rate."""
+    shares = []
+    for width in (16, 32, 64):
+        config = tiny_config("ddl-cc", hidden_size=width, head_dim=width // 2, mup=True, mup_base_width=32)
+        model = ResiduaForCausalLM(config)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = parameter_groups(model, 0.1, connection_lr_factor)
+        shares.append({names[id(p)]: g["factor"] * g["weight_decay"] for g in groups for p in g["params"]})
+    first, *others = shares
+    assert first["model.layers.0.mlp.up_proj.weight"] == pytest.approx(0.1)
+    assert first["model.norm.weight"] == 0
+    for other in others:
+        assert other == pytest.approx(first)
 
 
 def names_of(model, parameters):

@@ -28,23 +28,27 @@ def parameter_groups(model: nn.Module, weight_decay: float, connection_lr_factor
     identity, as in the code of arXiv 2605.06729. Gains, biases, taps of convolutions and read vectors of any shape need
     not be small and are not decayed. `factor` multiplies the learning rate: under muP (`models.mup`), and of the
     connections' own parameters, by `connection_lr_factor`.
+
+    A step of AdamW shrinks a weight by its learning rate times its decay. Under muP the decay is divided by the factor
+    on the learning rate, so that this product is the same at every width, as in the muTransfer package (MuAdamW).
     """
     matrices = {id(parameter) for module in model.modules() for parameter in _matrices(module)}
-    factors: dict[int, float] = {}
+    by_width: dict[int, float] = {}
     for inner in model.modules():  # `model` may be a wrapper
         if isinstance(inner, ResiduaForCausalLM):
             parameters = dict(inner.named_parameters())
-            factors |= {id(parameters[name]): factor for name, factor in learning_rate_factors(inner).items()}
-    for parameter in connection_parameters(model):
-        factors[id(parameter)] = factors.get(id(parameter), 1.0) * connection_lr_factor
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+            by_width |= {id(parameters[name]): factor for name, factor in learning_rate_factors(inner).items()}
+    own = {id(parameter) for parameter in connection_parameters(model)}
+    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            kind = id(parameter) in matrices, factors.get(id(parameter), 1.0)
+            decayed, width_factor = id(parameter) in matrices, by_width.get(id(parameter), 1.0)
+            factor = width_factor * (connection_lr_factor if id(parameter) in own else 1.0)
+            kind = decayed, factor, weight_decay / width_factor if decayed else 0.0
             groups.setdefault(kind, []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if decayed else 0.0, "factor": factor}
-        for (decayed, factor), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+        {"params": parameters, "weight_decay": decay, "factor": factor}
+        for (_, factor, decay), parameters in sorted(groups.items(), key=lambda item: item[0], reverse=True)
     ]
 
 
