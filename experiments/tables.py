@@ -1,4 +1,4 @@
-"""Make the tables of the pages in docs/ from the records in this folder (and the levels from their test).
+"""Make the tables of the pages from the records in this folder, and the sentences of resbench_claims.md.
 
 python experiments/tables.py            exit with status 1 if a page differs from the records
 python experiments/tables.py --write    write them into the pages
@@ -11,23 +11,26 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
-from functools import cache, partial
-from itertools import chain, combinations
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import reproduction
 import retrofit_results
+from resbench_claims import claims, templates
+from resbench_tables import (
+    copying_table,
+    decisions_table,
+    fresh_table,
+    markdown,
+    rates_table,
+    records,
+    resbench_table,
+    search_table,
+    split_table,
+)
 
 HERE = Path(__file__).parent
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
-
-
-def records(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
 
 
 CONTROLS = {"ddl-cc": "ddl-cc-ec"}
@@ -353,173 +356,6 @@ def paper_table() -> str:
     return markdown([*header, "ours at 0.64M: loss, same tokens", "ours: loss, same seconds"], lines)
 
 
-def lead(difference: Any) -> str:
-    """A difference of a study with its interval, bold where it is clear after the correction; empty without one."""
-    if difference is None:
-        return ""
-    text = f"{difference.estimate.mean:+.3f} ± {difference.estimate.half_width:.3f}"
-    return f"**{text}**" if difference.clear else text
-
-
-def resbench_table() -> str:
-    """The leads of ResBench's picture at every size, and what a step costs beside the plain residual's."""
-    from resbench_picture import BASELINE, RECORDS, SCHEMES
-
-    from residua.lab.study.results import read_results
-
-    results = read_results(RECORDS)
-    sizes = {"0.1M": "0.1M, four layers", "0.1M-deep": "eight layers", "0.1M-wide": "two layers", "0.3M": "0.3M"}
-    lines = []
-    for name, words in SCHEMES.items():
-        rows = [results.row(size, name) for size in sizes]
-        cells = [lead(row.difference(BASELINE, "tokens") if row else None) for row in rows]
-        times = [row.cost["time_ratio"]["median"] for row in rows if row and row.cost]
-        ends = dict.fromkeys(f"{time:.1f}" for time in (min(times), max(times)))
-        lines.append([f"`{name}`", words, *cells, " to ".join(ends)])
-    return markdown(["name", "in words", *sizes.values(), "step time"], lines)
-
-
-def fresh_table() -> str:
-    """The contrasts of five seeds that no run of ResBench had: beside ResBench's, split by labels, on a second text."""
-    from residua.lab.study.results import read_results
-
-    size = "0.1M"
-    fresh, first = read_results(HERE / "resbench-fresh"), read_results(HERE / "resbench")
-    answers = {(each.size, each.scheme, each.to): each.difference for each in first.answers if each.measure == "tokens"}
-
-    def means(name: str) -> list[float]:
-        runs = fresh.row(size, name).reported
-        ends = [(*run["split"][-1][1:], run["further_curve"][-1][1]) for run in runs]
-        return list(map(statistics.fmean, zip(*ends)))
-
-    lines = []
-    for scheme, to in fresh.study.primary[size]:
-        before = answers.get((size, scheme, to)) or first.row(size, scheme).difference(to, "tokens")
-        splits = [f"{ours - theirs:+.3f}" for ours, theirs in zip(means(scheme), means(to))]
-        lines.append([f"`{scheme}` − `{to}`", lead(before), lead(fresh.corrected[size, scheme, to]), *splits])
-    header = ["loss of the first − the second", "ResBench, seeds 1 to 5", "fresh seeds", "repeated labels"]
-    return markdown([*header, "all others", "second text"], lines)
-
-
-def copying_table() -> str:
-    """The baselines with three times the tokens, at two rates: how many runs learned to copy, and both losses."""
-    runs: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for record in records("resbench-headline.jsonl"):
-        if record["size"] == "0.3M-long":
-            runs.setdefault((record["scheme"], record["point"]["train.lr"]), []).append(record)
-    lines = []
-    for (name, rate), group in sorted(runs.items(), reverse=True):
-        steps = [f"{record['transition']:,.0f}" for record in group if record["transition"] is not None]
-        learned = f"{len(steps)} of {len(group)}" + (f", at {' and '.join(steps)}" if steps else "")
-        ends = [(record["val_loss"], *record["split"][-1][1:]) for record in group]
-        means = [f"{statistics.fmean(values):.3f}" for values in zip(*ends)]
-        lines.append([f"`{name}`", f"{rate:g}", learned, *means])
-    header = ["name", "learning rate", "runs that learn to copy, and when (of 9,609 steps)", "loss"]
-    return markdown([*header, "repeated labels", "all others"], lines)
-
-
-SPLIT = {"0.1M": "resbench-fresh", "1M": "resbench-1M", "10M": "resbench-10M"}
-"""Where the losses of a size are split by label, beside resbench-headline.jsonl, which has those of 0.3M."""
-
-
-@cache
-def split_losses(size: str) -> dict[str, dict[int, tuple[float, ...]]]:
-    """By scheme and seed, the loss of all labels, repeated ones, all others, and all others of the second text.
-
-    At 0.3M ddl-tc is taken at the settings of its form that does not erase, as at 1M.
-    """
-    from residua.lab.study.results import read_results
-
-    if size == "0.3M":
-        runs = [run for run in records("resbench-headline.jsonl") if run["size"] == size]
-        points = {run["scheme"]: run["point"] for run in reversed(runs)}
-        points["ddl-tc"] = points["ddl-tc-write-only"]
-        runs = [run for run in runs if run["point"] == points[run["scheme"]]]
-    else:
-        rows = read_results(HERE / SPLIT[size]).rows
-        runs = [run for row in rows if row.whole for run in row.reported]
-    losses: dict[str, dict[int, tuple[float, ...]]] = {}
-    for run in runs:
-        ends = run["val_loss"], *run["split"][-1][1:], run["further_split"][-1][2]
-        losses.setdefault(run["scheme"], {})[run["seed"]] = ends
-    return losses
-
-
-def split_table(size: str) -> str:
-    """What the planned pairs of a size, of 1M at 0.3M, differ by on each kind of label, over the seeds of every row."""
-    from residua.lab.study.results import read_results
-    from residua.records.statistics import welch
-
-    planned = size if size in SPLIT else "1M"
-    results, losses = read_results(HERE / SPLIT[planned]), split_losses(size)
-    pairs = [pair for pair in results.study.primary[planned] if losses.keys() >= {*pair}]
-    seeds = sorted(set.intersection(*(set(losses[name]) for name in chain.from_iterable(pairs))))
-    lines = []
-    for pair in pairs:
-        sides = (zip(*(losses[name][seed] for seed in seeds)) for name in pair)
-        contrasts = [welch(*both) for both in zip(*sides)]
-        cells = [f"{contrast.mean:+.3f} ± {contrast.half_width:.3f}" for contrast in contrasts]
-        if planned == size:
-            cells[0] = lead(results.corrected[(size, *pair)])
-        lines.append([" − ".join(f"`{name}`" for name in pair), *cells])
-    header = [f"loss of the first − the second, {len(seeds)} seeds", "all labels", "repeated labels", "all others"]
-    return markdown([*header, "all others, second text"], lines)
-
-
-def ordered_alike(small: dict[str, list[float]], large: dict[str, list[float]]) -> dict[tuple[str, str], bool]:
-    """Of the pairs that the larger size separates (Welch, p < 0.05), those that the smaller orders as it does."""
-    from residua.records.statistics import welch
-
-    means = [{name: statistics.fmean(values) for name, values in losses.items()} for losses in (small, large)]
-    return {
-        (first, second): len({mean[first] < mean[second] for mean in means}) == 1
-        for first, second in combinations(sorted(large), 2)
-        if welch(large[first], large[second]).p_value < 0.05
-    }
-
-
-def decided_alike(size: str, column: int) -> dict[tuple[str, str], bool]:
-    """`ordered_alike` of a smaller size and 1M, by one of the losses of `split_losses`."""
-    small, large = (
-        {name: [losses[column] for losses in seeds.values()] for name, seeds in split_losses(each).items()}
-        for each in (size, "1M")
-    )
-    return ordered_alike(small, large)
-
-
-def share_alike(alike: dict[tuple[str, str], bool], schemes: list[str]) -> tuple[float, float]:
-    """The 95 % interval of the share of `ordered_alike`, over the choice of schemes: the bootstrap, 10,000 draws.
-
-    If all are alike, those of every draw are. Then it is the exact interval of as many pairs as schemes, less one.
-    """
-    import numpy as np
-    from scipy.stats import binomtest
-
-    if all(alike.values()):
-        low, high = binomtest(len(schemes) - 1, len(schemes) - 1).proportion_ci()
-        return float(low), float(high)
-    draws, shares = np.random.default_rng(0), []
-    for _ in range(10_000):
-        drawn = combinations(sorted(draws.choice(sorted(schemes), len(schemes))), 2)
-        kept = [alike[pair] for pair in drawn if pair in alike]
-        shares += [np.mean(kept)] if kept else []
-    low, high = np.quantile(shares, [0.025, 0.975])
-    return float(low), float(high)
-
-
-def decisions_table() -> str:
-    """How many of the pairs that 1M separates a smaller size orders alike, by all labels and by those not repeated."""
-    schemes, lines = list(split_losses("1M")), []
-    for size in ("0.1M", "0.3M"):
-        cells = []
-        for column in (0, 2):
-            alike = decided_alike(size, column)
-            low, high = share_alike(alike, schemes)
-            cells.append(f"{sum(alike.values())} of {len(alike)} ({100 * low:.0f} % to {100 * high:.0f} %)")
-        lines.append([size, *cells])
-    return markdown(["size", "all labels", "labels that do not repeat"], lines)
-
-
 def preserved_table() -> str:
     """The presets that preserve the model."""
     rows = []
@@ -651,6 +487,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "copying": copying_table,
         "remaining": partial(split_table, "0.3M"),
         "million": partial(split_table, "1M"),
+        "rates": rates_table,
+        "search": search_table,
         "decisions": decisions_table,
         "ten": partial(split_table, "10M"),
         "fresh": fresh_table,
@@ -671,6 +509,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "reflection": reflection_table,
     },
 }
+for place in templates():
+    PAGES.setdefault(place[0], {})[place[1]] = partial(claims, *place)
 
 
 def filled(page: str, text: str) -> str:

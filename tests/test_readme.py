@@ -12,7 +12,6 @@ from residua.connections import PRESETS, SCHEMES
 from residua.connections.explained import added, state
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
-from residua.records.statistics import paired
 from support.pages import records
 
 ROOT = Path(__file__).parents[1]
@@ -67,12 +66,6 @@ def test_the_states_of_a_page_are_those_of_the_command():
     assert len(rows) > 6
     for name, size in rows:
         assert state(residua.resolve(name)) == size, name
-
-
-def test_the_gains_of_the_convolution_are_those_of_resbench(rows):
-    gains = {name: f"{-paired(row.losses, rows['residual'].losses).mean:.2f}" for name, row in rows.items()}
-    assert f"gives {gains['residual+tc']} of the {gains['ddl-tc']} nats per token that `ddl-tc` gains" in TEXT
-    assert f"(`ddl-tc-write-only`) the gain is {gains['ddl-tc-write-only']}." in TEXT
 
 
 def test_the_picture_of_the_delta_write_is_drawn(tmp_path):
