@@ -644,3 +644,9 @@ def test_the_lead_of_the_convolution_on_fresh_seeds(study):
     share = (base - other_base) / (repeated_base - other_base)
     assert (round(share, 2), round(base - mean, 3)) == (0.15, 0.058)
     assert round((1 - share) * (other_base - other) / (base - mean), 2) == 0.80
+
+
+def test_each_number_of_the_claims_has_a_sentence():
+    claims = script("resbench_claims")
+    names = {name for text in claims.templates().values() for name in re.findall(r"\{(\w+)\}", text)}
+    assert names == claims.numbers().keys()
