@@ -1,9 +1,15 @@
 """Foreign files: plain data is read, everything else is one line that names the file."""
 
+import os
+
 import pytest
 
 from residua.errors import InputError
-from residua.records.reading import parse_json, parse_yaml, read_json, read_text, read_yaml
+from residua.records import reading
+from residua.records.durable import file_sha256
+from residua.records.jsonlines import JsonLines
+from residua.records.jsonlines import read as read_lines
+from residua.records.reading import expect_regular, inside, parse_json, parse_yaml, read_json, read_text, read_yaml
 
 
 def refused(read, *arguments):
@@ -31,7 +37,6 @@ def test_plain_json():
     "text",
     [
         '!!python/object/apply:os.system ["touch ran"]',
-        "2001-99-99",
         "? [a]\n: b",
         "a: b: c",
         "a: 1\n---\nb: 2",
@@ -48,9 +53,9 @@ def test_plain_yaml():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["1:30", "1:30:00", "1:30.5", "-1:30", "010", "0o10"])
+@pytest.mark.parametrize("text", ["1:30", "1:30:00", "1:30.5", "-1:30", "010", "0o10", "2001-01-01", "2001-99-99"])
 def test_what_another_version_of_yaml_takes_for_a_number_is_text(text):
-    """YAML 1.1 reads 1:30 as 90 and 010 as 8."""
+    """YAML 1.1 reads 1:30 as 90, 010 as 8, and 2001-01-01 as a date, which JSON lacks."""
     assert parse_yaml(text, "file") == text
 
 
@@ -85,3 +90,84 @@ def test_a_key_that_stands_twice_is_refused(text):
     """One of the two values would be lost silently."""
     with pytest.raises(InputError, match="twice in a mapping"):
         parse_yaml(text, "mine.yaml")
+
+
+def aliases(item, depth, *, merged=False):
+    """Return a document of `depth` lines, each of which holds the line before it nine times."""
+    lines = [f"a0: &a0 {item}"]
+    for level in range(1, depth):
+        nine = f"[{', '.join([f'*a{level - 1}'] * 9)}]"
+        lines.append(f"a{level}: &a{level} {f'{{<<: {nine}, b{level}: 1}}' if merged else nine}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(aliases("[x, x]", 9), aliases("{x: 1}", 9, merged=True), aliases(f"'{'x' * 1000}'", 5)),
+        *("a: &a [*a]", "a: &a {b: [*a]}", "&a [&b [*a], *b]"),
+        "\n".join(["a0: &a0 []", *(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 2000))]),
+        *(f"0x{'f' * 5000}", f"!!int '0x{'f' * 5000}'", f"- {'x' * 2**20}"),
+        *("!!set {a}", "!!binary aGk=", "!!omap [a: 1]", "!!pairs [a: 1]", "!!timestamp 2001-01-01"),
+    ],
+    ids=range(15),
+)
+def test_yaml_that_grows_is_refused(text):
+    assert refused(parse_yaml, text, "some/file").startswith("some/file must be YAML, got: ")
+
+
+def test_a_mapping_of_many_keys_is_read_once():
+    """With one pass over the keys, not with one for each."""
+    text = "\n".join(f"k{number}: 1" for number in range(20_000))
+    assert len(parse_yaml(text, "file")) == 20_000
+    assert "the key k0 twice" in refused(parse_yaml, f"{text}\nk0: 2", "file")
+
+
+def test_what_is_deeper_than_any_is_refused():
+    deep = "[" * 101 + "]" * 101
+    assert "levels deep" in refused(parse_json, deep, "file")
+    assert "levels" in refused(parse_yaml, deep, "file")
+    assert parse_json(deep[1:-1], "file") == parse_yaml(deep[1:-1], "file")
+    assert len(parse_json(f"[{'[1], ' * 1000}1]", "file")) == 1001
+
+
+def test_a_text_larger_than_any_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LARGEST", 10)
+    (tmp_path / "file").write_text(" " * 9 + "12")
+    assert "at most 10 characters" in refused(read_json, tmp_path / "file")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_opened(tmp_path):
+    """Nobody writes into it, so that opening it would wait for ever."""
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    for read in (read_text, read_json, read_yaml, read_lines):
+        assert "a pipe or a device" in refused(read, pipe)
+    assert "a pipe or a device" in refused(expect_regular, tmp_path)
+    with pytest.raises(OSError, match="a pipe or a device"):
+        file_sha256(pipe)
+
+
+def test_a_user_may_name_a_pipe(tmp_path):
+    reader, writer = os.pipe()
+    os.write(writer, b"text")
+    os.close(writer)
+    if os.path.exists(f"/dev/fd/{reader}"):
+        assert read_text(f"/dev/fd/{reader}", pipe=True) == "text"
+    os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "x/y", "..", ".", "", "x\0", "..\\x", 3, None, ["x"]])
+def test_a_name_that_leaves_the_folder_is_refused(name, tmp_path):
+    assert "in this folder" in refused(inside, tmp_path, name)
+    assert inside(tmp_path, "x..y") == tmp_path / "x..y"
+
+
+def test_a_line_longer_than_any_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"a": 1}\n')
+        file.truncate(2**36)  # zeros that take no room on the disk
+    for read in (read_lines, JsonLines):
+        assert "in line 2" in refused(read, path)

@@ -19,8 +19,18 @@ def expect_path(path: str, expected: str = "a run folder or one with a model of 
         raise InputError(f"{path} must be {expected}, found no such file or folder")
 
 
+LONGEST_MESSAGE = 4000
+"""Characters of an error that are shown: it may quote a file."""
+
+
+def _cut(line: str) -> str:
+    """Return the beginning and the end of a long line, as the end says what to do."""
+    half = LONGEST_MESSAGE // 2
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:half]} ... {line[-half:]}"
+
+
 def fail(error: object, status: int) -> int:
     """Print one line on stderr, if it is open; return `status`."""
     with suppress(OSError):  # stderr may be closed
-        print(f"residua: {one_line(error)}", file=sys.stderr, flush=True)
+        print(f"residua: {_cut(one_line(error))}", file=sys.stderr, flush=True)
     return status

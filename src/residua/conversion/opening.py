@@ -10,7 +10,7 @@ import torch
 from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # it knows converted models
 from residua.errors import InputError, extra, first_line
 from residua.models.configuration import usable
-from residua.records.reading import read_json
+from residua.records.reading import expect_regular, read_json
 
 with extra("lab"):
     from transformers import (
@@ -39,6 +39,7 @@ def read_model(
         raise InputError(f"{folder} must be a run folder or one with a model of transformers, found no config.json")
     if (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} must be a whole model, found an adapter (adapter_config.json); merge it first")
+    expect_regular(folder)
     content = read_json(folder / "config.json")
     try:
         settings = usable(content, folder / "config.json")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from residua.errors import InputError
+from residua.records.reading import regular
 
 
 def unlinked(path: Path) -> Path:
@@ -141,9 +142,9 @@ def sync(path: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's content. Raises OSError."""
+    """Return the sha256 of a file's content. Raises OSError, also for a pipe or a device."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         while chunk := file.read(16 * 2**20):
             digest.update(chunk)
     return digest.hexdigest()

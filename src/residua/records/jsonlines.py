@@ -11,7 +11,10 @@ from typing import Any
 from residua.errors import InputError
 from residua.records.durable import sync, unlinked, write_bytes
 from residua.records.folder import writable
-from residua.records.reading import parse_json
+from residua.records.reading import parse_json, regular
+
+LONGEST_LINE = 2**26
+"""Bytes of a line; nothing that is longer is one of ours."""
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -26,23 +29,28 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise InputError(f"{path} must be a file of JSON lines, got: {error.strerror or error}") from error
-    *lines, last = content.split(b"\n")
-    for number, line in enumerate([*lines, last] if last else lines, start=1):
+    for number, written in enumerate(_written_lines(path), start=1):
+        line = written.removesuffix(b"\n")
         try:
             value = parse_json(line.decode(), path)
         except ValueError:
             value = None
         if isinstance(value, dict):
             yield line, value
-        elif number <= len(lines) or line.lstrip(b"\0")[:1] not in (b"{", b""):
-            text = line[:60].decode(errors="replace")
+        elif line != written or line.lstrip(b"\0")[:1] not in (b"{", b"") or len(line) > LONGEST_LINE:
+            text = line[:40].decode(errors="replace")
             raise InputError(f"{path} must have a JSON object in line {number}, got {text!r}")
+
+
+def _written_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with regular(path).open("rb") as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                yield line
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"{path} must be a file of JSON lines, got: {error.strerror or error}") from error
 
 
 def finite(value: Any) -> Any:
@@ -70,9 +78,8 @@ class JsonLines(AbstractContextManager):
             if self.path.is_file():  # a pipe or a terminal cannot be read first
                 lines = [(line, row) for line, row in _lines(self.path) if keep(row)]
                 self.rows = [row for _, row in lines]
-                content = b"".join(line + b"\n" for line, _ in lines)
-                if content != self.path.read_bytes():
-                    write_bytes(self.path, content)
+                if self.path.stat().st_size != sum(len(line) + 1 for line, _ in lines):
+                    write_bytes(self.path, b"".join(line + b"\n" for line, _ in lines))
             self._file = self.path.open("ab", buffering=0)  # so that closing does not repeat a failed write
 
     def __exit__(self, *error: Any) -> None:

@@ -1,30 +1,90 @@
 """Read JSON and YAML files of any origin: return plain data, or raise an InputError that names the file.
 
-Nothing in a file is executed: YAML is read as by `yaml.safe_load`.
+Nothing in a file is executed: YAML is read as by `yaml.safe_load`. Time and memory are bounded: only files are opened,
+and no document is larger or deeper than any that people write.
 """
 
+import errno
 import json
 import os
 import re
+import stat
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, extra
+from residua.errors import InputError, extra, require
+
+LARGEST = 2**26
+"""The most characters of a JSON file: an index with half a million shards."""
+LARGEST_YAML = 2**20
+"""The most characters of a YAML document, which people write, before and after its aliases are written out."""
+LARGEST_MODEL_FILE = 2**30
+"""The most bytes of a text in a folder of transformers, such as tokenizer.json."""
+DEEPEST = 100
+"""The most mappings and lists around a value."""
 
 
-def read_text(path: str | os.PathLike[str], what: str = "text") -> str:
-    """Return the content of a file in UTF-8.
+def regular(path: Path) -> Path:
+    """Return the path of a file before it is opened: a pipe would wait for ever, and a device may have no end.
+
+    Raises:
+        OSError: there is no such file, or it is a folder, a pipe or a device.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "a pipe or a device in the place of a file", str(path))
+    return path
+
+
+def expect_regular(folder: Path) -> None:
+    """Check a folder of transformers, which opens by itself the files that it finds there.
+
+    Raises:
+        InputError: a pipe or a device has a name in it, or a text is larger than any.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.exists() and not path.is_dir():
+            try:
+                size = regular(path).stat().st_size
+            except OSError as error:
+                raise InputError(f"{path} must be a file, got: {error.strerror}") from error
+            text = path.suffix in (".json", ".txt", ".model", ".jinja")
+            require(not text or size <= LARGEST_MODEL_FILE, str(path), f"at most {LARGEST_MODEL_FILE} bytes", size)
+
+
+def inside(folder: Path, name: object) -> Path:
+    """Return the path of a file that another file of `folder` names.
+
+    Raises:
+        InputError: `name` is not the name of an entry of the folder, as "../x" and "/x" are not.
+    """
+    plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    require(plain, f"a file named in {folder}", "in this folder", name)
+    return folder / str(name)
+
+
+def read_text(path: str | os.PathLike[str], what: str = "text", *, pipe: bool = False) -> str:
+    """Return the content of a file in UTF-8, of at most `LARGEST` characters.
+
+    pipe: accept a pipe too, such as /dev/stdin: a user's own, named on the command line.
 
     Raises:
         InputError: there is no such file, it is a folder, or it is not UTF-8. `what` names what was expected.
     """
     path = Path(path)
     try:
-        return path.read_text(encoding="utf-8")
+        with (path if pipe else regular(path)).open(encoding="utf-8") as file:
+            text = file.read(LARGEST + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "bytes that are not UTF-8"
         raise InputError(f"{path} must be {what}, got: {reason}") from error
+    if len(text) > LARGEST:
+        raise InputError(f"{path} must be {what} of at most {LARGEST} characters, got more")
+    return text
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -40,23 +100,40 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 def parse_json(text: str, source: object) -> Any:
     """Return the value of a JSON text. Raises InputError for anything else; `source` names it in the message."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{source} must be JSON, got: {_reason(error)}") from error
+    if text.count("[") + text.count("{") > DEEPEST:
+        _expect_shallow(value, source)
+    return value
+
+
+def _expect_shallow(value: Any, source: object) -> None:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [item for item in level if isinstance(item, (dict, list))]
+        containers, level = (
+            level,
+            [part for item in level for part in (item.values() if isinstance(item, dict) else item)],
+        )
+    if containers:
+        raise InputError(f"{source} must be JSON at most {DEEPEST} levels deep, got deeper")
 
 
 def parse_yaml(text: str, source: object) -> Any:
     """Return the value of a YAML document of plain values.
 
-    Numbers are those of YAML 1.2: 3e-4 is one, and 1:30, which YAML 1.1 takes for 90, is text.
+    Numbers are those of YAML 1.2: 3e-4 is one, and 1:30, which YAML 1.1 takes for 90, is text, as a date is.
 
     Raises:
-        InputError: it is not YAML, or holds a tag of another language or a key twice. `source` names it in the message.
+        InputError: it is not YAML, holds a tag of another language or a key twice, or is larger or deeper than what
+            people write. `source` names it in the message.
     """
     with extra("lab"):
         import yaml
 
     try:
+        _expect_small(len(text))
         return yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(f"{source} must be YAML, got: {_reason(error)}") from error
@@ -77,28 +154,71 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def _expect_small(size: int) -> None:
+    if size > LARGEST_YAML:
+        raise ValueError(f"more than {LARGEST_YAML} characters")
+
+
+DROPPED = ("timestamp", "binary", "set", "omap", "pairs")
+"""Kinds of values of YAML that JSON lacks."""
+
+
 @cache
 def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def __init__(self, stream: str):
+            super().__init__(stream)
+            self._extents: dict[int, tuple[int, int]] = {}
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            """Return the next node. Count its characters and levels with all aliases in it written out."""
+            alias = self.check_event(yaml.AliasEvent)
+            node = super().compose_node(parent, index)
+            if id(node) not in self._extents:
+                if alias:
+                    raise ValueError("an alias inside of what it stands for")
+                self._extents[id(node)] = self._extent(node)
+            return node
+
+        def _extent(self, node: Any) -> tuple[int, int]:
+            if isinstance(node, yaml.ScalarNode):
+                return 1 + len(node.value), 0
+            pairs = node.value if isinstance(node, yaml.MappingNode) else [(part,) for part in node.value]
+            extents = [self._extents[id(part)] for pair in pairs for part in pair]
+            size, depth = 1 + sum(size for size, _ in extents), 1 + max((depth for _, depth in extents), default=0)
+            _expect_small(size)
+            if depth > DEEPEST:
+                raise ValueError(f"more than {DEEPEST} levels")
+            return size, depth
+
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
-            names = [key.value for key, _ in node.value]
-            duplicate = next((name for name in names if names.count(name) > 1), None)
+            names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            duplicate = next((name for name, count in names.items() if count > 1), None)
             if duplicate is not None:
                 raise ValueError(f"the key {duplicate} twice in a mapping")
             return node
+
+        def construct_yaml_int(self, node: Any) -> int:
+            number = int(super().construct_yaml_int(node))
+            str(number)  # Python refuses one of thousands of digits, and would where an error shows it
+            return number
 
     numbers = {
         "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$",
         "tag:yaml.org,2002:float": r"""(?x)[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$
             | [-+]?[0-9]+[eE][-+]?[0-9]+$ | [-+]?\.(inf|Inf|INF)$ | \.(nan|NaN|NAN)$""",
     }
+    dropped = {f"tag:yaml.org,2002:{kind}" for kind in DROPPED}
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in numbers]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in numbers and tag not in dropped]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    Loader.yaml_constructors = {
+        tag: construct for tag, construct in yaml.SafeLoader.yaml_constructors.items() if tag not in dropped
+    } | {"tag:yaml.org,2002:int": Loader.construct_yaml_int}
     for tag, pattern in numbers.items():
         Loader.add_implicit_resolver(tag, re.compile(pattern), list("-+.0123456789"))
     return Loader

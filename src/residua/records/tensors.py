@@ -9,6 +9,7 @@ from torch import Tensor
 
 from residua.errors import InputError, extra
 from residua.records.durable import write_bytes
+from residua.records.reading import regular
 
 with extra("lab"):
     from safetensors import SafetensorError, safe_open
@@ -23,7 +24,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def read_tensors(path: str | os.PathLike[str], what: str, advice: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a file by name, and its metadata. Raises InputError as `undamaged` does."""
-    with undamaged(path, what, advice), safe_open(path, "pt") as file:
+    with undamaged(path, what, advice), safe_open(regular(Path(path)), "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118, no mapping
 
 

@@ -106,7 +106,7 @@ MISTAKES = [
         ["--model.connection={preset: hc, num_streams: 1:30}"],
         "model.connection: HyperConnections: num_streams must be a whole number, got '1:30'",
     ),
-    ("train:\n  lr: 2020-01-01\n", "train.lr must be a number, got datetime.date(2020, 1, 1)"),
+    ("train:\n  lr: 2020-01-01\n", "train.lr must be a number, got '2020-01-01'"),
 ]
 
 

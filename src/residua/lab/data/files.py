@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TextIO
 
 from residua.errors import InputError, extra, first_line, shown
 from residua.lab.data.corpus import Corpus, Document
+from residua.records.reading import regular
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 PIECE = 8192
@@ -66,7 +67,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 def _size(file: Path, text_column: str) -> int:
     with _reading(file):
-        if file.suffix.lower() != ".parquet":
+        if regular(file).suffix.lower() != ".parquet":
             return file.stat().st_size
         with _parquet(file, text_column) as parquet:
             groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))

@@ -4,7 +4,6 @@ Each is a `PreTrainedTokenizerFast` with one special token, the end of a text, w
 trained and the byte tokenizer reproduce every Unicode text exactly.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -12,7 +11,8 @@ from pathlib import Path
 
 from residua.errors import InputError, extra, first_line, require
 from residua.lab.data.hub import download_tokenizer
-from residua.records.reading import read_json
+from residua.records.durable import file_sha256
+from residua.records.reading import expect_regular, read_json, regular
 
 with extra("lab"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -72,6 +72,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     try:
         if not (folder / "tokenizer.json").is_file():
             raise InputError(f"found no {folder / 'tokenizer.json'}")
+        expect_regular(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many types
         raise InputError(
@@ -99,7 +100,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 def tokenizer_hash(folder: Path) -> str:
     """Return the sha256 of a saved tokenizer. Raises OSError."""
-    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    return file_sha256(folder / "tokenizer.json")
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -112,7 +113,7 @@ def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     ignored. Raises InputError if it is damaged or has no end of text.
     """
     try:
-        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend = Tokenizer.from_file(str(regular(folder / "tokenizer.json")))
         end_of_text = read_json(folder / "tokenizer_config.json")["eos_token"]
         _ = backend.get_vocab()[end_of_text]
     except Exception as error:  # tokenizers raises Exception itself for content that it cannot use

@@ -21,11 +21,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from residua.errors import InputError, check_types, decoded, extra
+from residua.errors import InputError, check_types, decoded, extra, mapping
 from residua.lab.training.distributed import Ranks
 from residua.records.durable import file_sha256, partial, remove, unfinished
 from residua.records.folder import read_object
 from residua.records.progress import say
+from residua.records.reading import inside, regular
 from residua.records.tensors import undamaged
 
 with extra("lab"):
@@ -158,8 +159,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     checkpoint = _read_manifest(path)
     for name, entry in checkpoint.files.items():
+        file, expected = inside(path, name), mapping(entry, f"{path / MANIFEST}: {name}")
         try:
-            whole = file_sha256(path / name) == entry["sha256"]
+            size = regular(file).stat().st_size
+            whole = size == expected.get("bytes", size) and file_sha256(file) == expected.get("sha256")
         except OSError as error:
             raise InputError(f"{path}: cannot read {name}: {error.strerror or error}") from error
         if not whole:
@@ -226,7 +229,7 @@ def load_checkpoint(
 def _stored(checkpoint: Checkpoint, kind: str) -> Iterator[Any]:
     """Open a file of a checkpoint, mapped into memory. Raises InputError if it is damaged."""
     path = checkpoint.path / f"{kind}.safetensors"
-    with undamaged(checkpoint.path, "a checkpoint"), safe_open(path, "pt") as stored:
+    with undamaged(checkpoint.path, "a checkpoint"), safe_open(regular(path), "pt") as stored:
         yield stored
 
 

@@ -340,18 +340,18 @@ def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str
     """Return a recipe or file behind its bases, each with its own values by dotted key."""
     if source in chain:
         raise InputError(f"base: {' -> '.join([*chain, source])} is a circle")
-    document = parse_yaml(_text(source), source)
+    document = parse_yaml(_text(source, pipe=not chain), source)
     base = document.pop("base", None) if isinstance(document, dict) else None
     bases = [] if base is None else _chain(str(base), (*chain, source))
     return [*bases, (source, dict(_flat(document)))]
 
 
-def _text(source: str) -> str:
+def _text(source: str, *, pipe: bool) -> str:
     recipes = recipe_names()
     if source in recipes:
         return (resources.files("residua.lab") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8")
     if "\0" not in source and Path(source).exists():
-        return read_text(source, "YAML")
+        return read_text(source, "YAML", pipe=pipe)
     expected = f"a recipe ({', '.join(recipes)}) or a YAML file"
     raise InputError(f"--config must be {expected}, got {shown(source)}{did_you_mean(source, recipes)}")
 

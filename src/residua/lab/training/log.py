@@ -11,6 +11,7 @@ from residua.records.durable import unlinked, write_text
 from residua.records.folder import RunFolder, flatten
 from residua.records.jsonlines import JsonLines
 from residua.records.progress import Progress, say
+from residua.records.reading import read_text
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig
@@ -102,7 +103,7 @@ def _wandb_run(run: RunFolder, project: str) -> Any:
         return wandb.init(
             project=project,
             name=run.path.resolve().name,
-            id=id_file.read_text(encoding="utf-8").strip(),
+            id=read_text(id_file).strip(),
             resume="allow",
             dir=str(unlinked(run.path / "wandb").parent),
             config=flatten(run.settings),
