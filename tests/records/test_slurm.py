@@ -1,5 +1,6 @@
 """The executor for Slurm, with submitit's processes of this machine in place of jobs."""
 
+import json
 import os
 import signal
 import subprocess
@@ -143,18 +144,90 @@ def test_the_jobs_of_a_killed_command_go_on_and_the_same_command_takes_them_up(t
     assert len(jobs_in(out)) == 1
 
 
-def test_slurm_gets_the_options_and_a_cancelled_job_ends_and_cancels_all(tmp_path, monkeypatch):
-    """With commands of Slurm that only say what they were asked."""
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Commands of Slurm that only say what they were asked."""
     commands = {
         "srun": "",
         "sbatch": f'cat "$1" > {tmp_path}/sbatch.log; echo Submitted batch job 12',
         "sacct": 'echo "JobID|State|NodeList"; echo "12_0|CANCELLED by 5|n"; echo "12_1|SUSPENDED|n"',
         "scancel": f'echo "$@" >> {tmp_path}/scancel.log',
+        "scontrol": f'[ "$2" = config ] && echo "ClusterName             = here" || cat {tmp_path}/jobs/"$3"',
     }
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "jobs").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return Pool(executor="slurm", slurm=("time=60",)).executor_of_jobs()
+
+
+def begun(out, *rows, jobs=(), prints_into=None):
+    """Write a folder whose jobs.jsonl has `rows`. Let Slurm have `jobs`, which print into a folder, `out` for None."""
+    with open_runs(out, {}):
+        (out / "slurm").mkdir()
+    (out / "slurm" / "jobs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for number in jobs:
+        text = f"JobId={number} JobName=residua\n   StdOut={prints_into or out}/slurm/%A_%a_0_log.out\n"
+        (out.parent / "jobs" / number).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *({"run": "1", "job": job} for job in ("--me", "-u root", "12 13", "12_0,13", "12_", "", "１２", 12, [12])),
+        *({"run": "1"}, {"job": "12"}, {"run": ["1"], "job": "12"}, {"run": "1", "job": "12", "cluster": 1}),
+    ],
+    ids=str,
+)
+def test_what_a_folder_has_for_a_job_number_does_not_reach_slurm(row, cluster, tmp_path):
+    begun(tmp_path / "out", row)
+    with pytest.raises(InputError, match=r"jobs\.jsonl must be a run and the number"):
+        run(tmp_path / "out", [Job("1", square, (1,))], executor=cluster)
+    assert not (tmp_path / "scancel.log").exists()
+
+
+@pytest.mark.parametrize(("elsewhere", "name"), [("", "there"), ("original", "here"), ("original", None)])
+def test_a_copied_folder_neither_waits_for_nor_cancels_the_jobs_of_another(elsewhere, name, cluster, tmp_path):
+    out, row = tmp_path / "out", {"run": "1", "job": "11"}
+    begun(out, row | ({"cluster": name} if name else {}), jobs=["11"], prints_into=elsewhere and tmp_path / elsewhere)
+    (tmp_path / "sacct").write_text('#!/bin/sh\necho "JobID|State"; echo "12|CANCELLED"; echo "11|RUNNING"\n')
+    with pytest.raises(RunError, match="the job of 1 ended as CANCELLED"):
+        run(out, [Job("1", square, (1,))], executor=cluster)
+    assert (tmp_path / "scancel.log").read_text().split() == ["12"]
+    assert jsonlines.read(out / "slurm" / "jobs.jsonl")[1] == {"run": "1", "job": "12", "cluster": "here"}
+
+
+@pytest.mark.parametrize("row", [{}, {"cluster": "here"}], ids=["of an earlier version", "of this one"])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_job_of_the_folder_is_taken_up_and_forgotten_only_if_slurm_cancelled_it(row, refuses, cluster, tmp_path):
+    out = tmp_path / "out"
+    begun(out, {"run": "1", "job": "12_0"} | row, jobs=["12"])
+    if refuses:
+        (tmp_path / "scancel").write_text("#!/bin/sh\necho Socket timed out >&2\nexit 1\n")
+    with pytest.raises(RunError, match="the job of 1 ended as CANCELLED by 5"):
+        run(out, [Job("1", square, (1,))], executor=cluster)
+    assert not (tmp_path / "sbatch.log").exists()
+    assert len(jsonlines.read(out / "slurm" / "jobs.jsonl")) == (1 if refuses else 2)
+
+
+def test_a_run_begins_no_second_time_while_slurm_does_not_say_if_its_job_runs(cluster, tmp_path):
+    begun(tmp_path / "out", {"run": "1", "job": "12"})
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    with pytest.raises(RunError, match=r"12 .* Unable to contact slurm controller"):
+        run(tmp_path / "out", [Job("1", square, (1,))], executor=cluster)
+    assert not (tmp_path / "sbatch.log").exists()
+
+
+def test_the_record_of_a_job_that_ended_long_ago_is_taken(cluster, tmp_path):
+    out = tmp_path / "out"
+    begun(out, {"run": "1", "job": "12"})
+    (out / "slurm" / "1.json").write_text('{"key": "1", "square": 1}')
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2\nexit 1\n")
+    assert run(out, [Job("1", square, (1,))], executor=cluster) == [{"key": "1", "square": 1}]
+
+
+def test_slurm_gets_the_options_and_a_cancelled_job_ends_and_cancels_all(cluster, tmp_path):
     options = ("time=60", "partition=gpu", "exclusive=true", "mem=16G", "setup=[module load x]")
     executor = Pool(executor="slurm", slurm=options).executor_of_jobs()
     with pytest.raises(RunError, match=r"the job of 1 ended as CANCELLED by 5; see .*12_0_0_log\.err"):

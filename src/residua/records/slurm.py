@@ -2,12 +2,15 @@
 
 The machines share the folder of the runs, which then also holds
 
-    slurm/jobs.jsonl    the number of every job in the queue
+    slurm/jobs.jsonl    the number of every job in the queue, and the name of its cluster
     slurm/NAME.json     the record of a run, from its job to the command
     slurm/...           submitit's files: what Slurm starts, and what the jobs print
 """
 
 import json
+import os
+import re
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from residua.records.durable import unlinked, write_text
 from residua.records.folder import read_object
 from residua.records.jobs import Job, Work, file_name
 from residua.records.jsonlines import JsonLines, finite
+from residua.records.progress import say, say_once
 from residua.records.reading import parse_yaml
 from residua.records.threads import threads
 
@@ -35,6 +39,10 @@ ENDED = (
 """How the states begin of jobs that have ended: those of Slurm, then those of submitit's processes."""
 INTERNAL = {"return", "command", "folder", "map_count", "nodes", "ntasks_per_node", "num_gpus", "srun_args"}
 """Parameters of submitit that it fills in itself, and those that would make several processes of a run."""
+
+
+NUMBER = re.compile(r"[0-9]{1,20}(_[0-9]{1,20})?")
+"""The number of a job, or of one in an array of jobs. A folder may come from anybody: nothing else reaches Slurm."""
 
 
 @dataclass(frozen=True)
@@ -107,24 +115,27 @@ class _Queue:
     def __init__(self, settings: Slurm, work: Work, folder: Path, log: JsonLines):
         import submitit
 
-        self._work, self._folder, self._log, self._most = work, folder, log, settings.most
+        self._work, self._folder, self._log, self._settings = work, folder, log, settings
         self._executor = submitit.AutoExecutor(folder, settings.cluster, slurm_max_num_timeout=1000)
         options = {f"slurm_{name}": value for name, value in settings.options.items() if name != "time"}
         self._executor.update_parameters(name="residua", timeout_min=settings.options["time"], **options)
         self._handle = submitit.SlurmJob if settings.cluster == "slurm" else submitit.LocalJob
-        self._earlier = {row["run"]: row["job"] for row in log.rows}
+        self._cluster = _cluster_name() if settings.cluster == "slurm" else settings.cluster
+        self._earlier = _earlier_jobs(log)
+        self._ours: dict[str, bool] = {}
         self._runs: list[_Run] = []
 
     def begin(self) -> bool:
         """Submit the runs that may begin, and take up earlier jobs. Return whether any job is in the queue."""
         new: list[_Run] = []
-        while (self._most is None or len(self._runs) + len(new) < self._most) and (job := self._work.next()):
+        most = self._settings.most
+        while (most is None or len(self._runs) + len(new) < most) and (job := self._work.next()):
             run = _Run(job, unlinked(self._folder / f"{file_name(job.name)}.json"))
-            if number := self._earlier.get(job.name):
+            number, cluster = self._earlier.get(job.name, (None, None))
+            if number is not None and self._is_ours(number, cluster):
                 run.handle = self._handle(self._folder, number)
-                self._runs.append(run)
-            else:
-                new.append(run)
+            taken_up = run.handle is not None or (number is not None and run.path.is_file())
+            (self._runs if taken_up else new).append(run)
         if new:
             self._submit(new)
             self._runs += new
@@ -147,9 +158,27 @@ class _Queue:
                 self._submit([run])
 
     def cancel(self) -> None:
-        for run in list(self._runs):
-            run.handle.cancel(check=False)
-            self._forget(run)
+        """Cancel the jobs. One that Slurm does not cancel stays in the log, so that the same command takes it up."""
+        for run in [run for run in self._runs if run.handle is not None]:
+            try:
+                run.handle.cancel()
+            except (OSError, subprocess.CalledProcessError) as error:
+                say(f"the job {run.handle.job_id} of {run.job.name} could not be cancelled: {first_line(error)}")
+            else:
+                self._forget(run)
+
+    def _is_ours(self, number: str, cluster: str | None) -> bool:
+        """Return whether an earlier job is in the queue of this cluster, and one of this folder, which may be a copy of
+        another or come from another cluster. Raises RunError if Slurm does not answer."""
+        if self._settings.cluster != "slurm":
+            return True
+        array = number.partition("_")[0]
+        if array not in self._ours:
+            same_cluster = cluster is None or cluster == self._cluster
+            self._ours[array] = same_cluster and _prints_into(self._folder, array)
+        if not self._ours[array]:
+            say_once(f"{self._folder}: the job {array} is not in the queue, or of another folder; its runs begin again")
+        return self._ours[array]
 
     def _submit(self, runs: list[_Run]) -> None:
         try:
@@ -161,7 +190,7 @@ class _Queue:
         except RuntimeError as error:  # of sbatch
             raise RunError(f"Slurm refused a job: {first_line(error)}") from error
         for run in runs:
-            self._log.write({"run": run.job.name, "job": run.handle.job_id})
+            self._log.write({"run": run.job.name, "job": run.handle.job_id, "cluster": self._cluster})
         self._log.sync()
 
     def _has_ended(self, run: _Run) -> bool:
@@ -179,6 +208,53 @@ class _Queue:
     def _forget(self, run: _Run) -> None:
         self._runs.remove(run)
         self._log.write({"run": run.job.name, "job": None})
+
+
+def _earlier_jobs(log: JsonLines) -> dict[str, tuple[str | None, str | None]]:
+    """Return the number of the last job of each run, None for one that ended, and the cluster, None if unknown.
+
+    Raises:
+        InputError: a row has something else, such as an option of Slurm in place of a number.
+    """
+    jobs: dict[str, tuple[str | None, str | None]] = {}
+    for row in log.rows:
+        run, number, cluster = row.get("run"), row.get("job"), row.get("cluster")
+        known = number is None or (isinstance(number, str) and NUMBER.fullmatch(number) is not None)
+        whole = isinstance(run, str) and "job" in row and known and isinstance(cluster, str | None)
+        require(whole, str(log.path), 'a run and the number of its job in each row, such as "42_0"', row)
+        jobs[str(run)] = number, cluster
+    return jobs
+
+
+def _cluster_name() -> str | None:
+    """Return the name of this cluster, None where Slurm does not tell it."""
+    try:
+        return _shown("config", "ClusterName")[0]
+    except (OSError, RuntimeError, LookupError):
+        return None
+
+
+def _prints_into(folder: Path, number: str) -> bool:
+    """Return whether a job is in the queue, and prints into `folder`. Raises RunError if Slurm does not answer."""
+    try:
+        outputs = _shown("job", "StdOut", number)
+    except (OSError, RuntimeError) as error:
+        if "Invalid job id" in str(error):  # it ended minutes ago
+            return False
+        raise RunError(
+            f"the job {number} of an earlier command may still run, but Slurm does not tell: {first_line(error)}; "
+            "try again when it answers"
+        ) from error
+    return any(os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder) for path in outputs)
+
+
+def _shown(kind: str, key: str, *names: str) -> list[str]:
+    """Return the values of a key in what `scontrol show` prints. Raises OSError or RuntimeError if it fails."""
+    answer = subprocess.run(["scontrol", "show", kind, *names], capture_output=True, text=True)
+    if answer.returncode:
+        raise RuntimeError(answer.stderr.strip() or f"scontrol ended with status {answer.returncode}")
+    lines = (line.strip().partition("=") for line in answer.stdout.splitlines())
+    return [value.strip() for name, _, value in lines if name.strip() == key]
 
 
 @dataclass(frozen=True)
