@@ -12,7 +12,7 @@ import numpy as np
 from resbench_picture import BASELINE, SCHEMES
 from scipy.stats import binomtest
 
-from residua.lab.study.results import Results, read_results
+from residua.lab.study.results import ALPHA, Results, Row, read_results
 from residua.records.statistics import welch
 
 HERE = Path(__file__).parent
@@ -57,6 +57,46 @@ def resbench_table() -> str:
         times = [row.cost["time_ratio"]["median"] for row in rows if row and row.cost]
         lines.append([f"`{name}`", words, *cells, span(times, 1)])
     return markdown(["name", "in words", *sizes.values(), "step time"], lines)
+
+
+FIELD = ("lambdas", "residual+tc", "lambdas+tc", "ddl", "ddl-tc", "ddl-tc-write-only", "hc-static", "hc", "mhc", "mudd",
+         "attnres")  # fmt: skip
+"""The schemes of docs/field.md."""
+
+
+def times_the_tokens(row: Row, loss: float) -> float:
+    """How many times a row's tokens bring the plain residual to a loss: on the curve through its two lengths."""
+    base = study("resbench").row(row.size, BASELINE)
+    short, long = (statistics.fmean(run["val_loss"] for run in runs) for runs in (base.reported, base.longer))
+    lengths = [runs[0]["steps"] / row.steps for runs in (base.reported, base.longer)]
+    powers = [length**-ALPHA for length in lengths]
+    power = powers[0] + (loss - short) / (long - short) * (powers[1] - powers[0])
+    return max(power, lengths[1] ** -ALPHA) ** (-1 / ALPHA)
+
+
+def field_table() -> str:
+    """Our smallest models in the field's currency: the effective speed-up on the plain residual, with its interval."""
+    lines = []
+    for name in FIELD:
+        row = study("resbench").row("0.1M", name)
+        estimate = row.difference(BASELINE, "tokens").estimate
+        losses = [row.loss.mean + side * estimate.half_width for side in (0, 1, -1)]
+        speedups = [times_the_tokens(row, loss) for loss in losses]
+        time = row.cost["time_ratio"]["median"] if row.cost else None
+        cells = [
+            speedup_text(speedups, 1.0),
+            f"{time:.2f}" if time else "",
+            speedup_text(speedups, time) if time else "",
+        ]
+        lines.append([f"`{name}`", f"{estimate.mean:+.3f} ± {estimate.half_width:.3f}", *cells])
+    header = ["ours, 0.1M, 2.1M tokens, 5 seeds", "loss", "speed-up", "step time on a CPU", "speed-up in time"]
+    return markdown(header, lines)
+
+
+def speedup_text(speedups: list[float], cost: float) -> str:
+    """The value between the ends of its interval; those beyond the longest runs are bounds."""
+    mean, low, high = (f"{'> ' if speedup > 1.499 else ''}{speedup / cost:.2f}" for speedup in speedups)
+    return f"{mean} ({low} to {high})"
 
 
 def fresh_table() -> str:

@@ -6,6 +6,7 @@ python experiments/tables.py --demo runs/demo    record a finished demo as demo.
 """
 
 import argparse
+import csv
 import json
 import re
 import statistics
@@ -22,6 +23,7 @@ from resbench_claims import claims, templates, wrapped
 from resbench_tables import (
     copying_table,
     decisions_table,
+    field_table,
     fresh_table,
     markdown,
     rates_table,
@@ -512,6 +514,26 @@ def difference(found: Any) -> str:
     return f"{found.mean:+.4f}" if half is None else f"{found.mean:+.4f} ± {half:.4f}"
 
 
+def published_table() -> str:
+    """The published numbers on residuals at scale: docs/field.csv, where each has its source."""
+    with (HERE.parent / "docs" / "field.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if row["where"] == "its authors":
+            assert row["gain"] == "{:+.3f} / {:+.3f} loss".format(*PUBLISHED_LOSSES[row["preset"]])
+    columns = ("size", "tokens", "gain", "speedup", "speedup in time", "step", "seeds")
+    lines = [
+        [
+            row["scheme"] + (f" (`{row['preset']}`)" if row["preset"] else ""),
+            f"[{row['where']}]({row['source']}), {row['date']}",
+            *(row[column] for column in columns),
+        ]
+        for row in rows
+    ]
+    header = ["scheme", "where", "size", "tokens", "gain", "speed-up", "speed-up in time", "step", "seeds"]
+    return markdown(header, lines)
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/speed.md": {
         "speed": speed_table,
@@ -539,6 +561,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "ten": partial(split_table, "10M"),
         "fresh": fresh_table,
     },
+    "docs/field.md": {"published": published_table, "ours": field_table},
     "docs/retrofit.md": {
         "largest": largest_logit,
         "preserved": preserved_table,
