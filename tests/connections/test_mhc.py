@@ -22,15 +22,14 @@ SPLIT = ManifoldHyperConnections(layout="split")
 
 
 def doubly_stochastic(scheme: ManifoldHyperConnections, z: Tensor) -> Tensor:
-    """By exponentials divided by sums of rows, then columns; or as a weighted sum of all orders of the streams."""
+    """By exponentials divided by sums of rows and columns in turn, or as a weighted sum of all orders of streams."""
     n = scheme.num_streams
     if scheme.mixing == "permutations":
         orders = [torch.eye(n, dtype=z.dtype)[list(order)] for order in permutations(range(n))]
         return sum(weight * order for weight, order in zip(z.exp() / z.exp().sum(), orders, strict=True))
     h = z.view(n, n).exp()
-    for _ in range(scheme.iterations):
-        h = h / h.sum(1, keepdim=True)
-        h = h / h.sum(0, keepdim=True)
+    for axis in ((0, 1) if scheme.order == "columns" else (1, 0)) * scheme.iterations:
+        h = h / h.sum(axis, keepdim=True)
     return h
 
 

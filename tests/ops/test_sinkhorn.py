@@ -47,6 +47,24 @@ def test_sinkhorn_divides_by_row_sums_then_by_column_sums(n, seed, iterations, s
     assert_close(sinkhorn(logits, iterations), expected)
 
 
+@given(sizes, seeds, st.integers(1, 8))
+def test_columns_first_is_the_order_of_the_paper(n, seed, iterations):
+    """Equation 9: columns, then rows, which sum to 1 at the end, as the columns do in the other order."""
+    logits = normal(generator(seed), 3, n, n)
+    expected = logits.exp()
+    for _ in range(iterations):
+        expected = expected / expected.sum(-2, keepdim=True)
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert_close(sinkhorn(logits, iterations, order="columns"), expected)
+    assert row_error(expected) < 1e-12
+    assert column_error(sinkhorn(logits, iterations)) < 1e-12
+
+
+def test_an_order_that_is_neither_is_refused():
+    with pytest.raises(ValueError, match="order must be 'rows' or 'columns', got 'row'"):
+        sinkhorn(torch.ones(2, 2), order="row")
+
+
 @given(sizes, seeds)
 def test_twenty_iterations_are_doubly_stochastic_for_moderate_logits(n, seed):
     logits = normal(generator(seed), 5, n, n).clamp(-0.8, 0.8)

@@ -135,6 +135,7 @@ _VARIANTS = {
     # Mixing that is doubly stochastic, for copies of the embedding and for pieces of it.
     "mhc-n2": "mhc:recompute_every=2,implementation=auto,num_streams=2,iterations=5,alpha_init=0.1",
     "mhc-residual": "mhc:start=residual",
+    "mhc-columns": "mhc:num_streams=3,iterations=3,order=columns",
     "mhc-lite-n3": "mhc:recompute=none,num_streams=3,mixing=permutations",
     "mhc-split": "mhc:layout=split",
     "mhc-split-lite-n2": "mhc:num_streams=2,layout=split,mixing=permutations",

@@ -21,6 +21,7 @@ from residua.connections.options import Factor, Steps, only_with, require_option
 from residua.connections.spec import TensorSpec
 from residua.connections.stream_logits import StreamLogits, reading_biases
 from residua.ops import hyper_read, permutation_mixture, sinkhorn
+from residua.ops.sinkhorn import Order
 
 # Initial distance of the logits of h_res. With 6, h_res starts with e^-6 = 0.0025 off its diagonal: the difference
 # between streams shrinks to 0.99 in each sublayer and to 0.79 in 24. With 4 it would shrink to 0.18; with 8 hardly at
@@ -41,6 +42,8 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     mixing          "sinkhorn": `iterations` of alternate row and column scaling (mHC), doubly stochastic up to its
                     convergence; "permutations": a mixture of all n! permutations (mHC-lite), exact, n at most 5
     iterations      "sinkhorn": number of pairs of scalings
+    order           "sinkhorn": the sums that each pair divides by first, "rows" or "columns". The others are 1 at the
+                    end. Public code divides by rows first; equation 9 of the paper by columns, so that rows are exact
     alpha_init      initial factor on the token-dependent part of all logits
     start           of the reads with layout="copies": "prefer": logits of 2 and -2, whose sigmoids sum to 1.24 for four
                     streams, which the norm before a sublayer undoes up to its eps; "residual": they sum to 1, so
@@ -58,6 +61,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     layout: Literal["copies", "split"] = "copies"
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
     iterations: Steps = 20
+    order: Annotated[Order, only_with(mixing="sinkhorn")] = "rows"
     alpha_init: Factor = 0.01
     start: Annotated[Literal["prefer", "residual"], only_with(layout="copies")] = "prefer"
 
@@ -99,8 +103,8 @@ class ManifoldConnection(MixingConnection):
 
     Some mappings cannot change anything, and their parameters would be dead. The first of `count` sublayers has no
     h_pre: its streams are equal, so the norm undoes it. There is no h_res in the first sublayer, where mixing equal
-    streams changes nothing, and in the last, where only the mean of the streams is read, which mixing keeps (up to the
-    remaining error of Sinkhorn's row sums).
+    streams changes nothing, and in the last, where only the mean of the streams is read, which mixing keeps (one of
+    both up to the remaining error of the sums that Sinkhorn divides by first).
     """
 
     def __init__(
@@ -144,7 +148,9 @@ class ManifoldConnection(MixingConnection):
         if self.mixes and scheme.mixing == "sinkhorn":
             # sinkhorn has the tokens as innermost axis in memory, which makes products of small matrices much slower.
             matrices = logits[-1].unflatten(-1, (n, n))
-            h_res = sinkhorn(matrices, scheme.iterations, implementation=scheme.implementation).contiguous()
+            h_res = sinkhorn(
+                matrices, scheme.iterations, order=scheme.order, implementation=scheme.implementation
+            ).contiguous()
         elif self.mixes:
             h_res = permutation_mixture(logits[-1].softmax(-1))
         return MixingCoefficients(h_pre, h_res, h_post)

@@ -5,6 +5,7 @@ Both mix n streams without growing them: the spectral norm is at most 1, and the
 
 import itertools
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,18 +15,28 @@ from residua.ops.precision import at_least_float32, new_symbol, without_autocast
 from residua.ops.shapes import expect_shape
 from residua.ops.transforms import Function, applied
 
+Order = Literal["rows", "columns"]
+"""Which sums `sinkhorn` divides by first; the others are 1 at the end."""
 
-def sinkhorn(logits: Tensor, iterations: int = 20, *, implementation: Implementation = "reference") -> Tensor:
+
+def sinkhorn(
+    logits: Tensor, iterations: int = 20, *, order: Order = "rows", implementation: Implementation = "reference"
+) -> Tensor:
     """exp(L) scaled to row and column sums of 1: each iteration divides by the row sums, then by the column sums.
 
     In the log domain, L <- L - logsumexp(L, rows), L <- L - logsumexp(L, columns): logits of any size stay finite.
-    At the end the columns sum to 1, and the rows as nearly as the iterations brought them. logits: (..., n, n); returns
-    the same shape and dtype, computed in at least float32. `implementation`: the plain definition or the Triton kernel,
-    see `ops.dispatch.choose`. arXiv 2512.24880 (20 iterations).
+    At the end the columns sum to 1, and the rows as nearly as the iterations brought them. With order="columns" it
+    divides by the column sums, then by the row sums, and the rows are exact: M <- T_r(T_c(M)), arXiv 2512.24880
+    equation 9 (20 iterations). logits: (..., n, n); returns the same shape and dtype, computed in at least float32.
+    `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
     if iterations < 1:
         raise ValueError(f"iterations must be 1 or more, got {iterations}")
+    if order not in ("rows", "columns"):
+        raise ValueError(f"order must be 'rows' or 'columns', got {order!r}")
+    if order == "columns":
+        return sinkhorn(logits.mT, iterations, implementation=implementation).mT
     if choose(implementation, logits) == "triton":
         from residua.ops.kernels.sinkhorn import sinkhorn as kernel
 
