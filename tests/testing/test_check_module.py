@@ -26,6 +26,7 @@ from residua import (
 )
 from residua.connections import resolve
 from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, StreamAdapter, check_module
+from residua.testing.adapter import named_once
 from residua.testing.checks import run
 from residua.testing.diagnosis import _reordered
 from residua.testing.module import checks
@@ -44,7 +45,8 @@ class HyperBlock(nn.Module):
         self.proj = nn.Parameter(torch.zeros(N * dim, N * N + 2 * N))
         self.scale = nn.Parameter(torch.full((3,), 0.01))
         start = torch.zeros(N * N + 2 * N)
-        start[:N] = torch.tensor([-2.0, -2.0, 2.0, -2.0])  # of the third connection
+        if bug != "reads start at 0":
+            start[:N] = torch.tensor([-2.0, -2.0, 2.0, -2.0])  # of the third connection
         start[2 * N :] = 6 * torch.eye(N).flatten()
         if bug == "frozen by a buffer":
             self.register_buffer("base", start)
@@ -54,12 +56,14 @@ class HyperBlock(nn.Module):
 
     def mappings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         narrow = {"bf16 mapping": torch.bfloat16, "float16 mapping": torch.float16}.get(self.bug)
+        x = x.detach() if self.bug == "detached streams" else x
         wide = x.to(narrow) if narrow else x if x.dtype == torch.float64 else x.float()
         weight = self.proj.to(wide.dtype) if narrow else self.proj
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bug == "autocast mapping" and x.dtype != torch.float64):
             z = (wide @ weight).to(self.scale.dtype)
         square = x.to(z.dtype).square().mean(-1, keepdim=True)
-        z = z / (square.sqrt() + 1e-2) if self.bug == "eps outside the root" else z * torch.rsqrt(square + 1e-5)
+        if self.bug != "no norm of the streams":
+            z = z / (square.sqrt() + 1e-2) if self.bug == "eps outside the root" else z * torch.rsqrt(square + 1e-5)
         a, b = self.scale, self.base
         if self.bug == "constant mappings":
             z = 0 * z
@@ -111,6 +115,8 @@ class HyperBlock(nn.Module):
         if self.bug == "norm weight without gradient":
             read = F.rms_norm((pre.unsqueeze(-1) * wide).sum(-2), read.shape[-1:], self.ln.detach(), 1e-5)
         y = layer(read.to(x.dtype)).to(mix.dtype)
+        if self.bug == "detached output":
+            y = y.detach()
         if self.bug == "writes its input":
             y = read
         if self.bug == "dropout":
@@ -175,7 +181,7 @@ NAMED = {
     "transposed": ("forward", r"the mixer is transposed: agrees with H_res\^T$"),
     "thrown away": ("forward", "the mixer is dropped: agrees with H_res = I, computed and thrown away"),
     "collapsed in every block": ("forward", "all streams leave the connection equal: they are collapsed and expanded"),
-    "Sinkhorn columns first": ("forward", "Sinkhorn divides in another order, columns first"),
+    "Sinkhorn columns first": ("forward", r"agrees with our ManifoldHyperConnections\(order='columns'\)$"),
     "Sinkhorn stops early": ("forward", "Sinkhorn makes 7 iterations, expected 20"),
     "softmax only": ("forward", "the mixer is not doubly stochastic"),
     "H_pre ignored": ("forward", "H_pre is dropped: it reads the mean of the streams"),
@@ -195,6 +201,19 @@ NAMED = {
     "mean over the batch": ("forward", "^the result for a sequence depends on the other sequences of the batch$"),
     "alphas swapped": ("forward", "entries 0 and 1 of mappings.alpha are swapped$"),
     "slices swapped": ("forward", "the rows of H_pre and H_post in mappings.bias and mappings.phi.weight are swapped$"),
+    "no norm of the streams": (
+        "forward",
+        "^a norm is left out: agrees with mappings of an input that is not",
+    ),
+    "detached streams": (
+        "gradients",
+        "^the input of mappings is detached: no gradient passes through it",
+    ),
+    "detached output": ("gradients", r"^the output of the sublayer is frozen: agrees with y.detach\(\)"),
+    "reads start at 0": (
+        "initial_values",
+        r"^base starts at 0; the scheme starts it at \[-2, -2, 2, -2\] in connection 2 \(4 of 24 entries differ\)$",
+    ),
     "softmax reads": ("forward", "H_pre is a softmax over the streams, not a sigmoid"),
     "1 + tanh": ("forward", r"H_post is 1 \+ tanh\(z\), which is 2 sigmoid\(2 z\)$"),
     "writes its input": ("forward", "^the output of the sublayer is not written: the state is the same whatever"),
@@ -304,19 +323,37 @@ class DeltaBlock(nn.Module):
     def forward(self, x: Tensor, layer) -> Tensor:
         wide = x.to(self.value.dtype)
         context = F.rms_norm(wide, wide.shape[-1:], self.ln, 1e-5)
-        beta = 2 * torch.sigmoid((context * self.gate).sum(-1, keepdim=True) + self.gate_bias)
-        v = ((context if self.bug == "v of the context" else wide) * self.value).sum(-1, keepdim=True)
+        k = y = layer(context.to(x.dtype)).to(wide.dtype)
+        source = {"beta of the raw state": wide, "beta of the output": y}.get(self.bug, context)
+        z = (source * self.gate).sum(-1, keepdim=True) + self.gate_bias
+        beta = 1 + z.tanh() if self.bug == "beta is 1 + tanh" else 2 * torch.sigmoid(z)
+        source = {"v of the context": context, "v of the output": y}.get(self.bug, wide)
+        v = (source * self.value).sum(-1, keepdim=True)
         v = (1 if self.bug == "v lacks its 4" else 4) * torch.sigmoid(v + self.value_bias)
-        k = layer(context.to(x.dtype)).to(wide.dtype)
         length = k.square().sum(-1, keepdim=True)
+        if self.bug == "k is centred":
+            k = k - k.mean(-1, keepdim=True)
+            length = k.square().sum(-1, keepdim=True)
         if self.bug == "|k| + eps":
             k = k / (length.sqrt() + 1e-5)
+        elif self.bug == "L1 norm":
+            k = k / k.abs().sum(-1, keepdim=True)
+        elif self.bug == "norm over the tokens":
+            k = k / k.norm(dim=1, keepdim=True)
+        elif self.bug == "k in bfloat16":
+            k = (k * torch.rsqrt(length + 1e-10)).bfloat16().to(k.dtype)
         elif self.bug != "raw k":
             k = k * torch.rsqrt(length + 1e-10)
+        k = k * {"1/sqrt(d) twice": k.shape[-1] ** -0.5, "1/sqrt(d) forgotten": k.shape[-1] ** 0.5}.get(self.bug, 1)
         held = (k * wide).sum(-1, keepdim=True)
         if self.bug == "erases without the gate":
             return (wide + (beta * v - held) * k).to(x.dtype)
-        return (wide + beta * (v - held) * k).to(x.dtype)
+        update = beta * ((3 if self.bug == "v is tripled" else 1) * v - (0 if self.bug == "no erasure" else held)) * k
+        if self.bug == "product":
+            return (wide * update).to(x.dtype)
+        if self.bug == "y is added too":
+            update = update + y
+        return (wide + update).to(x.dtype)
 
 
 class Delta(Planted):
@@ -340,6 +377,19 @@ class Delta(Planted):
         (Delta("v of the context"), r"forward: agrees with our DeepDelta\(v_input='context'\)"),
         (Delta("|k| + eps"), r"forward: agrees with our DeepDelta\(k_norm='add'\)"),
         (Delta("raw k"), "forward: k is not normalised"),
+        (Delta("no erasure"), r"forward: nothing is erased: agrees with X \+ beta k v\^T$"),
+        (Delta("v is tripled"), r"forward: writes 3 beta v and erases 1 beta k\^T X: v is 3 times ours$"),
+        (Delta("1/sqrt(d) twice"), r"erases 0.0625 beta k\^T X: \|k\| is 0.25 = 1/sqrt\(d\) and must be 1$"),
+        (Delta("1/sqrt(d) forgotten"), r"erases 16 beta k\^T X: \|k\| is 4 = sqrt\(d\) and must be 1$"),
+        (Delta("L1 norm"), "forward: k is divided by its L1 norm$"),
+        (Delta("norm over the tokens"), "forward: k is normalised over the tokens, not over the features\n"),
+        (Delta("k is centred"), "forward: k is centred before it is normalised, as by a LayerNorm$"),
+        (Delta("product"), "forward: the state is multiplied by the update, not added to it$"),
+        (Delta("y is added too"), "forward: the sublayer's output is added as well: agrees with "),
+        (Delta("beta is 1 + tanh"), r"forward: beta is 1 \+ tanh\(z\), which is 2 sigmoid\(2 z\)$"),
+        (Delta("beta of the raw state"), r"forward: agrees with our DeepDelta\(beta_input='pool_mean'\)$"),
+        (Delta("beta of the output"), "forward: beta is computed from the sublayer's output$"),
+        (Delta("v of the output"), "forward: v is computed from the sublayer's output$"),
         (Delta("erases without the gate"), r"forward: beta gates only what is written: agrees with X - k k\^T X"),
         (Hyper("no tanh"), r"forward: agrees with our HyperConnections\(tanh=False\)"),
     ],
@@ -349,6 +399,49 @@ def test_a_likely_mistake_is_named(adapter, words):
     report = failures(adapter)
     assert re.search(words, report), report
     assert "bfloat16" not in report
+
+
+class DeltaStack(StreamAdapter):
+    """A stack of `DeltaBlock`."""
+
+    scheme = DeepDelta()
+
+    def __init__(self, bug: str | None = None):
+        self.bug = bug
+
+    def build(self, dim, num_sublayers):
+        return nn.ModuleList(DeltaBlock(dim, self.bug) for _ in range(num_sublayers))
+
+    def parameters(self, ours):
+        mine = {}
+        for i in range(self.num_sublayers):
+            prefix = f"connections.{i}."
+            own = {name.removeprefix(prefix): value for name, value in ours.items() if name.startswith(prefix)}
+            mine |= {f"{i}.{name}": value for name, value in Delta().parameters(own).items()}
+        return mine
+
+    def forward(self, module, x, sublayers):
+        for block, sublayer in zip(module, sublayers):
+            x = block(x, sublayer)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("bug", "words"),
+    [
+        ("1/sqrt(d) twice", r"\|k\| is 0.25 = 1/sqrt\(d\) and must be 1$"),
+        ("product", "^the state is multiplied by the update, not added to it$"),
+        ("v of the output", "^v is computed from the sublayer's output$"),
+    ],
+)
+def test_a_mistake_in_every_delta_write_of_a_stack_is_named(bug, words):
+    with pytest.raises(CheckFailed, match=words):
+        checks()["forward"](DeltaStack(bug))
+
+
+def test_a_direction_that_is_rounded_is_found_although_the_state_is_not():
+    with pytest.raises(CheckFailed, match="rounded to 16 bits"):
+        checks()["float32_mappings"](Delta("k in bfloat16"))
 
 
 @pytest.mark.slow
@@ -559,6 +652,192 @@ class OurConnection(ConnectionAdapter):
 @pytest.mark.parametrize("name", residua.connections.PRESETS)
 def test_no_scheme_of_ours_is_accused(name, adapter):
     check_module(adapter(resolve(name)))
+
+
+@pytest.mark.parametrize("name", ["ddl-tc", "ddl-cc", "ddl-ec", "ddl-tc-v", "altup", "residual:compress=token"])
+def test_a_borrowed_part_has_the_values_of_its_owner(name):
+    """The second connection of a block, whose compressor or router belongs to the first."""
+    adapter = OurConnection(resolve(name))
+    adapter.index = 1
+    report = check_module(adapter)
+    assert {"parameters", "initial_values", "forward", "gradients"} <= {*report.passed}
+
+
+def test_a_module_of_ones_own_may_own_the_part_that_ours_borrows():
+    class Owner(nn.Module):
+        def __init__(self, connection):
+            super().__init__()
+            self.connection, self.reader = connection, connection.compressor
+
+    class Mine(OurConnection):
+        index = 1
+
+        def build(self, dim):
+            return Owner(super().build(dim))
+
+        def parameters(self, ours):
+            return {
+                name.replace("compress.", "reader.") if "compress." in name else f"connection.{name}": value
+                for name, value in ours.items()
+            }
+
+        def connect(self, module, state, sublayer):
+            return module.connection(state, sublayer)
+
+    check_module(Mine(resolve("ddl-cc")))
+
+
+class SharedReaders(nn.Module):
+    """A stack whose two sublayers of a block have the same compressor, registered in both."""
+
+    def __init__(self, stream):
+        super().__init__()
+        self.stream = stream
+        self.readers = nn.ModuleList(stream.connections[i - i % 2].compress for i in range(4))
+
+
+class Shared(OurStream):
+    def build(self, dim, num_sublayers):
+        return SharedReaders(super().build(dim, num_sublayers))
+
+    def parameters(self, ours):
+        return {f"stream.{name}": value for name, value in ours.items()}
+
+    def forward(self, module, x, sublayers):
+        return module.stream(x, sublayers)
+
+
+def test_a_module_with_two_names_is_left_as_it_was():
+    check_module(Shared(resolve("ddl-tc")))
+
+
+def test_a_parameter_with_two_names_has_one_value():
+    class Twice(Shared):
+        def parameters(self, ours):
+            mine = super().parameters(ours)
+            return mine | {"readers.1.taps": 2 * mine["stream.connections.0.compress.taps"]}
+
+    with pytest.raises(CheckFailed, match=r"compress.taps and readers.1.taps are one parameter of your module"):
+        checks()["parameters"](Twice(resolve("ddl-tc")))
+
+
+@pytest.mark.parametrize(("name", "count"), [("edelta-stream", 4), ("jpmhc", 12), ("edelta", 12)])
+def test_what_is_steep_is_not_called_rounded(name, count):
+    adapter = OurStream(resolve(name))
+    adapter.dim, adapter.num_sublayers = 16, count
+    checks()["float32_mappings"](adapter)
+
+
+def test_what_is_steep_is_compared_to_its_own_rounding():
+    """The same numbers but for the last digit of the embedding, which 12 sublayers make larger than 1e-10."""
+
+    class Rounded(OurStream):
+        dim, num_sublayers = 16, 12
+
+        def forward(self, module, x, sublayers):
+            return super().forward(module, x * (1 + 2**-52), sublayers)
+
+    for name in ("forward", "gradients"):
+        checks()[name](Rounded(resolve("edelta-stream")))
+
+
+class Returning(OurConnection):
+    """The plain residual, with another result."""
+
+    def __init__(self, result):
+        super().__init__(resolve("residual"))
+        self.result_of = result
+
+    def connect(self, module, state, sublayer):
+        return self.result_of(super().connect(module, state, sublayer))
+
+
+def test_a_state_beside_something_else_is_no_state():
+    with pytest.raises(CheckFailed, match=r"must be \[\(2, 6, 8\)\], got \[\(2, 6, 8\), 'NoneType'\]"):
+        checks()["forward"](Returning(lambda state: (state, None)))
+
+
+def test_a_list_of_one_state_is_a_state():
+    checks()["forward"](Returning(lambda state: [state]))
+
+
+def test_a_difference_in_any_tensor_of_a_state_is_described():
+    class Wrong(OurConnection):
+        def connect(self, module, state, sublayer):
+            first, *rest = super().connect(module, state, sublayer)
+            return (first + 1, *rest)
+
+    with pytest.raises(CheckFailed, match=r"the write \(largest difference 1, "):
+        checks()["forward"](Wrong(AttentionResiduals()))
+
+
+class Kronecker(OurConnection):
+    """KromHC with the rows of its factors in another order."""
+
+    def __init__(self, order):
+        super().__init__(resolve("krom"))
+        self.order = order
+
+    def connect(self, module, state, sublayer):
+        for value in (module.logits.bias, module.logits.project.weight):
+            value[4:8] = value[self.order]
+        return super().connect(module, state, sublayer)
+
+    def parameters(self, ours):
+        return {name: value.clone() for name, value in super().parameters(ours).items()}
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [([6, 7, 4, 5], "product are in the opposite order$"), ([5, 4, 7, 6], "identity and the swap of each factor")],
+)
+def test_the_factors_of_a_kronecker_product_in_another_order_are_named(order, words):
+    with pytest.raises(CheckFailed, match=words):
+        checks()["forward"](Kronecker(order))
+
+
+class Columns(Block):
+    scheme = ManifoldHyperConnections(num_streams=N, order="columns")
+
+
+def test_the_order_of_the_paper_is_an_option():
+    check_module(Columns("Sinkhorn columns first"))
+    with pytest.raises(CheckFailed, match=r"agrees with our ManifoldHyperConnections\(order='rows'\)$"):
+        checks()["forward"](Columns())
+
+
+@pytest.mark.parametrize("name", ["mhc", "ddl-cc", "attnres-block"])
+def test_no_option_is_named_that_changes_no_number(name):
+    class Halved(OurStream):
+        def forward(self, module, x, sublayers):
+            return module(x, sublayers) / 2
+
+    with pytest.raises(CheckFailed) as failure:
+        checks()["forward"](Halved(resolve(name)))
+    assert "recompute" not in str(failure.value)
+
+
+def owned(scheme, count: int, dim: int = 8) -> list[int]:
+    """Return the first and the last index of each kind of connection: those that own or borrow the same shapes."""
+    kinds: dict[tuple, list[int]] = {}
+    for i, connection in enumerate(scheme.build(dim, count).connections):
+        shapes = tuple((name, tuple(value.shape)) for name, value in named_once(connection).items())
+        kinds.setdefault(shapes, []).append(i)
+    return sorted({i for indices in kinds.values() for i in (indices[0], indices[-1])})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "dim"), [(4, 16), (8, 8), (12, 16)])
+@pytest.mark.parametrize("name", residua.connections.PRESETS)
+def test_every_kind_of_connection_passes(name, count, dim):
+    scheme = resolve(name)
+    stream = OurStream(scheme)
+    stream.dim, stream.num_sublayers = dim, count
+    check_module(stream)
+    for index in owned(scheme, count):
+        connection = OurConnection(scheme)
+        connection.dim, connection.num_sublayers, connection.index = dim, count, index
+        check_module(connection)
 
 
 @pytest.mark.parametrize("adapter", [OurStream, OurConnection])

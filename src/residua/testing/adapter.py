@@ -1,18 +1,21 @@
 """Adapters: how to build your module, how its parameters correspond to ours, and how to call it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from residua.connections import Connection, Scheme, Stream
+from residua.connections.phases import Borrowed
 from residua.errors import did_you_mean
-from residua.testing.checks import CheckFailed
-from residua.testing.inputs import bare_sublayers, normal, perturbed
+from residua.testing.agreement import TOLERANCES, disagreement
+from residua.testing.checks import CheckFailed, expect, tensors
+from residua.testing.inputs import bare_sublayers, normal, perturbed, recorded
 
 Sublayer = Callable[..., Tensor]
 
@@ -22,8 +25,8 @@ class Adapter(ABC):
 
     scheme: the scheme of ours to compare with, all options set.
     index: which of our connections to compare with, or to say more about. The first and the last of some
-        schemes lack mappings that cannot have an influence there, and the second sublayer of a
-        block may share a part with the first, so the third of four is the default.
+        schemes lack mappings that cannot have an influence there, so the third of four is the default. Where
+        the second sublayer of a block borrows a part from the first, ours has the values of that part too.
     owns_norm: whether your module contains the norm before the sublayer. With False the sublayer's input is compared
         before that norm.
     norm_eps: the eps of your norms, inside the mappings too.
@@ -87,6 +90,72 @@ class Ours(dict[str, Tensor]):
         raise CheckFailed(f"parameters(): ours has no {name!r}{did_you_mean(name, self)}; it has {sorted(self)}")
 
 
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module by all their names, also those of parts that our connections borrow."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for path, part in _borrowed(module):
+        parameters |= {f"{path}.{name}": parameter for name, parameter in part.named_parameters()}
+    return parameters
+
+
+def named_once(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module as `named_parameters`, each by its first name."""
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in named_parameters(module).items():
+        named.setdefault(id(parameter), (name, parameter))
+    return dict(named.values())
+
+
+def _borrowed(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts that a module uses and another module owns, by path."""
+    own = set(module.modules())
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Borrowed) and value.module not in own:
+                yield f"{path}.{name}".lstrip("."), value.module
+
+
+def placed(module: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Return values by the id of the parameter or buffer for which each stands.
+
+    Raises:
+        CheckFailed: a name or a shape that the module lacks, or two values for one parameter with two names.
+    """
+    parameters = named_parameters(module)
+    places: dict[str, Tensor] = {**dict(module.named_buffers(remove_duplicate=False)), **parameters}
+    names: dict[int, str] = {}
+    for name, value in values.items():
+        if name not in places:
+            raise CheckFailed(f"parameters(): your module has no {name!r}; it has {sorted(parameters)}")
+        place = places[name]
+        shape = tuple(place.shape)
+        expect(tuple(value.shape) == shape, f"parameters(): {name} is {tuple(value.shape)}, your module has {shape}")
+        first = names.setdefault(id(place), name)
+        same = value is values[first] or torch.equal(value, values[first])
+        expect(same, f"parameters(): {first} and {name} are one parameter of your module, and get two values")
+    return {place: values[name] for place, name in names.items()}
+
+
+@contextmanager
+def holding(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a module compute with these values, by the names of its parameters, and give it its own back.
+
+    A parameter has its value wherever it stands: in a module with two names, and in a borrowed part, neither of which
+    `torch.func.functional_call` gives back or reaches.
+    """
+    held = placed(module, values)
+    modules = {*module.modules(), *(inner for _, part in _borrowed(module) for inner in part.modules())}
+    tables = [table for part in modules for table in (part._parameters, part._buffers)]
+    places = [(table, name, own) for table in tables for name, own in table.items() if id(own) in held]
+    try:
+        for table, name, own in places:
+            table[name] = held[id(own)]  # type: ignore[assignment]
+        yield
+    finally:
+        for table, name, own in places:
+            table[name] = own  # type: ignore[assignment]
+
+
 class Pair:
     """Our module and the module under test, with the same parameters and the same way to call them.
 
@@ -102,8 +171,8 @@ class Pair:
         perturbed(self.stream, scale=scale)
         self.part: nn.Module = self.stream if self.whole else self.connection
         self.module = built(adapter).to(self.dtype)
-        self.part.to(self.dtype)
-        self.ours = Ours((name, p.detach().clone().requires_grad_()) for name, p in self.part.named_parameters())
+        self.stream.to(self.dtype)
+        self.ours = Ours((name, p.detach().clone().requires_grad_()) for name, p in named_once(self.part).items())
 
     @property
     def connection(self) -> Connection:
@@ -117,12 +186,19 @@ class Pair:
         seeds = iter(range(10, 1000))
         return tree_map(lambda leaf: normal(2, 6, *leaf.shape, seed=next(seeds)).to(self.dtype), spec)
 
+    def moved(self, state: Any) -> Any:
+        """Return the state with its entries moved by one or two units in the last place, as rounding moves them."""
+        step = torch.finfo(self.dtype).eps
+        return tree_map(lambda x: x * (1 + step * normal(*x.shape, seed=60).sign().to(x)), state)
+
     def sublayers(self) -> Any:
         bare = bare_sublayers(self.adapter.dim, self.adapter.num_sublayers)
         return bare if self.whole else bare[self.adapter.index]
 
     def reference(self, ours: Mapping[str, Tensor], state: Any, sublayer: Any, part: nn.Module | None = None) -> Any:
-        return functional_call(self.part if part is None else part, dict(ours), (state, sublayer))
+        part = self.part if part is None else part
+        with holding(part, ours):
+            return part(state, sublayer)
 
     @torch.no_grad()
     def result(self, state: Any) -> Any:
@@ -130,20 +206,38 @@ class Pair:
         return self.candidate(self.ours, tree_map(torch.clone, state), self.sublayers())
 
     def candidate(self, ours: Mapping[str, Tensor], state: Any, sublayer: Any) -> Any:
-        theirs = {f"module.{name}": value for name, value in self.adapter.parameters(ours).items()}
         call = self.adapter.forward if self.whole else self.adapter.connect  # type: ignore[attr-defined]
-        return functional_call(_Called(self.module, call), theirs, (state, sublayer))
+        with holding(self.module, self.adapter.parameters(ours)):
+            return call(self.module, state, sublayer)
+
+    @cached_property
+    @torch.no_grad()
+    def steepness(self) -> float:
+        """Return by which factor a tolerance has to be wider, 1 or more, because our module enlarges rounding."""
+        runs = []
+        for state in (self.state(), self.moved(self.state())):
+            sublayers, inputs = recorded(self.sublayers())
+            runs.append([*tensors(self.reference(self.ours, state, sublayers)), *tensors(inputs)])
+        relative, absolute = TOLERANCES[self.dtype]
+        return max(1.0, *(ROUNDINGS * _largest(b - a) / (absolute + relative * _largest(a)) for a, b in zip(*runs)))
+
+    def disagreement(self, actual: Tensor, expected: Tensor) -> str | None:
+        """Return in words how two tensors disagree beyond rounding, or None if they agree."""
+        if disagreement(actual, expected, dtype=self.dtype) is None:
+            return None
+        return disagreement(actual, expected, dtype=self.dtype, factor=self.steepness)
+
+    def agree(self, actual: Tensor, expected: Tensor) -> bool:
+        """Return whether two tensors agree to rounding."""
+        return self.disagreement(actual, expected) is None
 
 
-class _Called(nn.Module):
-    """The module under test, called as the adapter calls it."""
+ROUNDINGS = 30
+"""How many times the effect of one rounding of the state counts as rounding: a module rounds many times."""
 
-    def __init__(self, module: nn.Module, call: Callable):
-        super().__init__()
-        self.module, self.call = module, call
 
-    def forward(self, state: Any, sublayer: Any) -> Any:
-        return self.call(self.module, state, sublayer)
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
 
 
 def built(adapter: Adapter) -> nn.Module:

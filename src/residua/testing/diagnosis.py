@@ -6,7 +6,7 @@ differs.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import fields, replace
 from itertools import combinations
@@ -14,15 +14,16 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from residua.connections import Carry, Connection, Mixing, RankOne
+from residua.connections import Carry, Connection, KroneckerHyperConnections, Mixing, RankOne
 from residua.connections.base import as_inputs
+from residua.connections.norm import RMSNorm
+from residua.connections.stream_logits import StreamLogits
 from residua.errors import types_of
 from residua.ops import rms_norm
-from residua.testing.adapter import Adapter, Pair
-from residua.testing.agreement import agree, disagreement
+from residua.testing.adapter import Adapter, Pair, holding, named_once
+from residua.testing.agreement import TOLERANCES, agree
 from residua.testing.checks import tensors
 from residua.testing.inputs import bare_sublayers, normal, recorded
 
@@ -47,13 +48,14 @@ def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expec
     """
 
     def agrees(part: nn.Module, ours: dict[str, Tensor]) -> bool:
+        """Return whether our module, changed in a way that changes its results, agrees with theirs."""
         sublayers, inputs = recorded(pair.sublayers())
-        variant = pair.reference(ours, tree_map(torch.clone, state), sublayers, part)
-        theirs, others = ([*tensors(tree), *tensors(calls)] for tree, calls in ((result, actual), (variant, inputs)))
-        return _close(theirs, others, pair.dtype)
+        variant = tensors([pair.reference(ours, tree_map(torch.clone, state), sublayers, part), inputs])
+        right, wrong = (tensors(tree) for tree in ([reference, expected], [result, actual]))
+        return _close(pair, wrong, variant) and not _close(pair, right, variant)
 
     with torch.no_grad():
-        variant = _variant(pair, agrees)
+        variant = _variant(pair, agrees) or _left_out(pair, agrees)
         if variant is not None:
             return variant
         others = tree_map(lambda x: torch.cat([x[:1], x[1:] + 1]), pair.state())
@@ -62,7 +64,7 @@ def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expec
         findings = (_of_stream if pair.whole else _of_connection)(pair, state, result, reference, actual, expected)
         if any(isinstance(finding, Difference) for finding in findings):
             findings = next(([words] for words, ours in _constants(pair) if agrees(pair.part, ours)), findings)
-        return in_words(findings) + _dtype_hint(pair, tensors(result)[-1], tensors(reference)[-1])
+        return in_words(findings) + _dtype_hint(pair, result, reference)
 
 
 def in_words(findings: Findings) -> str:
@@ -80,7 +82,7 @@ def _variant(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool])
         try:
             stream = adapter.reference().to(pair.dtype)
             part: nn.Module = stream if pair.whole else stream.connections[adapter.index]  # type: ignore[assignment,index]
-            shapes = {name: parameter.shape for name, parameter in part.named_parameters()}
+            shapes = {name: parameter.shape for name, parameter in named_once(part).items()}
             if shapes == {name: x.shape for name, x in pair.ours.items()} and agrees(part, pair.ours):
                 return words
         except Exception:  # an option that this width, or this machine, excludes
@@ -132,6 +134,15 @@ def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
     swapped = _reordered(pair, [*range(n, 2 * n), *range(n), *range(2 * n, n * n + 2 * n)])
     if swapped:
         yield f"the rows of H_pre and H_post in {' and '.join(swapped)} are swapped", {**pair.ours, **swapped}
+    pairs = [[n + 2 * k, n + 2 * k + 1] for k in range(max(1, n).bit_length() - 1)]  # identity and swap of each factor
+    for words, rows in {
+        "the factors of the Kronecker product are in the opposite order": [*pairs[::-1]],
+        "the identity and the swap of each factor of the Kronecker product are exchanged": [p[::-1] for p in pairs],
+    }.items():
+        end = n + 2 * len(pairs)
+        swapped = _reordered(pair, [*range(n), *(i for row in rows for i in row), *range(end, end + n)])
+        if swapped and isinstance(pair.adapter.scheme, KroneckerHyperConnections):
+            yield words, {**pair.ours, **swapped}
 
 
 def _reordered(pair: Pair, order: list[int]) -> dict[str, Tensor]:
@@ -150,12 +161,48 @@ def _constants(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
             yield f"{kind} has no influence: agrees with {kind} = {value}", {**pair.ours, **constants}
 
 
+def _left_out(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool]) -> str | None:
+    """Return the norm inside our module without which it agrees; None if there is none."""
+    for kind, modules in _kinds(pair.part).items():
+        hook = next((hook for norm, hook in WITHOUT_NORM.items() if isinstance(modules[0], norm)), None)
+        if hook is None:
+            continue
+        with ExitStack() as hooks:
+            for module in modules:
+                hooks.enter_context(module.register_forward_hook(hook))  # type: ignore[arg-type]
+            if agrees(pair.part, pair.ours):
+                return f"a norm is left out: agrees with {kind} of an input that is not normalised"
+    return None
+
+
+def _kinds(part: nn.Module) -> dict[str, list[nn.Module]]:
+    """Return the modules inside a connection or a stack by path, those of all connections under one."""
+    kinds: dict[str, list[nn.Module]] = {}
+    for path, module in part.named_modules():
+        kinds.setdefault(re.sub(r"^connections(\.\d+)?\.?", "", path), []).append(module)
+    return kinds
+
+
+def _bare_gain(norm: RMSNorm, inputs: tuple, output: Tensor) -> Tensor:
+    """Return the input of an RMSNorm with its gain."""
+    return (inputs[0] if norm.weight is None else inputs[0] * norm.weight).to(output.dtype)
+
+
+def _bare_logits(mappings: StreamLogits, inputs: tuple, logits: list[Tensor]) -> list[Tensor]:
+    """Return the logits of streams that are not normalised."""
+    factor = (inputs[0].square().mean((-2, -1)).unsqueeze(-1) + mappings.eps).sqrt()
+    return [bias + (z - bias) * factor for z, bias in zip(logits, mappings.bias.split(mappings.sizes))]
+
+
+WITHOUT_NORM: dict[type[nn.Module], Callable] = {RMSNorm: _bare_gain, StreamLogits: _bare_logits}
+
+
 def _of_stream(pair: Pair, x: Tensor, result: Tensor, reference: Tensor, actual: Calls, expected: Calls) -> Findings:
     for words, mistaken in _mistaken_stacks(pair):
-        if agree(result, mistaken(x), dtype=pair.dtype):
+        if pair.agree(result, mistaken(x)):
             return [words]
     states = _states(pair, x)
-    first = next((i for i, (a, b) in enumerate(zip(actual, expected)) if not _close(a, b, pair.dtype)), None)
+    first = next((i for i, (a, b) in enumerate(zip(actual, expected)) if not _close(pair, a, b)), None)
     if first is None:
         head = _head(pair, states[-1], result)
         return [head or Difference("the last write or the head", _gap(pair, result, reference))]
@@ -191,7 +238,7 @@ def _head(pair: Pair, state: Any, result: Tensor) -> str | None:
         "the first": rows[..., 0, :],
         "the last": rows[..., -1, :],
     }.items():
-        if agree(result, mistaken, dtype=pair.dtype):
+        if pair.agree(result, mistaken):
             return f"the head reads {words} of the {'sources' if isinstance(state, tuple) else 'streams'}"
     return None
 
@@ -217,24 +264,34 @@ def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tenso
         for every, words in ((1, "sublayer"), (2, "block")):
             description = f"the streams are collapsed and expanded again after every {words}: they do not persist"
             yield description, run(None, every)
-    for words, change in MIXING.items() if _applies(pair) else ():
+    for words in _mistakes_of_all(pair):
 
-        def write(connection: Connection, state: Tensor, carry: Any, y: Tensor, change=change) -> Tensor:
-            return change(connection.shortcut(state, carry, y), state, y)
+        def write(connection: Connection, state: Tensor, carry: Any, y: Tensor, words=words) -> Tensor:
+            return _mistaken_writes(pair, connection, state, carry, y)[words]
 
         yield words, run(write)
 
 
-def _applies(pair: Pair) -> bool:
-    """Return whether the shortcut of each connection describes its write, so that mistakes can be made in it."""
+def _mistakes_of_all(pair: Pair) -> list[str]:
+    """Return the mistakes in words that every connection of a stack can make in its write."""
     states = _states(pair, pair.state())
-    for connection, sublayer, state, after in zip(pair.stream.connections, pair.sublayers(), states, states[1:]):
+    words: list[dict[str, Tensor]] = []
+    for connection, sublayer, state in zip(pair.stream.connections, pair.sublayers(), states):
         inputs, carry = connection.read(state)  # type: ignore[operator]
-        y = sublayer(*as_inputs(inputs))
-        shortcut = connection.shortcut(state, carry, y)  # type: ignore[operator]
-        if not _is_mixing(shortcut, state) or not agree(_mix(shortcut, state, y), after):
-            return False
-    return True
+        words.append(_mistaken_writes(pair, connection, state, carry, sublayer(*as_inputs(inputs))))  # type: ignore[arg-type]
+    return [mistake for mistake in words[0] if all(mistake in other for other in words)] if words else []
+
+
+def _mistaken_writes(pair: Pair, connection: Connection, state: Any, carry: Any, y: Tensor) -> dict[str, Tensor]:
+    """Return the states after our write with one mistake each; none if the shortcut does not describe the write."""
+    shortcut, after = connection.shortcut(state, carry, y), connection.write(y, carry)
+    if _is_mixing(shortcut, state) and pair.agree(_mix(shortcut, state, y), after):
+        return {words: change(shortcut, state, y) for words, change in MIXING.items()}
+    if isinstance(shortcut, RankOne) and isinstance(state, Tensor):
+        delta = Delta(pair, connection, state, carry, y, shortcut)
+        if delta.describes(after):
+            return delta.mistakes()
+    return {}
 
 
 def _is_mixing(shortcut: Any, state: Any) -> bool:
@@ -271,7 +328,7 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
     y = pair.sublayers()(*as_inputs(inputs))
     shortcut = connection.shortcut(state, carry, y)
     wrong: Findings = []
-    if not _close(actual[0], expected[0], pair.dtype):
+    if not _close(pair, actual[0], expected[0]):
         wrong.append(_read(pair, connection, state, actual[0], expected[0]))
     # With sublayers that write the same whatever they read, only the write can differ.
     after, still, truth, fixed = (
@@ -283,54 +340,54 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
             (y, pair.reference),
         )
     )
-    if not _close(tensors(after), tensors(fixed), pair.dtype):
-        if _close(tensors(after), tensors(still), pair.dtype):
+    if not _close(pair, tensors(after), tensors(fixed)):
+        if _close(pair, tensors(after), tensors(still)):
             wrong.append("the output of the sublayer is not written: the state is the same whatever it returns")
         elif _is_mixing(shortcut, state):
             wrong += _mixer(pair, shortcut, state, still, truth)
             wrong += _write(pair, shortcut, y, after - still)
         elif isinstance(shortcut, RankOne) and isinstance(state, Tensor):
-            wrong.append(_rank_one(pair, connection, state, carry, y, after, fixed))
+            wrong.append(Delta(pair, connection, state, carry, y, shortcut).finding(after, fixed))
         else:
-            wrong.append(Difference("the write", _gap(pair, tensors(after)[-1], tensors(fixed)[-1])))
+            wrong.append(Difference("the write", _gap(pair, after, fixed)))
     if not wrong:  # only together
-        wrong.append(Difference("the state", _gap(pair, tensors(result)[-1], tensors(reference)[-1])))
+        wrong.append(Difference("the state", _gap(pair, result, reference)))
     return wrong
 
 
 def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -> Findings:
     """Describe the mistake of a module in H_res X, its result with nothing written."""
-    if agree(still, truth, dtype=pair.dtype):
+    if pair.agree(still, truth):
         return []
     nothing = torch.zeros_like(state[..., 0, :])
     for words, change in MIXING.items():
-        if agree(still, change(m, state, nothing), dtype=pair.dtype):
+        if pair.agree(still, change(m, state, nothing)):
             return [words]
-    if agree(still, still[..., :1, :].expand_as(still), dtype=pair.dtype):
+    if pair.agree(still, still[..., :1, :].expand_as(still)):
         return ["all streams leave the connection equal: they are collapsed and expanded again, and do not persist"]
     declared = getattr(pair.adapter.scheme, "iterations", None)
     if isinstance(declared, int):
         for count in range(1, max(101, declared + 1)):
             other = _reference_with(pair, pair.ours, iterations=count)
             for words, mixed in (("", other.h_res), (" of the transposed matrix", other.h_res.mT)):
-                if agree(still, mixed @ state, dtype=pair.dtype):
+                if pair.agree(still, mixed @ state):
                     return [f"Sinkhorn makes {count} iterations{words}, expected {declared}"]
         n = state.shape[-2]
         order = [*range(2 * n), *(2 * n + torch.arange(n * n).view(n, n).T.flatten()).tolist()]
         turned = _reference_with(pair, {**pair.ours, **_reordered(pair, order)}).h_res
-        if agree(still, turned.mT @ state, dtype=pair.dtype):
-            return ["Sinkhorn divides in another order, columns first: its rows sum to 1 exactly, ours the columns"]
-        if agree(still, turned @ state, dtype=pair.dtype):
+        if pair.agree(still, turned.mT @ state):
+            return ["Sinkhorn divides in the other order: the sums that ours divides by first are exact"]
+        if pair.agree(still, turned @ state):
             return ["the logits of H_res are transposed, before Sinkhorn"]
     # With as many features as streams or more, the matrix itself can be measured: H X = result.
     measured = torch.linalg.lstsq(state.mT, still.mT).solution.mT
-    if state.shape[-1] < state.shape[-2] or not agree(measured @ state, still, dtype=pair.dtype):
+    if state.shape[-1] < state.shape[-2] or not pair.agree(measured @ state, still):
         return [Difference("what is kept of the streams", _gap(pair, still, truth))]
     if pair.adapter.scheme.constraint == "doubly stochastic":
         rows, columns, ours = (
             (x - 1).abs().max().item() for x in (measured.sum(-1), measured.sum(-2), m.h_res.sum(-1))
         )
-        if max(rows, columns) > 4 * ours:
+        if max(rows, columns) > max(4 * ours, TOLERANCES[pair.dtype][0]):
             return [f"the mixer is not doubly stochastic: rows sum to 1 up to {rows:.1g}, columns up to {columns:.1g}"]
     gap = (measured - m.h_res).abs().max().item()
     return [Difference("the mixer", f"by up to {gap:.2g} in an entry of H_res")]
@@ -341,19 +398,19 @@ def _reference_with(pair: Pair, ours: Mapping[str, Tensor], **options: Any) -> M
     other = _changed(pair.adapter, scheme=replace(pair.adapter.scheme, **options))
     stream = other.reference().to(pair.dtype)
     connection = stream.connections[pair.adapter.index]  # type: ignore[attr-defined]
-    connection.load_state_dict({name: value.detach() for name, value in ours.items()}, strict=True)
     state = pair.state()
-    return connection.shortcut(state, connection.read(state)[1], state[..., 0, :])  # type: ignore[operator,union-attr]
+    with holding(connection, ours):
+        return connection.shortcut(state, connection.read(state)[1], state[..., 0, :])  # type: ignore[operator,union-attr]
 
 
 def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> Findings:
     """Describe the mistake of a module in the write h_post y."""
     assert m.h_post is not None
     expected = m.h_post.unsqueeze(-1) * y.unsqueeze(-2)
-    if agree(written, expected, dtype=pair.dtype):
+    if pair.agree(written, expected):
         return []
     ratio = ((written * expected).sum() / expected.square().sum()).item()
-    if agree(written, ratio * expected, dtype=pair.dtype):
+    if pair.agree(written, ratio * expected):
         return [f"the write is {ratio:.4g} times H_post y: look for a factor, such as the 2 of 2 sigmoid"]
     mistakes = {
         "H_pre takes the place of H_post in the write": m.h_pre,
@@ -361,9 +418,9 @@ def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> Findings:
         "H_post is 1 + tanh(z), which is 2 sigmoid(2 z)": 1 + (m.h_post / (2 - m.h_post)).log().tanh(),
     }
     for words, weights in mistakes.items():
-        if weights is not None and agree(written, weights.unsqueeze(-1) * y.unsqueeze(-2), dtype=pair.dtype):
+        if weights is not None and pair.agree(written, weights.unsqueeze(-1) * y.unsqueeze(-2)):
             return [words]
-    if agree(written, m.h_res @ expected, dtype=pair.dtype):
+    if pair.agree(written, m.h_res @ expected):
         return ["the mixer acts on the write too: agrees with H_res (X + h_post y)"]
     return [Difference("the write", _gap(pair, written, expected))]
 
@@ -375,7 +432,7 @@ def _read(pair: Pair, connection: Connection, state: Any, actual: tuple, expecte
     mistake = _known_read(pair, connection, state, actual, expected)
     if mistake is not None:
         return mistake
-    part = next(i for i, (a, b) in enumerate(zip(actual, expected)) if not agree(a, b, dtype=pair.dtype))
+    part = next(i for i, (a, b) in enumerate(zip(actual, expected)) if not pair.agree(a, b))
     subject = f"input {part} of the sublayer" if len(actual) > 1 else "the read"
     return Difference(subject, _gap(pair, actual[part], expected[part]))
 
@@ -425,48 +482,162 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
                 odds = shortcut.h_pre / (1 - shortcut.h_pre)
                 shares = odds / odds.sum(-1, keepdim=True)
                 mixtures["H_pre is a softmax over the streams, not a sigmoid"] = (shares.unsqueeze(-1) * state).sum(-2)
-            if shortcut.h_pre is not None and agree(
-                result, (shortcut.h_pre.unsqueeze(-1) * state).sum(-2), dtype=pair.dtype
-            ):
+            if shortcut.h_pre is not None and pair.agree(result, (shortcut.h_pre.unsqueeze(-1) * state).sum(-2)):
                 return "the norm before the sublayer is missing"
     for words, mixture in mixtures.items():
-        if agree(result, norm(mixture), dtype=pair.dtype):
+        if pair.agree(result, norm(mixture)):
             return words
     return None
 
 
-def _rank_one(
-    pair: Pair, connection: Connection, state: Tensor, carry: Any, y: Tensor, after: Tensor, reference: Tensor
-) -> str | Difference:
-    shortcut = connection.shortcut(state, carry, y)
-    assert isinstance(shortcut, RankOne)
-    beta, k, readout, v, _ = shortcut
-    wide = state if state.dim() == k.dim() + 1 else state.unsqueeze(-2)
-    gate = beta.unsqueeze(-1)
+class Delta:
+    """The delta write X + beta k (v^T - k^T X) of one of our connections, to measure another in its terms.
 
-    def moved(values: Tensor, direction: Tensor = k) -> Tensor:
-        return (wide + values.unsqueeze(-1) * direction.unsqueeze(-2)).view_as(state)
+    wide: the state (batch, seq, rows, dim); gate: beta with an axis for the rows. The axes of k: (batch, seq, dim), and
+    of v and the readout k^T X: (batch, seq, rows), are those of `RankOne`.
+    """
 
-    def step(values: Tensor, factor: float = 1.0) -> Tensor:
-        return moved(factor * gate * values)
+    def __init__(self, pair: Pair, connection: Connection, state: Tensor, carry: Any, y: Tensor, shortcut: RankOne):
+        self.pair, self.connection, self.carry, self.y, self.state = pair, connection, carry, y, state
+        beta, self.k, self.readout, self.v, _ = shortcut
+        self.wide = state if state.dim() == self.k.dim() + 1 else state.unsqueeze(-2)
+        self.gate = beta.unsqueeze(-1)
 
-    if v is not None and agree(step(v - readout), reference, dtype=pair.dtype):
-        for words, mistaken in {
-            "nothing is erased: agrees with X + beta k v^T": step(v),
-            "nothing is written: agrees with X - beta k k^T X": step(-readout),
-            "beta lacks its factor 2: agrees with half the step": step(v - readout, 0.5),
-            "the delta has the wrong sign": step(readout - v),
-            "beta gates only what is written: agrees with X - k k^T X + beta k v^T": moved(gate * v - readout),
-            "beta gates only what is erased: agrees with X - beta k k^T X + k v^T": moved(v - gate * readout),
-            "k is not normalised": moved(gate * (v - (wide * y.unsqueeze(-2)).sum(-1)), y),
-        }.items():
-            if agree(after, mistaken, dtype=pair.dtype):
-                return words
-    return Difference("the write", _gap(pair, after, reference))
+    def describes(self, after: Tensor) -> bool:
+        """Return whether our connection writes what its shortcut says."""
+        return self.v is not None and self.pair.agree(self.moved(self.gate * (self.v - self.readout)), after)
+
+    def moved(self, step: Tensor, direction: Tensor | None = None) -> Tensor:
+        """Return the state after a step: (batch, seq, rows) along k, or along another direction."""
+        direction = self.k if direction is None else direction
+        return (self.wide + step.unsqueeze(-1) * direction.unsqueeze(-2)).view_as(self.state)
+
+    def along(self, direction: Tensor) -> Tensor:
+        """Return the state after our write with another direction in place of k."""
+        return self.moved(self.gate * (self.v - (self.wide * direction.unsqueeze(-2)).sum(-1)), direction)
+
+    def finding(self, after: Tensor, reference: Tensor) -> str | Difference:
+        """Describe the mistake of a module whose state after the write is `after`, ours being `reference`."""
+        gap = _gap(self.pair, after, reference)
+        if not self.describes(reference):
+            return Difference("the write", gap)
+        taken = after.view_as(self.wide) - self.wide
+        step = (taken * self.k.unsqueeze(-2)).sum(-1)
+        if not self.pair.agree(self.moved(step), after):
+            return self.known(after) or Difference("the write, which is not along k", gap)
+        return self.measured(step) or self.known(after) or Difference("the write, which is along k", gap)
+
+    def known(self, after: Tensor) -> str | None:
+        return next((words for words, other in self.mistakes().items() if self.pair.agree(after, other)), None)
+
+    def measured(self, step: Tensor) -> str | None:
+        """Fit step = a beta v - b beta k^T X by least squares, and return a and b in words; None without a fit."""
+        parts = torch.stack([(self.gate * part).expand_as(step).flatten() for part in (self.v, -self.readout)], -1)
+        a, b = torch.linalg.lstsq(parts, step.flatten().unsqueeze(-1)).solution.flatten().tolist()
+        if not self.pair.agree((parts @ parts.new_tensor([a, b])).view_as(step), step):
+            return None
+        return _factors(a, b, self.k.shape[-1])
+
+    def mistakes(self) -> dict[str, Tensor]:
+        """Return the states after our write with one mistake each, by the mistake in words."""
+        gate, v, readout, y = self.gate, self.v, self.readout, self.y
+        assert v is not None
+        step = gate * (v - readout)
+        update = self.moved(step) - self.state
+        dim = self.k.shape[-1]
+        factors = [*FACTORS, *((size, size * size) for size in _roots(dim).values())]
+        known = {_factors(a, b, dim): self.moved(gate * (a * v - b * readout)) for a, b in factors} | {
+            "beta gates only what is written: agrees with X - k k^T X + beta k v^T": self.moved(gate * v - readout),
+            "beta gates only what is erased: agrees with X - beta k k^T X + k v^T": self.moved(v - gate * readout),
+            "beta is 1 + tanh(z), which is 2 sigmoid(2 z)": self.moved(
+                (1 + (gate / (2 - gate)).log().tanh()) * (v - readout)
+            ),
+            "the update takes the place of the state: agrees with beta k (v - k^T X)": update,
+            "the state is multiplied by the update, not added to it": self.state * update,
+            "the sublayer's output is added as well: agrees with X + beta k (v - k^T X) + y": (
+                self.wide + update.view_as(self.wide) + y.unsqueeze(-2)
+            ).view_as(self.state),
+        }
+        raw = self.raw()
+        length = raw.norm(dim=-1, keepdim=True)
+        if self.pair.agree(raw, length * self.k):
+            known["k is normalised in the erasure, not in the write"] = self.moved(gate * (length * v - readout))
+            known["k is normalised in the write, not in the erasure"] = self.moved(gate * (v - length * readout))
+        known |= {words: self.along(k) for words, k in self.directions(raw).items()}
+        for source, x in self.inputs().items():
+            for symbol, part in (("v", "value"), ("beta", "beta")):
+                with suppress(Exception):  # a connection without this part, or of another width
+                    value = getattr(self.connection, part)(x)
+                    other = gate * (value - readout) if symbol == "v" else value.unsqueeze(-1) * (v - readout)
+                    known[f"{symbol} is computed from {source}"] = self.moved(other)
+        return known
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return what a gate or a value could be computed from, in words."""
+        seen: list[Tensor] = []
+        norm = getattr(self.connection, "norm", nn.Identity())
+        with norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
+            context, _ = self.connection.read(self.state)
+        inputs = {"the sublayer's output": self.y, "the context, the norm of x_in": as_inputs(context)[0]}
+        return inputs | ({"x_in, without the norm": seen[0]} if seen else {})
+
+    def raw(self) -> Tensor:
+        """Return the direction before its norm: that of the carry, or the sublayer's output."""
+        raw = getattr(self.carry.coefficients, "k", None)
+        return self.y if raw is None else raw
+
+    def directions(self, raw: Tensor) -> dict[str, Tensor]:
+        """Return directions that are normalised in other ways, in words."""
+        centred = raw - raw.mean(-1, keepdim=True)
+        return {
+            "k is not normalised": raw,
+            "k is divided by its L1 norm": raw / raw.abs().sum(-1, keepdim=True),
+            "k is divided by its largest entry": raw / raw.abs().amax(-1, keepdim=True),
+            "k is divided by the square of its norm": raw / raw.square().sum(-1, keepdim=True),
+            "k is normalised over the tokens, not over the features": raw / raw.norm(dim=1, keepdim=True),
+            "k is normalised over the batch, the tokens and the features at once": raw / raw.norm(),
+            "k is centred before it is normalised, as by a LayerNorm": centred / centred.norm(dim=-1, keepdim=True),
+            "k is a softmax over the features": raw.softmax(-1),
+        }
+
+
+FACTORS = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (-1.0, -1.0), (1.0, -1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, 2.0))
+"""Factors of what is written and of what is erased, for stacks, where they cannot be measured."""
+
+
+def _factors(a: float, b: float, dim: int) -> str:
+    """Return in words why a delta write is a beta v - b beta k^T X."""
+
+    def near(x: float, y: float) -> bool:
+        return abs(x - y) <= 1e-4 * max(abs(x), abs(y), 1e-2)
+
+    if near(a, 1) and near(b, 0):
+        return "nothing is erased: agrees with X + beta k v^T"
+    if near(a, 0) and near(b, 1):
+        return "nothing is written: agrees with X - beta k k^T X"
+    if near(a, b) and near(a, 0.5):
+        return "beta lacks its factor 2: agrees with half the step"
+    if near(a, b) and near(a, -1):
+        return "the delta has the wrong sign"
+    words = f"writes {a:.4g} beta v and erases {b:.4g} beta k^T X"
+    if near(b, -1) and near(a, 1):
+        return f"{words}: what should be erased is added"
+    if near(a, b):
+        return f"{words}: the step is {a:.4g} times ours"
+    if near(b, a * a) and a > 0:
+        size = next((f" = {root}" for root, value in _roots(dim).items() if near(a, value)), "")
+        return f"{words}: |k| is {a:.4g}{size} and must be 1"
+    if near(b, 1):
+        return f"{words}: v is {a:.4g} times ours"
+    return f"{words}: k^T X is {b:.4g} times ours" if near(a, 1) else words
+
+
+def _roots(dim: int) -> dict[str, float]:
+    return {"1/sqrt(d)": dim**-0.5, "sqrt(d)": dim**0.5, "1/d": 1 / dim, "d": float(dim)}
 
 
 class Detached(nn.Module):
-    """Our connection, or our stack, with one coefficient that passes no gradient on."""
+    """Our connection, or our stack, with one coefficient that passes no gradient on; "y": the sublayer's output."""
 
     def __init__(self, part: nn.Module, symbol: str):
         super().__init__()
@@ -474,10 +645,12 @@ class Detached(nn.Module):
 
     def connect(self, connection: Connection, state: Any, sublayer: Callable[..., Tensor]) -> Any:
         x, (residual, coefficients) = connection.read(state)
-        value = getattr(coefficients, self.symbol, None)
-        if value is not None:
+        y = sublayer(*as_inputs(x))
+        if self.symbol == "y":
+            y = y.detach()
+        elif (value := getattr(coefficients, self.symbol, None)) is not None:
             coefficients = coefficients._replace(**{self.symbol: value.detach()})
-        return connection.write(sublayer(*as_inputs(x)), Carry(residual, coefficients))
+        return connection.write(y, Carry(residual, coefficients))
 
     def forward(self, state: Any, sublayer: Any) -> Any:
         if isinstance(self.part, Connection):
@@ -489,21 +662,33 @@ class Detached(nn.Module):
 
 
 def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
-    """Name the coefficient that passes no gradient on, if one explains all gradients; `agrees` compares them."""
+    """Name the part that passes no gradient on, if one explains all gradients; `agrees` compares them."""
     with torch.no_grad():
         state = _states(pair, normal(1, 2, pair.adapter.dim).to(pair.dtype))[pair.adapter.index]
         coefficients = pair.connection.read(state)[1].coefficients
-    for symbol, value in coefficients._asdict().items():
-        if value is None:
-            continue
+    symbols = [symbol for symbol, value in coefficients._asdict().items() if value is not None]
+    for symbol in [*symbols, "y"]:
         part = Detached(pair.part, symbol)
 
         def call(ours, state, sublayer, part=part):
-            return functional_call(part, {f"part.{name}": value for name, value in ours.items()}, (state, sublayer))
+            return pair.reference({f"part.{name}": value for name, value in ours.items()}, state, sublayer, part)
 
         if agrees(call):
-            return f"{symbol} is frozen: agrees with {symbol}.detach(), no gradient passes through it"
+            words = "the output of the sublayer" if symbol == "y" else symbol
+            return f"{words} is frozen: agrees with {symbol}.detach(), no gradient passes through it"
+    for kind, modules in _kinds(pair.part).items():
+        if not kind or isinstance(modules[0], nn.ModuleList):
+            continue
+        with ExitStack() as hooks:
+            for module in modules:
+                hooks.enter_context(module.register_forward_pre_hook(_detached_inputs))
+            if agrees(pair.reference):
+                return f"the input of {kind} is detached: no gradient passes through it to the state"
     return None
+
+
+def _detached_inputs(module: nn.Module, inputs: tuple) -> tuple:
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, inputs)
 
 
 def _alike(state: Any) -> bool:
@@ -511,14 +696,18 @@ def _alike(state: Any) -> bool:
     return len({leaf.shape for leaf in tensors(state)}) == 1
 
 
-def _close(actual: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    return len(actual) == len(expected) and all(agree(a, b, dtype=dtype) for a, b in zip(actual, expected))
+def _close(pair: Pair, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(pair.agree, actual, expected))
 
 
-def _gap(pair: Pair, result: Tensor, reference: Tensor) -> str:
-    return disagreement(result, reference, dtype=pair.dtype) or "it agrees"
+def _gap(pair: Pair, result: Any, reference: Any) -> str:
+    """Return how two states differ, in the first of their tensors that does."""
+    gaps = (pair.disagreement(a, b) for a, b in zip(tensors(result), tensors(reference)))
+    return next((gap for gap in gaps if gap), "it agrees")
 
 
-def _dtype_hint(pair: Pair, result: Tensor, reference: Tensor) -> str:
-    close = pair.dtype == torch.float64 and agree(result, reference, dtype=torch.float32, factor=0.1)
+def _dtype_hint(pair: Pair, result: Any, reference: Any) -> str:
+    close = pair.dtype == torch.float64 and all(
+        agree(a, b, dtype=torch.float32, factor=0.1) for a, b in zip(tensors(result), tensors(reference))
+    )
     return "; it agrees to float32: if your module casts to float32 inside, set dtype = torch.float32" if close else ""

@@ -10,13 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from residua.connections import Scheme
 from residua.connections.memory import window_of
 from residua.testing import diagnosis
-from residua.testing.adapter import Adapter, ConnectionAdapter, Ours, Pair, StreamAdapter, Sublayer, built
+from residua.testing.adapter import (
+    ROUNDINGS,
+    Adapter,
+    ConnectionAdapter,
+    Ours,
+    Pair,
+    StreamAdapter,
+    Sublayer,
+    built,
+    named_once,
+    named_parameters,
+    placed,
+)
 from residua.testing.agreement import agree, disagreement
 from residua.testing.checks import (
     Check,
@@ -74,15 +86,13 @@ def parameters(adapter: Adapter) -> None:
     """The adapter gives every parameter a value of its shape, uses all of ours, and nothing is frozen."""
     pair = Pair(adapter)
     theirs = adapter.parameters(pair.ours)
-    params, buffers = dict(pair.module.named_parameters()), dict(pair.module.named_buffers())
+    given = placed(pair.module, theirs)
+    params = named_parameters(pair.module)
     for name, value in theirs.items():
-        expect(name in params or name in buffers, f"parameters(): your module has no {name!r}; it has {sorted(params)}")
-        shape = tuple((params | buffers)[name].shape)
-        expect(tuple(value.shape) == shape, f"parameters(): {name} is {tuple(value.shape)}, your module has {shape}")
-        frozen = "a buffer" if name in buffers else "a parameter with requires_grad=False"
+        frozen = "a parameter with requires_grad=False" if name in params else "a buffer"
         trained = name in params and params[name].requires_grad
         expect(trained or not value.requires_grad, f"{name} is {frozen}: it stays frozen at its initial value")
-    missing = sorted(params.keys() - theirs.keys())
+    missing = sorted(name for name, parameter in named_once(pair.module).items() if id(parameter) not in given)
     expect(not missing, f"parameters(): no value for {', '.join(missing)}, which would keep the initial values")
     start = torch.zeros((), requires_grad=True)  # there is a gradient, even of nothing else
     total = sum((value.sum() for value in theirs.values() if value.requires_grad), start)
@@ -109,7 +119,7 @@ def initial_values(adapter: Adapter) -> None:
     from memory."""
     with _uninitialised_memory_is_nan():
         fresh = built(adapter)
-    lost = [name for name, p in fresh.named_parameters() if not p.isfinite().all()]
+    lost = [name for name, p in named_once(fresh).items() if not p.isfinite().all()]
     expect(not lost, f"never initialised: {', '.join(lost)} (torch.empty, and nobody draws)")
     drawn = []
     for seed in (1, 2):
@@ -117,8 +127,8 @@ def initial_values(adapter: Adapter) -> None:
         part: nn.Module = adapter.reference()
         if isinstance(adapter, ConnectionAdapter):
             part = part.connections[adapter.index]  # type: ignore[union-attr,index,assignment]
-        drawn.append(adapter.parameters(Ours(part.named_parameters())))
-    parameters = dict(fresh.named_parameters())
+        drawn.append(adapter.parameters(Ours(named_once(part))))
+    parameters = named_parameters(fresh)
     with torch.no_grad():
         for name, expected in drawn[0].items():
             if name not in parameters or not expected.requires_grad:
@@ -126,21 +136,28 @@ def initial_values(adapter: Adapter) -> None:
             value, expected, other = (x.detach().double() for x in (parameters[name], expected, drawn[1][name]))
             fixed = expected == other
             if fixed.any() and not agree(value[fixed], expected[fixed], dtype=torch.float32):
-                count = (value[fixed] - expected[fixed]).abs().gt(1e-5).sum().item()
-                raise CheckFailed(
-                    f"{name} starts {in_words(value[fixed])}; the scheme starts it {in_words(expected[fixed])} "
-                    f"({count} of {fixed.sum().item()} entries differ)"
-                )
+                differ = fixed & ((value - expected).abs() > 1e-5)
+                few = differ.sum() <= SHOWN
+                start, wanted = (in_words(x[differ if few else fixed]) for x in (value, expected))
+                where = f" in connection {adapter.index}" if few and isinstance(adapter, ConnectionAdapter) else ""
+                counts = f"({differ.sum().item()} of {fixed.sum().item()} entries differ)"
+                raise CheckFailed(f"{name} starts {start}; the scheme starts it {wanted}{where} {counts}")
             if (~fixed).sum() >= 64:
                 ratio = (value[~fixed].std() / expected[~fixed].std()).item()
                 words = f"{name} starts with a standard deviation {ratio:.2g} times the scheme's"
                 expect(0.6 < ratio < 1.6, words)
 
 
+SHOWN = 8
+"""As many values are shown one by one."""
+
+
 def in_words(values: Tensor) -> str:
     """Return the values of a tensor in words."""
     if values.numel() == 0 or (values == values[0]).all():
         return f"at {values[0].item():.4g}" if values.numel() else "nowhere"
+    if values.numel() <= SHOWN:
+        return f"at [{', '.join(f'{value:.4g}' for value in values.tolist())}]"
     return f"with mean {values.mean().item():.3g} and standard deviation {values.std().item():.3g}"
 
 
@@ -156,17 +173,22 @@ def forward(adapter: Adapter) -> None:
     if len(expected) != len(actual):
         raise CheckFailed(f"sublayers were called {len(actual)} times, expected {len(expected)}")
     if not same_structure(result, reference):
-        shapes = [[tuple(leaf.shape) for leaf in tensors(tree)] for tree in (reference, result)]
-        raise CheckFailed(f"the result must have the shapes {shapes[0]}, got {shapes[1]}")
-    flat = [*zip(tensors(actual), tensors(expected)), *zip(tensors(result), tensors(reference))]
-    wrong = [disagreement(a, b, dtype=pair.dtype) for a, b in flat]
-    if any(wrong):
+        raise CheckFailed(f"the result must be {structure(reference)}, got {structure(result)}")
+    agrees = len(tensors(actual)) == len(tensors(expected)) and all(
+        map(pair.agree, tensors([actual, result]), tensors([expected, reference]))
+    )
+    if not agrees:
         expect(_repeats(pair), "a second call gives other numbers")
         raise CheckFailed(diagnosis.of(pair, state, result, reference, actual, expected))
 
 
+def structure(tree: Any) -> list[Any]:
+    """Return the shapes of the tensors of a state, and the class of each leaf that is none."""
+    return [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in tree_leaves(tree)]
+
+
 def same_structure(a: Any, b: Any) -> bool:
-    return [tuple(x.shape) for x in tensors(a)] == [tuple(x.shape) for x in tensors(b)]
+    return structure(a) == structure(b)
 
 
 def _repeats(pair: Pair) -> bool:
@@ -185,8 +207,9 @@ def agrees_forward(pair: Pair, *, dtype: torch.dtype | None = None) -> None:
     with torch.no_grad():
         state = pair.state()
         result, reference = (call(pair.ours, state, pair.sublayers()) for call in (pair.candidate, pair.reference))
-    if not same_structure(result, reference) or any(
-        disagreement(a, b, dtype=dtype or pair.dtype) for a, b in zip(tensors(result), tensors(reference))
+    if not same_structure(result, reference) or not all(
+        pair.agree(a, b) or (dtype is not None and agree(a, b, dtype=dtype))
+        for a, b in zip(tensors(result), tensors(reference))
     ):
         raise NotChecked("the forward pass already differs")
     expect_repeatable(pair)
@@ -198,6 +221,15 @@ def gradients(adapter: Adapter) -> None:
     pair = Pair(adapter)
     agrees_forward(pair)
     reference, result = (grads_of(pair, call) for call in (pair.reference, pair.candidate))
+    moved: dict[str, Tensor | None] = {}
+
+    def disagrees(name: str, theirs: Tensor, ours: Tensor) -> bool:
+        if disagreement(theirs, ours, dtype=pair.dtype, factor=10) is None:  # sums over all tokens
+            return False
+        moved.update(moved or grads_of(pair, pair.reference, pair.moved(pair.state())))
+        rounding = moved[name] - reference[name]  # type: ignore[operator]
+        return not (theirs - ours).abs().max() <= ROUNDINGS * rounding.abs().max()
+
     wrong = []
     for name, ours in reference.items():
         theirs = result[name]
@@ -207,7 +239,7 @@ def gradients(adapter: Adapter) -> None:
             wrong.append(f"no gradient reaches {name}, though the output depends on it: detached or frozen")
         elif not theirs.isfinite().all():
             wrong.append(f"the gradient of {name} is not finite")
-        elif disagreement(theirs, ours, dtype=pair.dtype, factor=10):  # sums over all tokens
+        elif disagrees(name, theirs, ours):
             ratio = (theirs * ours).sum() / ours.square().sum()
             near = disagreement(theirs, ratio * ours, dtype=pair.dtype, factor=10) is None
             words = f"is {ratio.item():.4g} times ours" if near else "differs by up to " + relative(theirs, ours)
@@ -226,9 +258,9 @@ def gradients(adapter: Adapter) -> None:
         raise CheckFailed(diagnosis.frozen(pair, agrees) or "; ".join(wrong))
 
 
-def grads_of(pair: Pair, call: Callable) -> dict[str, Tensor | None]:
-    """Return the gradients of the state and of our parameters, by name."""
-    state = tree_map(lambda x: x.clone().requires_grad_(), pair.state())
+def grads_of(pair: Pair, call: Callable, state: Any = None) -> dict[str, Tensor | None]:
+    """Return the gradients of the state and of our parameters, by name; `state`: None for that of the pair."""
+    state = tree_map(lambda x: x.clone().requires_grad_(), pair.state() if state is None else state)
     loss = weighted(call(pair.ours, state, pair.sublayers()))
     expect(loss.requires_grad, "the output has no gradient at all")
     names = [*(f"the state, leaf {i}" for i in range(len(tensors(state)))), *pair.ours]
@@ -303,17 +335,38 @@ def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[
     return runs
 
 
+@torch.no_grad()
 def _in_steps(pair: Pair) -> bool:
-    """Return whether results go in steps, as rounding makes them: twice as far in is not twice as far out."""
+    """Return whether results go in steps, as those of rounding do, where ours are smooth, however steep.
 
-    def moved(length: float) -> list[Tensor]:
-        start = tree_map(lambda x: x + length * x.flip(-1), pair.state())
-        inputs, sublayer = ([], pair.sublayers()) if pair.whole else quiet(pair.dtype)
-        return [*tensors(pair.candidate(pair.ours, start, sublayer)), *inputs]
+    A step of the state is halved, towards the half with the larger change, until it is too short for float32 to see.
+    The change of a smooth result becomes as small as that of ours; a jump stays.
+    """
+    sublayers, inputs = recorded(pair.sublayers())
 
-    with torch.no_grad():
-        base, near, far = (moved(length) for length in (0.0, 1e-4, 2e-4))
-    return any(rms(c - 2 * b + a) > 0.1 * rms(b - a) for a, b, c in zip(base, near, far))
+    def at(length: float, call: Callable = pair.candidate) -> list[Tensor]:
+        inputs.clear()
+        return tensors([call(pair.ours, _flipped(pair.state(), length), sublayers), inputs])
+
+    def change(a: list[Tensor], b: list[Tensor]) -> float:
+        return sum(rms(x - y) for x, y in zip(a, b))
+
+    start, length = 0.0, 2.0**-6
+    low, high = at(start), at(length)
+    for _ in range(17):
+        length /= 2
+        middle = at(start + length)
+        if change(low, middle) >= change(middle, high):
+            high = middle
+        else:
+            start, low = start + length, middle
+    smooth = change(*(at(x, pair.reference) for x in (start, start + length)))
+    return change(low, high) > 10 * smooth
+
+
+def _flipped(state: Any, length: float) -> Any:
+    """Return the state moved by `length` towards itself with the features in the opposite order."""
+    return tree_map(lambda x: x + length * x.flip(-1), state)
 
 
 def quiet(dtype: torch.dtype) -> tuple[list[Tensor], Sublayer]:
@@ -355,7 +408,7 @@ def streaming(adapter: Adapter) -> None:
     for t in range(3):
         token = pair.result(tree_map(lambda x: x[:, t : t + 1], state))  # noqa: B023
         for part, expected in zip(tensors(token), whole):
-            wrong = disagreement(part, expected[:, t : t + 1], dtype=pair.dtype)
+            wrong = pair.disagreement(part, expected[:, t : t + 1])
             expect(wrong is None, f"token {t} alone differs from token {t} of the sequence: {wrong}")
 
 
@@ -407,7 +460,10 @@ def compiles(adapter: Adapter) -> None:
     """torch.compile gives the same numbers and gradients, with gradients of real size."""
     pair = Pair(adapter, dtype=torch.float32)
     call = pair.adapter.forward if pair.whole else pair.adapter.connect  # type: ignore[attr-defined]
-    pair.module.load_state_dict(dict(adapter.parameters(pair.ours)), strict=False)
+    values = placed(pair.module, adapter.parameters(pair.ours))
+    with torch.no_grad():
+        for own in [*pair.module.buffers(), *named_once(pair.module).values()]:
+            own.copy_(values.get(id(own), own))
     results = []
     for function in (call, torch.compile(call)):
         state = tree_map(lambda x: x.clone().requires_grad_(), pair.state())
