@@ -22,7 +22,7 @@ def compare(runs: tuple[str, ...], *, baseline: str | None = None, out: Path | N
 
     Args:
         runs (RUN): folders of runs
-        baseline: a name from the table (default: the plain residual)
+        baseline: a name from the table, or a scheme (default: the plain residual)
         out (DIR): write the pictures, comparison.md and comparison.json here
     """
     if out is not None:
@@ -43,5 +43,7 @@ def compare(runs: tuple[str, ...], *, baseline: str | None = None, out: Path | N
 
 
 def compared(comparison: "Comparison") -> list[Any]:
-    """Return the table and the notes of a comparison."""
-    return [comparison.table(), *(f"note: {one_line(note)}" for note in comparison.notes)]
+    """Return the table, the settings in which the runs differ, and the notes of a comparison."""
+    settings = map(one_line, comparison.setting_lines())
+    notes = (f"note: {one_line(note)}" for note in comparison.notes)
+    return [comparison.table(), *settings, *notes]

@@ -5,8 +5,9 @@ schemes of these names. A name may be written in any case, and with or without `
 """
 
 import functools
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from residua.connections.options import named
@@ -159,6 +160,46 @@ def canonical(text: str) -> str:
     parts = [option for option in implied.split(",") if option.partition("=")[0] not in given] if implied else []
     parts += [options] if options else []
     return f"{name}:{','.join(parts)}" if parts else name
+
+
+def label(connection: str | Mapping[str, Any]) -> str:
+    """Return the name by which people know a scheme, "residual+tc" for "residual:compress=token"; `resolve` takes it.
+
+    connection: as a configuration has it. A name that is not known, or a text of another form, stays as it is.
+    """
+    try:
+        name, options = _preset_of(_mapping(connection) if isinstance(connection, str) else connection)
+    except ValueError:
+        return str(connection)
+    alias = next((alias for alias, (of, implied) in _LABELS.items() if (of, implied) == (name, options)), None)
+    if alias is not None:
+        return alias
+    listed = ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items())
+    return f"{name}:{listed}" if options else name
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """Return "name:option=value" as a mapping, an alias as its preset. Raises ValueError for another form."""
+    name, options = named(text)
+    preset, implied = named(meaning(name))
+    return {"preset": preset, **implied, **options}
+
+
+def _preset_of(connection: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the preset of a mapping, the one with the most of its options, and the options that are left."""
+    options = {key: value for key, value in connection.items() if key not in ("preset", "scheme", "package")}
+    if "preset" in connection:
+        return str(connection["preset"]), options
+    scheme = str(connection.get("scheme"))
+    presets = {preset: named(text) for preset, text in PRESETS.items()}
+    inside = {name: of for name, (kind, of) in presets.items() if kind == scheme and of.items() <= options.items()}
+    if not inside:
+        return scheme, options
+    name = max(inside, key=lambda name: len(inside[name]))
+    return name, {key: value for key, value in options.items() if key not in inside[name]}
+
+
+_LABELS = {alias: named(text) for alias, text in ALIASES.items() if ":" in text}
 
 
 def unknown(kind: str, name: Any, choices: Iterable[str]) -> InputError:

@@ -3,6 +3,7 @@ import math
 
 import pytest
 
+import residua
 from residua.errors import InputError
 from residua.lab.evaluation.compare import Difference, compare
 
@@ -23,12 +24,43 @@ def test_what_else_is_written_down_makes_no_difference(make_run):
     assert group.seeds == (0, 1)
 
 
-def test_names_tell_what_differs_and_connections_with_changes_are_groups_of_their_own(make_run):
+def test_connections_with_changes_are_groups_of_their_own_under_the_name_that_residua_resolves(make_run):
     changed = make_run("c", connection={"preset": "ddl-tc", "value_channels": 8})
-    comparison = compare([make_run("a"), make_run("b", lr=2e-3), changed, make_run("d", connection="ddl-tc")])
-    rates = ["residual train.lr=0.001", "residual train.lr=0.002"]
-    assert [group.name for group in comparison.groups] == [*rates, "ddl-tc(value_channels=8)", "ddl-tc"]
-    assert comparison.baseline.name == rates[0]
+    control = make_run("control", connection="residual:compress=token")
+    comparison = compare([make_run("a"), control, changed, make_run("d", connection="ddl-tc")])
+    names = [group.name for group in comparison.groups]
+    assert names == ["residual", "residual+tc", "ddl-tc:value_channels=8", "ddl-tc"]
+    assert [residua.resolve(name).compress for name in names[:2]] == [None, "token"]
+    assert comparison.settings == {}
+
+
+def test_runs_of_one_scheme_are_named_after_their_folders_and_differ_in_lines_below(make_run):
+    runs = [make_run(f"slow-{seed}", seed=seed, lr=2e-3) for seed in (10, 11)]
+    runs += [make_run("fast", checkpoint_every=7), make_run("d", connection="ddl")]
+    comparison = compare(runs)
+    assert [group.name for group in comparison.groups] == ["slow", "fast", "d"]
+    assert comparison.baseline.name == "slow"
+    assert comparison.setting_lines() == [
+        "model.connection: residual (slow, fast); ddl (d)",
+        "train.lr: 0.002 (slow); 0.001 (fast, d)",
+    ]
+    assert "train.lr: 0.002 (slow)" in comparison.to_markdown()
+
+
+def test_folders_of_one_name_are_told_apart_by_those_they_lie_in(make_run, tmp_path):
+    for place in ("x", "y"):
+        (tmp_path / place).mkdir()
+    runs = [make_run("x/run"), make_run("y/run", lr=2e-3), make_run("z", lr=3e-3)]
+    names = [group.name for group in compare(runs).groups]
+    assert len({*names}) == 3
+    assert [name.endswith(end) for name, end in zip(names, ("x/run", "y/run", "z"))] == [True] * 3
+
+
+def test_a_table_of_many_runs_and_long_settings_is_readable_in_80_columns(make_run):
+    runs = [make_run(f"run-{number:02}x", lr=number / 7) for number in range(1, 20)]
+    comparison = compare([*runs, make_run("other", connection="ddl")])
+    assert max(map(len, comparison.setting_lines())) <= 80
+    assert max(len(row[0]) for row in comparison.table().rows) < 10
 
 
 def test_differences_are_paired_by_seed_so_that_shared_noise_vanishes(make_run):
@@ -94,6 +126,14 @@ def test_an_empty_metrics_file_is_a_run_that_has_just_begun(make_run):
     assert rows == [["residual", "seed 0", "–", "baseline", "1,234", "–", "–"]]
 
 
+def test_a_run_that_was_stopped_is_marked(make_run):
+    comparison = compare([make_run("a"), make_run("b", connection="ddl", crashed_at=40)])
+    assert [row[2].endswith("*") for row in comparison.table().rows] == [False, True]
+    assert [row[3].endswith("*") for row in comparison.table().rows] == [False, True]
+    assert any("b ended at step 40 of 100" in note for note in comparison.notes)
+    assert [group["stopped"] for group in comparison.to_json()["groups"]] == [[], [[40, 100]]]
+
+
 def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_run):
     crashed, finished = make_run("crashed", offset=1.0, crashed_at=40), make_run("finished")
     for folders in ((crashed, finished), (finished, crashed)):
@@ -106,20 +146,71 @@ def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_ru
 def test_losses_of_other_contexts_are_said_to_be_no_comparison(make_run):
     runs = [make_run("a", sequence_length=128), make_run("b", sequence_length=256)]
     runs.append(make_run("c", connection="ddl", sequence_length=128))
-    (note,) = (note for note in compare(runs).notes if "context" in note)
-    assert "residual train.sequence_length=256 with 256, ddl with 128 tokens" in note
+    comparison = compare(runs)
+    (note,) = (note for note in comparison.notes if "context" in note)
+    assert note.startswith("b cannot be compared with a: ")
+    assert "256 and 128 tokens" in note
+    assert [row[3] for row in comparison.table().rows] == ["baseline", "–", "+0.0000"]
+    assert comparison.to_json()["groups"][1]["difference"] is None
     assert not [note for note in compare([runs[0], runs[2]]).notes if "context" in note]
 
 
-def test_the_steps_of_a_run_that_was_trained_on_stand_whole_in_its_name(make_run):
+def test_masked_and_unmasked_validation_are_no_comparison(make_run):
+    comparison = compare([make_run("a"), make_run("b", connection="ddl", document_masks=True, offset=-0.1)])
+    assert comparison.table().rows[1][3] == "–"
+    assert any("ddl cannot be compared with residual" in note and "document masks" in note for note in comparison.notes)
+
+
+def data_of(folder, bits=None, **facts):
+    """Give a planted run facts of its data, and its losses in bits per byte."""
+    path = folder / "facts.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"data": content["data"] | {"sha256": "text", **facts}}))
+    if bits is not None:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [row | ({"bits_per_byte": bits * row["val_loss"]} if "val_loss" in row else {}) for row in rows]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_of_other_tokenizers_losses_are_compared_in_bits_per_byte_if_both_keep_the_text(make_run):
+    bpe = data_of(make_run("a"), 0.4, tokenizer="bpe", tokenizer_fingerprint="1")
+    bytes_ = make_run("b", connection="ddl", fingerprint="corpus-b", offset=-2.0)
+    comparison = compare([bpe, data_of(bytes_, 1.4, tokenizer="byte", tokenizer_fingerprint="2")])
+    assert comparison.unit == "bits per byte"
+    assert comparison.table().header[2] == "bits per byte"
+    assert comparison.final_difference(comparison.groups[1]).mean == pytest.approx(1.4 * 2.03 - 0.4 * 4.03)
+    assert comparison.to_json()["groups"][1]["val_loss"]["mean"] == pytest.approx(2.03)
+    lossy = make_run("c", connection="mhc", fingerprint="corpus-c", offset=-3.0)
+    comparison = compare([bpe, data_of(lossy, 0.1, tokenizer="theirs", tokenizer_fingerprint="3")])
+    assert comparison.table().rows[1][2:4] == ["1.0300", "–"]
+    assert any("mhc cannot be compared with residual" in note and "tokenizers" in note for note in comparison.notes)
+
+
+def test_one_tokenizer_on_other_texts_gives_no_comparison(make_run):
+    runs = [make_run("a"), make_run("b", connection="ddl", fingerprint="corpus-b")]
+    for run, text in zip(runs, ("x", "y")):
+        data_of(run, 0.4, sha256=text, tokenizer="bpe", tokenizer_fingerprint="1")
+    comparison = compare(runs)
+    assert comparison.table().rows[1][3] == "–"
+    assert any("different data" in note for note in comparison.notes)
+
+
+def test_another_precision_is_said(make_run):
+    runs = [make_run("a", precision="float32"), make_run("b", connection="ddl", precision="bfloat16")]
+    comparison = compare(runs)
+    assert comparison.table().rows[1][3] == "+0.0000"
+    assert any("bfloat16 and float32" in note for note in comparison.notes)
+
+
+def test_the_steps_of_a_run_that_was_trained_on_stand_whole_below(make_run):
     runs = [make_run("a", steps=100), make_run("b", steps=100)]
     for run, before in zip(runs, (12_345_678, 12_345_679)):
         facts = json.loads((run / "facts.json").read_text())
         resumed = [{"step": 50, "steps_before": before}]
         (run / "facts.json").write_text(json.dumps(facts | {"resumed": resumed}))
-    assert [group.name for group in compare(runs).groups] == [
-        f"residual train.steps={before}, then 100" for before in ("12345678", "12345679")
-    ]
+    (line,) = compare(runs).setting_lines()
+    assert line == "train.steps: 12345678, then 100 (a); 12345679, then 100 (b)"
 
 
 def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_and_said(make_run):
@@ -162,16 +253,17 @@ def test_without_a_plain_residual_there_is_no_baseline(make_run):
 def test_the_number_of_a_seed_does_not_read_as_how_many_there_are(make_run):
     runs = [make_run("a"), *(make_run(f"b{seed}", connection="ddl", seed=seed) for seed in (0, 1))]
     header, rows = compare(runs).table()
-    assert header[1] == "seed(s)"
+    assert header[1] == "seed"
     assert [row[1] for row in rows] == ["seed 0", "seeds 0, 1"]
 
 
 def test_a_group_keeps_its_colour_whatever_the_baseline_is(make_run):
-    plain, slow = "residual train.lr=0.001", "residual train.lr=0.002"
     ddl, mhc = make_run("b", connection="ddl"), make_run("c", connection="mhc")
     folders = [ddl, make_run("a"), mhc, make_run("slow", lr=2e-3)]
-    for baseline in (None, "ddl", "mhc", slow):
-        assert compare(folders, baseline=baseline).colours == {plain: 0, "ddl": 1, "mhc": 2, slow: 3}
+    for baseline in (None, "ddl", "mhc", "slow"):  # a scheme that one group has names it too
+        assert compare(folders, baseline=baseline).colours == {"a": 0, "b": 1, "c": 2, "slow": 3}
+    with pytest.raises(InputError, match="one of b, a, c, slow; got residual"):
+        compare(folders, baseline="residual")
     assert compare([ddl, mhc], baseline="mhc").colours == {"ddl": 1, "mhc": 2}
 
 
@@ -227,7 +319,8 @@ def test_a_run_whose_seed_is_not_shared_does_not_shorten_the_others(make_run):
     assert group.seeds == (0, 1)
     difference = comparison.final_difference(group)
     assert (difference.at, difference.mean, difference.count) == (6400, pytest.approx(-0.1), 1)
-    assert comparison.notes == ("ddl: the difference is over the 1 of 2 seeds that are shared.",)
+    assert comparison.notes[1:] == ("ddl: the difference is over the 1 of 2 seeds that are shared.",)
+    assert "short ended at step 40" in comparison.notes[0]
 
 
 def test_one_evaluation_each_is_enough_for_a_difference(make_run):

@@ -85,6 +85,19 @@ def test_at_equal_seconds_a_slower_run_is_said_to_be_earlier_in_its_schedule(mak
     assert steps.get_xlabel() == "Training step"
 
 
+def test_who_cannot_be_compared_is_said_in_both_pictures(make_run):
+    runs = [make_run("a", sequence_length=8), make_run("b", connection="ddl", sequence_length=8)]
+    comparison = compare([*runs, make_run("c", connection="mhc", sequence_length=16)])
+    steps, _ = _differences(comparison).axes
+    assert steps.get_xlabel().splitlines()[1] == "Cannot be compared with residual: mhc"
+    assert "mhc (cannot be compared)" in {line.get_label() for line in _losses(comparison).axes[0].lines}
+
+
+def test_a_picture_begins_where_the_runs_begin(make_run):
+    runs = [make_run("a", steps=20), make_run("b", connection="ddl", steps=20)]
+    assert {panel.get_xlim()[0] for panel in _differences(compare(runs)).axes} == {0}
+
+
 def test_the_baseline_is_within_the_frame_however_far_the_others_are(make_run):
     for panel in _differences(compare([make_run("a"), make_run("b", connection="ddl", offset=-0.5)])).axes:
         low, high = panel.get_ylim()

@@ -52,8 +52,8 @@ def lines(page, plot):
     return {line["name"]: line for line in found if line.get("name") and line.get("line", {}).get("width")}
 
 
-PLAIN = "residual train.lr=0.001"
-TWIN = "residual train.lr=0.002"
+PLAIN = "plain"
+TWIN = "twin"
 
 
 def test_the_payload_is_the_comparison_with_every_group_as_the_baseline(runs):
@@ -78,6 +78,14 @@ def test_the_payload_is_the_comparison_with_every_group_as_the_baseline(runs):
                         assert row[:2] == pytest.approx([d.at, d.mean], rel=1e-6)
                         assert row[2] is None or row[2:] == pytest.approx([d.deviation, d.count], rel=1e-6)
     json.dumps(payload, allow_nan=False)
+
+
+def test_what_cannot_be_compared_is_named_and_has_no_difference(tmp_path):
+    runs = [planted_run(tmp_path / "a"), planted_run(tmp_path / "b", "ddl", sequence_length=16)]
+    runs.append(planted_run(tmp_path / "c", "mhc", sequence_length=32))
+    found = comparison_payload(runs)["against"]["ddl"]
+    assert (found["refused"], found["final"]["mhc"], found["unit"]) == (["mhc"], None, "nats per token")
+    assert any("cannot be compared" in note for note in found["notes"])
 
 
 def test_settings_that_differ_late_in_their_text_differ(tmp_path):

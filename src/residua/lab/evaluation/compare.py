@@ -2,7 +2,8 @@
 
 Two loss curves look the same in a plot; schemes differ visibly only in the difference of their losses over several
 seeds. Runs that differ only in `train.seed` form a group. If a group and the baseline share seeds, the differences are
-taken seed by seed, which removes the noise that both share (the order of the data).
+taken seed by seed, which removes the noise that both share (the order of the data). Losses that were not measured alike
+have no difference, or one in bits per byte: `comparable.judged` decides.
 """
 
 import json
@@ -10,11 +11,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Literal, NamedTuple
 
+from residua.connections.names import label
 from residua.errors import InputError, did_you_mean, extra
-from residua.lab.evaluation.records import Run
+from residua.lab.evaluation.comparable import Measure, Unit, Verdict, judged
+from residua.lab.evaluation.records import Point, Run
 from residua.records import table
 from residua.records.jsonlines import finite
 from residua.records.statistics import Estimate, paired
@@ -25,6 +30,13 @@ with extra("lab"):
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
 BASELINE_CONNECTION = "residual"
+NO_SETTING = "–"
+WIDTH = 80
+STAR = " *"
+MOVES_NO_LOSS = {
+    f"train.{name}" for name in ("checkpoint_every", "evaluate_every", "log_every", "keep_best", "keep_checkpoints")
+}
+"""Settings that a reader of losses need not see."""
 
 
 class Difference(NamedTuple):
@@ -49,8 +61,21 @@ class Group(table.Group[Run]):
 
     @property
     def validation_loss(self) -> Estimate | None:
-        """The last validation loss, over the runs that have one."""
-        return self.estimate(lambda run: run.validation[-1].loss if run.validation else None)
+        """The last validation loss in nats per token, over the runs that have one."""
+        return self.loss("nats per token")
+
+    def loss(self, unit: Unit) -> Estimate | None:
+        """Return the last validation loss in a unit, over the runs that have one."""
+        return self.estimate(lambda run: run.curve(unit)[-1].loss if run.curve(unit) else None)
+
+    @property
+    def measure(self) -> Measure:
+        return self.runs[0].measure
+
+    @property
+    def stopped(self) -> list[Run]:
+        """The runs that ended before their steps, or are still under way."""
+        return [run for run in self.runs if run.stopped]
 
     @property
     def parameters(self) -> int | None:
@@ -82,11 +107,27 @@ class Comparison:
         """Return the same runs compared with another baseline: the name of a group, or None for the first with the
         plain residual. Raises InputError for an unknown name.
         """
+        if baseline is None:
+            return replace(self, baseline=self._plain_residual)
         groups = {group.name: group for group in self.groups}
-        if baseline is not None and baseline not in groups:
+        named = [groups[baseline]] if baseline in groups else self._of_scheme(label(baseline))
+        if len(named) != 1:
             listed, nearest = ", ".join(groups), did_you_mean(baseline, groups)
             raise InputError(f"the baseline must be one of {listed}; got {baseline}{nearest}")
-        return replace(self, baseline=self._plain_residual if baseline is None else groups[baseline])
+        return replace(self, baseline=named[0])
+
+    def _of_scheme(self, name: str) -> list[Group]:
+        return [group for group in self.groups if group.runs[0].connection == name]
+
+    def verdict(self, group: Group) -> Verdict:
+        """Say whether a group can be compared with the baseline, or with the first group if there is none."""
+        return judged(group.measure, (self.baseline or self.groups[0]).measure)
+
+    @cached_property
+    def unit(self) -> Unit:
+        """The unit of all differences: bits per byte if the tokenizers differ and keep the text."""
+        units = [self.verdict(group).unit for group in self.groups]
+        return "bits per byte" if "bits per byte" in units else "nats per token"
 
     @property
     def _plain_residual(self) -> Group | None:
@@ -96,6 +137,34 @@ class Comparison:
     def notes(self) -> tuple[str, ...]:
         """What a reader must know about the numbers."""
         return (*self.left_out, *_notes(self))
+
+    @cached_property
+    def settings(self) -> dict[str, dict[str, list[str]]]:
+        """The settings in which the groups differ and that can move a loss: the groups by value, by key."""
+        alike = {group.runs[0].connection: group for group in self.groups}
+        runs = {group.name: group.runs[0] for group in self.groups}
+        keys = dict.fromkeys(key for run in runs.values() for key in sorted(run.settings))
+        if all(group.name == name for name, group in alike.items()) and len(alike) == len(runs):
+            keys.pop("model.connection")
+        values: dict[str, dict[str, list[str]]] = {}
+        for key in keys.keys() - MOVES_NO_LOSS:
+            for name, run in runs.items():
+                value = run.connection if key == "model.connection" else _short(run.settings.get(key, NO_SETTING))
+                values.setdefault(key, {}).setdefault(value, []).append(name)
+        return {key: values[key] for key in sorted(values) if len(values[key]) > 1}
+
+    def setting_lines(self) -> list[str]:
+        """Return `settings` as lines, a value and its groups after the other; long ones go on in further lines."""
+        lines = []
+        for key, values in self.settings.items():
+            lines += wrap(
+                f"{key}: {_listed(values)}",
+                WIDTH,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        return lines
 
     @property
     def colours(self) -> dict[str, int]:
@@ -117,18 +186,22 @@ class Comparison:
         return most > 1.05 * self.baseline.seconds.mean
 
     def differences(self, group: Group, axis: Axis = "tokens") -> list[Difference]:
-        """Return the validation loss of `group` minus the baseline's along `axis`.
+        """Return the validation loss of `group` minus the baseline's along `axis`, in `unit`.
 
         There is one at every point where a run was evaluated and which the curves of all runs cover; the others are
-        interpolated there. Empty for the baseline itself, without a baseline, and if the curves do not overlap.
+        interpolated there. Empty for the baseline itself, without a baseline, if the curves do not overlap, and if the
+        losses cannot be compared.
         """
-        if self.baseline is None or group is self.baseline:
+        if self.baseline is None or group is self.baseline or self.verdict(group).unit is None:
             return []
         sides = [
-            {seed: list(zip(*((getattr(point, axis), point.loss) for point in run.validation))) for seed, run in runs}
+            {
+                seed: list(zip(*((getattr(point, axis), point.loss) for point in run.curve(self.unit))))
+                for seed, run in runs
+            }
             for runs in map(dict.items, _matched(group, self.baseline))
         ]
-        if not all(sides):
+        if not all(side and all(side.values()) for side in sides):
             return []
         axes = [at for side in sides for at, _ in side.values()]
         first, last = max(at[0] for at in axes), min(at[-1] for at in axes)
@@ -143,15 +216,18 @@ class Comparison:
         return differences[-1] if differences else None
 
     def table(self) -> table.Table:
-        """Return a row for each group."""
+        """Return a row for each group. A star marks losses of runs that were stopped, and of runs of other lengths."""
         versus = f"vs {self.baseline.name}" if self.baseline else "difference"
-        header = ["run", "seed(s)", "validation loss", versus, "parameters", "tokens/s", "seconds"]
+        loss = "validation loss" if self.unit == "nats per token" else self.unit
+        header = ["run", "seed", loss, versus, "parameters", "tokens/s", "seconds"]
         rows = [
             [
                 group.name,
                 f"seed{'s' if len(group.seeds) > 1 else ''} {', '.join(map(str, group.seeds))}",
-                _text(group.validation_loss, ".4f"),
-                "baseline" if group is self.baseline else _text(self.final_difference(group), "+.4f"),
+                _text(self._loss(group), ".4f") + STAR * bool(self._loss(group) and group.stopped),
+                "baseline"
+                if group is self.baseline
+                else _text(self.final_difference(group), "+.4f") + STAR * (len(self.ends(group)) > 1),
                 "–" if group.parameters is None else f"{group.parameters:,}",
                 _text(group.tokens_per_second, ",.0f", spread=False),
                 _text(group.seconds, ",.1f", spread=False),
@@ -160,9 +236,24 @@ class Comparison:
         ]
         return table.Table(header, rows)
 
+    def curve(self, run: Run) -> tuple[Point, ...]:
+        """Return the validation losses of a run in `unit`; in bits per byte none of a tokenizer that may lose text."""
+        return () if self.unit == "bits per byte" and not run.measure.lossless else run.curve(self.unit)
+
+    def _loss(self, group: Group) -> Estimate | None:
+        return group.estimate(lambda run: self.curve(run)[-1].loss if self.curve(run) else None)
+
+    def ends(self, group: Group) -> set[int]:
+        """Return the tokens at which the compared runs of a group and the baseline end; none without a difference."""
+        if self.final_difference(group) is None:
+            return set()
+        return {run.validation[-1].tokens for side in _matched(group, self.baseline) for run in side.values()}
+
     def to_markdown(self) -> str:
-        """Return the table in Markdown, with the notes below it."""
-        return "\n".join([self.table().markdown(5), *(f"\n{note}" for note in self.notes)]) + "\n"
+        """Return the table in Markdown, with the settings and the notes below it."""
+        settings = [f"- {key}: {_listed(values)}" for key, values in self.settings.items()]
+        below = ["\n" + "\n".join(settings)] if settings else []
+        return "\n".join([self.table().markdown(5), *below, *(f"\n{note}" for note in self.notes)]) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values for `json.dumps`; None for numbers that are missing or not finite."""
@@ -172,6 +263,8 @@ class Comparison:
                 "seeds": list(group.seeds),
                 "folders": [str(run.folder) for run in group.runs],
                 "val_loss": _plain(group.validation_loss),
+                "bits_per_byte": _plain(group.loss("bits per byte")) if group.measure.lossless else None,
+                "stopped": [list(run.stopped or ()) for run in group.stopped],
                 "difference": _plain(self.final_difference(group)),
                 "parameters": group.parameters,
                 "tokens": group.tokens,
@@ -181,7 +274,13 @@ class Comparison:
             }
             for group in self.groups
         ]
-        return {"baseline": self.baseline and self.baseline.name, "groups": groups, "notes": list(self.notes)}
+        return {
+            "baseline": self.baseline and self.baseline.name,
+            "unit": self.unit,
+            "groups": groups,
+            "settings": self.settings,
+            "notes": list(self.notes),
+        }
 
 
 def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Comparison:
@@ -189,7 +288,8 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
 
     Args:
         folders: run folders, in the order of their groups in the table; duplicates count once.
-        baseline: the name of a group as in the table; None for the first with the plain residual.
+        baseline: the name of a group as in the table, or a scheme that one group has; None for the first with the plain
+            residual.
 
     Raises:
         InputError: there is no folder, a folder has no run, or the baseline is not one of the groups.
@@ -203,14 +303,15 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
 
 
 def _group(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Group runs with equal settings, and give each group the shortest name that distinguishes it from the others.
+    """Group runs with equal settings: they are named after their schemes if these differ, or else after their folders.
 
     Of runs with the same settings and seed, the one that came furthest counts.
     """
     members: dict[str, dict[int, Run]] = {}
     left_out = []
     for run in runs:
-        group = members.setdefault(json.dumps(run.settings, sort_keys=True, default=str), {})
+        settings = {**run.settings, "model.connection": run.connection}
+        group = members.setdefault(json.dumps(settings, sort_keys=True, default=str), {})
         other = group.setdefault(run.seed, run)
         if other is run:
             continue
@@ -219,7 +320,7 @@ def _group(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         reason = f", which came to step {_reached(other)[1]}" if _reached(other) > _reached(run) else ""
         left_out.append(f"{run.folder} repeats {other.folder}{reason} (same settings, same seed {run.seed}): left out.")
     sets = [tuple(group[seed] for seed in sorted(group)) for group in members.values()]
-    return [Group(_name(some[0], [other[0] for other in sets]), some) for some in sets], left_out
+    return list(map(Group, _names(sets), sets)), left_out
 
 
 def _reached(run: Run) -> tuple[int, int]:
@@ -227,17 +328,37 @@ def _reached(run: Run) -> tuple[int, int]:
     return max((point.step for point in run.validation), default=0), run.end.step if run.end else 0
 
 
-def _name(run: Run, all_runs: Sequence[Run]) -> str:
-    same_connection = [other for other in all_runs if other.connection == run.connection]
-    keys = sorted({key for other in same_connection for key in other.settings})
-    differing = [key for key in keys if len({repr(other.settings.get(key)) for other in same_connection}) > 1]
-    return " ".join([run.connection, *(f"{key}={_short(run.settings.get(key))}" for key in differing)])
+def _names(sets: Sequence[tuple[Run, ...]]) -> list[str]:
+    """Return a name for each set of runs: its scheme, if all schemes differ, or else its folder."""
+    schemes = [runs[0].connection for runs in sets]
+    if len({*schemes}) == len(sets):
+        return schemes
+    names: list[str] = []
+    for depth in range(1, 1 + max(len(run.folder.resolve().parts) for runs in sets for run in runs)):
+        names = [_common_name([Path(*run.folder.resolve().parts[-depth:]).as_posix() for run in runs]) for runs in sets]
+        if len({*names}) == len(sets):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]  # runs of several groups lie mixed
+
+
+def _common_name(folders: Sequence[str]) -> str:
+    """Return the name of a folder, or what the names of several begin with, without the number of the seed."""
+    first, *others = folders
+    common = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*folders)))
+    if any(folder[len(common) :][:1].isdigit() for folder in folders):
+        common = common.rstrip("0123456789")
+    return common.rstrip("-_./") or first if others else first
 
 
 def _short(value: Any) -> str:
     """Return a setting for use in a name: numbers with 6 digits, and 12 characters of a fingerprint."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text[:12] if len(text) == 64 else text
+
+
+def _listed(values: Mapping[str, Sequence[str]]) -> str:
+    """Return values with the groups that have them: "0.001 (a, b); 0.002 (c)"."""
+    return "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -248,14 +369,14 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append("No run with the plain residual, so there are no differences: name a baseline.")
     if baseline is not None and len(comparison.groups) > 1 and all(len(group.runs) == 1 for group in comparison.groups):
         notes.append("One seed each: the noise in the differences is not measured.")
-    contexts = {group.name: group.runs[0].context for group in comparison.groups}
-    if len(set(contexts.values()) - {None}) > 1:
-        measured = ", ".join(f"{name} with {context}" for name, context in contexts.items() if context is not None)
-        notes.append(
-            f"The validation losses were measured with contexts of other lengths ({measured} tokens), and a longer one "
-            "lowers the loss: they cannot be compared."
-        )
+    if comparison.unit == "bits per byte":
+        notes.append("The tokenizers differ, so the losses are in bits per byte of the same held-out text.")
+    other = (baseline or comparison.groups[0]).name
     for group in comparison.groups:
+        verdict = comparison.verdict(group)
+        notes += [f"{group.name} cannot be compared with {other}: {reason}." for reason in verdict.reasons]
+        if verdict.unit is not None and comparison.baseline is not None:
+            notes += [f"{group.name} and {other} differ in {mark}." for mark in verdict.marks if "arithmetic" in mark]
         notes += [*_notes_of_runs(group), *_notes_of_difference(comparison, group)]
     return notes
 
@@ -264,6 +385,9 @@ def _notes_of_runs(group: Group) -> Iterator[str]:
     missing = [str(run.folder) for run in group.runs if not run.validation]
     if missing:
         yield f"{group.name}: no validation loss in {', '.join(missing)}."
+    for run in group.stopped:
+        last, planned = run.stopped
+        yield f"{group.name}: {run.folder.name} ended at step {last} of {planned}, stopped or still under way."
     diverged = [
         run.seed for run in group.runs if any(not math.isfinite(p.loss) for p in (*run.training, *run.validation))
     ]
@@ -277,16 +401,13 @@ def _notes_of_difference(comparison: Comparison, group: Group) -> Iterator[str]:
         return
     sides = _matched(group, baseline)
     if difference is None:
-        if all(sides):
+        if all(sides) and comparison.verdict(group).unit is not None:
             yield (
                 f"{group.name}: no difference, as the tokens at which it and {baseline.name} were evaluated do not "
                 "overlap; evaluate more often with train.evaluate_every."
             )
         return
-    if group.runs[0].settings.get("data") != baseline.runs[0].settings.get("data"):
-        yield f"{group.name} and {baseline.name} saw different data: their losses cannot be compared."
-    ends = {run.validation[-1].tokens for side in sides for run in side.values()}
-    if len(ends) > 1:
+    if len(comparison.ends(group)) > 1:
         yield (
             f"{group.name}: the difference is taken at {difference.at:,.0f} tokens, where the shortest run ends; "
             "a longer run was still at a higher learning rate there."

@@ -23,6 +23,7 @@ UNSETTLED_DIFFERENCE = 0.3
 LABEL_CHARACTERS = 60  # that fit below one panel
 PANELS: dict[Axis, str] = {"step": "Training step", "seconds": "Wall-clock time of the training steps (seconds)"}
 EARLIER = "A slower run is seen earlier in its learning-rate schedule"
+APART = "cannot be compared"
 UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
 
 
@@ -41,13 +42,15 @@ def _losses(comparison: Comparison) -> Figure:
     shown: dict[Axis, list[tuple[float, float]]] = {axis: [] for axis in panels}
     for axis, panel in panels.items():
         for group, style in _styles(comparison):
+            name = group.name if comparison.verdict(group).unit else f"{group.name} ({APART})"
             for run in group.runs:
-                points, training = _columns(run.validation or run.training, axis), _columns(run.training, axis)
-                label = group.name if run is group.runs[0] else None
+                training = _columns(run.training if comparison.unit == "nats per token" else (), axis)
+                points = _columns(comparison.curve(run), axis) or training
+                label = name if run is group.runs[0] else None
                 figures.curve(panel, points, seeds=[training], **style, linewidth=1.1, label=label)
                 shown[axis] += points if len(points) > 1 else training
     _finish(figure, panels, shown, UNSETTLED_LOSS, "Strong: validation. Pale: training. One line per seed.")
-    panels["step"].set_ylabel("Loss (nats per token)")
+    panels["step"].set_ylabel(f"Loss ({comparison.unit})")
     return figure
 
 
@@ -58,14 +61,14 @@ def _differences(comparison: Comparison) -> Figure:
     shown: dict[Axis, list[tuple[float, float]]] = {axis: [] for axis in panels}
     banded = False
     for axis, panel in panels.items():
-        missing = []
+        missing, refused = [], []
         for group, style in _styles(comparison):
             if group is comparison.baseline:
                 panel.axhline(0, **style, linewidth=1.2, label=f"{group.name} (baseline)")
                 continue
             differences = comparison.differences(group, axis)
             if not differences:
-                missing.append(group.name)
+                (missing if comparison.verdict(group).unit else refused).append(group.name)
                 continue
             band = None
             if differences[0].deviation is not None:
@@ -76,9 +79,11 @@ def _differences(comparison: Comparison) -> Figure:
                 shown[axis] += [(d.at, mean) for d, mean in zip(differences, means)]
         shown[axis].append((max((at for at, _ in shown[axis]), default=0.0), 0.0))  # the baseline is always visible
         _note_missing(panel, axis, comparison.baseline, missing, everything=len(missing) == len(comparison.groups) - 1)
+        if refused:
+            _add_line(panel, f"{APART.capitalize()} with {comparison.baseline.name}: {', '.join(refused)}")
     note = "Band: ± 1 standard deviation over seeds." if banded else "One seed: the noise is not measured."
     _finish(figure, panels, shown, UNSETTLED_DIFFERENCE, note)
-    panels["step"].set_ylabel("Validation loss minus the baseline's\n(nats per token, below 0 is better)")
+    panels["step"].set_ylabel(f"Validation loss minus the baseline's\n({comparison.unit}, below 0 is better)")
     return figure
 
 
@@ -91,8 +96,12 @@ def _note_missing(panel: Axes, axis: Axis, baseline: Group, names: Sequence[str]
         panel.xaxis.set_major_locator(NullLocator())
         panel.text(0.5, 0.5, text, transform=panel.transAxes, ha="center", va="center", color="#555555")
     else:
-        omitted = fill(f"{text}: {', '.join(names)}", LABEL_CHARACTERS)
-        panel.set_xlabel(f"{panel.get_xlabel()}\n{omitted}")
+        _add_line(panel, f"{text}: {', '.join(names)}")
+
+
+def _add_line(panel: Axes, text: str) -> None:
+    """Say something more below a panel."""
+    panel.set_xlabel(f"{panel.get_xlabel()}\n{fill(text, LABEL_CHARACTERS)}")
 
 
 def _panels() -> tuple[Figure, dict[Axis, Axes]]:
@@ -132,5 +141,7 @@ def _finish(
     if settled:
         margin = 0.05 * (max(settled) - min(settled)) or 0.01
         panels["step"].set_ylim(min(settled) - margin, max(settled) + margin)
+    for panel in panels.values():
+        panel.set_xlim(left=0)
     figures.legend(figure)
     panels["seconds"].set_title(note, loc="right", fontsize=8, color="#555555")

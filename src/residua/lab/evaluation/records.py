@@ -7,7 +7,9 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
 
+from residua.connections.names import label
 from residua.errors import InputError, require
+from residua.lab.evaluation.comparable import Measure, Unit
 from residua.records import jsonlines
 from residua.records.folder import LOGGING_KEYS, RunFolder, flatten, read_object, read_settings
 
@@ -28,7 +30,8 @@ class Run:
     `settings` is the resolved configuration with dotted keys, without the seed and `LOGGING_KEYS`. If facts.json has
     the fingerprint of the data, it replaces the data keys, so that the location of the data does not matter; nor does
     the location of a base.
-    `tokens_per_second` is the median of the logged speeds.
+    `tokens_per_second` is the median of the logged speeds. `measure` says how the validation losses were measured, in
+    nats per token; `bits` has them in bits per byte.
     """
 
     folder: Path
@@ -38,6 +41,8 @@ class Run:
     validation: tuple[Point, ...]
     tokens_per_second: float | None
     parameters: int | None
+    measure: Measure
+    bits: tuple[Point, ...]
 
     @classmethod
     def read(cls, folder: str | Path) -> "Run":
@@ -57,6 +62,7 @@ class Run:
             bool(settings.get("model.connection")), f"{run.config}", "a configuration with model.connection", settings
         )
         seed = settings.pop("train.seed", 0)
+        measure = Measure.of(settings, facts.get("data") or {})
         settings = {key: value for key, value in settings.items() if key not in LOGGING_KEYS}
         if (fingerprint := facts.get("data", {}).get("fingerprint")) is not None:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
@@ -69,23 +75,25 @@ class Run:
         # The first logged step is slow and would pull a mean down.
         speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
         speed = median_high(speeds) if speeds else None
-        training, validation = _points(rows, "loss"), _points(rows, "val_loss")
-        return cls(run.path, seed, settings, training, validation, speed, facts.get("parameters"))
+        training, validation, bits = (_points(rows, name) for name in ("loss", "val_loss", "bits_per_byte"))
+        return cls(run.path, seed, settings, training, validation, speed, facts.get("parameters"), measure, bits)
 
     @property
     def connection(self) -> str:
-        """The connection in short form: the name of the preset or scheme, with its options."""
+        """The name by which people know the connection, see `names.label`."""
         connection = self.settings["model.connection"]
-        if not isinstance(connection, Mapping):
-            return str(connection)
-        name = connection.get("preset") or connection.get("scheme")
-        options = [f"{key}={value}" for key, value in connection.items() if key not in ("preset", "scheme")]
-        return f"{name}({', '.join(options)})" if options else str(name)
+        return label(connection if isinstance(connection, Mapping) else str(connection))
+
+    def curve(self, unit: Unit) -> tuple[Point, ...]:
+        """Return the validation losses in a unit."""
+        return self.validation if unit == "nats per token" else self.bits
 
     @property
-    def context(self) -> int | None:
-        """The number of tokens in a sequence, of training and of validation; None where the settings do not say."""
-        return self.settings.get("train.sequence_length")
+    def stopped(self) -> tuple[int, int] | None:
+        """The last step and the steps that were planned, if the run ended, or stands, before them."""
+        planned = self.settings.get("train.steps")
+        last = self.end.step if self.end else 0
+        return (last, planned) if isinstance(planned, int) and last < planned else None
 
     @property
     def end(self) -> Point | None:

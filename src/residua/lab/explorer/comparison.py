@@ -18,9 +18,10 @@ DIFFERENCES = 60
 def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the comparison of the runs in `folders` as plain values, with each group in turn as the baseline.
 
-    `against[baseline]` holds, for every group by name, the differences along each axis as rows [at, mean, deviation or
-    None, pairs of seeds], which are zero for the baseline itself; the groups whose final difference is more than noise
-    (`clear`); and `notes`. `colour` is the colour number of a group in every picture.
+    `against[baseline]` holds the `unit` of the differences; for every group by name, the differences along each axis as
+    rows [at, mean, deviation or None, pairs of seeds], which are zero for the baseline itself; the groups whose final
+    difference is more than noise (`clear`); those that cannot be compared (`refused`); and `notes`. `colour` is the
+    colour number of a group in every picture.
 
     Raises:
         InputError: a folder does not hold a run.
@@ -66,7 +67,14 @@ def _against(comparison: Comparison) -> dict[str, Any]:
             final[group.name] = _plain(reached[group.name])
         differences[group.name] = {axis: thinned(rows_of_axis, DIFFERENCES) for axis, rows_of_axis in rows.items()}
     clear = [name for name, difference in reached.items() if difference and difference.clear]
-    return {"differences": differences, "final": final, "clear": clear, "notes": list(comparison.notes)}
+    return {
+        "differences": differences,
+        "final": final,
+        "clear": clear,
+        "refused": [group.name for group in comparison.groups if comparison.verdict(group).unit is None],
+        "unit": comparison.unit,
+        "notes": list(comparison.notes),
+    }
 
 
 def _settings(groups: Sequence[Group]) -> dict[str, Any]:

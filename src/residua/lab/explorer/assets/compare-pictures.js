@@ -52,20 +52,24 @@ export function differencePicture(comparison) {
   return {
     element,
     async update({baseline, axis}) {
-      const {differences} = comparison.against[baseline];
+      const {differences, unit, refused} = comparison.against[baseline];
       const lines = comparison.groups.map(({name}) => [
         name,
         differences[name][axis].filter(([, mean]) => mean !== null),
       ]);
       const banded = lines.some(([, points]) => points.some(([, , deviation]) => deviation !== null));
-      const apart = lines.filter(([name, points]) => name !== baseline && !points.length).map(([name]) => name);
-      const nothing = apart.length > 0 && apart.length === lines.length - 1;
-      const text = `No common ${UNITS[axis]} with ${baseline}`;
+      const empty = lines.filter(([name, points]) => name !== baseline && !points.length).map(([name]) => name);
+      const apart = empty.filter((name) => !refused.includes(name));
+      const nothing = empty.length > 0 && empty.length === lines.length - 1;
+      const none = `No common ${UNITS[axis]} with ${baseline}`;
+      const never = `Cannot be compared with ${baseline}`;
+      const text = apart.length ? none : never;
       note.textContent = [
-        `Loss minus that of ${baseline}, nats per token; below 0 is better.`,
+        `Loss minus that of ${baseline}, ${unit}; below 0 is better.`,
         banded ? "Bands: ± 1 standard deviation over the seeds." : "One seed each: the noise is not measured.",
         "The scale is fitted to what comes after the first 30 %; drag to look closer, double-click for the whole.",
-        apart.length ? `${text}: ${apart.join(", ")}.` : "",
+        apart.length ? `${none}: ${apart.join(", ")}.` : "",
+        refused.length ? `${never}: ${refused.join(", ")}.` : "",
       ].join(" ");
       const others = lines
         .filter(([name]) => name !== baseline)

@@ -21,7 +21,7 @@ export function summaryTable(comparison) {
   const element = panel(
     "summary",
     "What they reached",
-    "Validation loss in nats per token, mean ± standard deviation over the seeds; differences are taken seed by seed where seeds are shared, and in colour where their 95 % interval (Student's t) leaves out 0.",
+    "Validation loss in nats per token, mean ± standard deviation over the seeds; differences, in bits per byte if the tokenizers differ, are taken seed by seed where seeds are shared, and in colour where their 95 % interval (Student's t) leaves out 0.",
     h("div", {class: "scroll"}, table),
   );
   element.classList.add("wide");

@@ -1,0 +1,111 @@
+"""Decide whether two validation losses can be compared: as they are, in bits per byte, or not at all.
+
+Everything that ranks losses asks here: `compare`, the explorer, the demo, `study tune` and `study run`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+Unit = Literal["nats per token", "bits per byte"]
+KEYS = ("train.sequence_length", "train.document_masks", "train.precision")
+"""The keys, beside those of the data, that decide how a loss is measured."""
+LOSSLESS = ("bpe", "byte", "gpt2")
+"""Tokenizers that reproduce every text."""
+
+
+def decides_measure(key: str) -> bool:
+    """Return whether a key of the configuration decides how a loss is measured, and not only what it comes to."""
+    return key in KEYS or key.startswith("data.")
+
+
+class Measure(NamedTuple):
+    """How a validation loss was measured; None for what is not known.
+
+    text        digest of the held-out text
+    tokenizer   fingerprint of the tokenizer
+    lossless    whether the tokens give the text back, so that bits per byte mean its bytes
+    window      tokens of a sequence
+    masks       whether documents were kept apart
+    precision   of the arithmetic
+    tokens      of the training as it was planned
+    """
+
+    text: Any = None
+    tokenizer: str | None = None
+    lossless: bool = False
+    window: int | None = None
+    masks: bool = False
+    precision: str | None = None
+    tokens: int | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], data: Mapping[str, Any]) -> "Measure":
+        """Return the measure of a run by its settings with dotted keys and the facts of its data."""
+        text = data.get("fingerprint")
+        if data.get("sha256") is not None:  # of the text, of which other tokenizers make other data
+            text = data["sha256"], data.get("validation_fraction")
+        lost = data.get("lost_share")
+        window = settings.get("train.sequence_length")
+        tokens = [settings.get(f"train.{name}") for name in ("steps", "batch_size")] + [window]
+        known = all(isinstance(number, int) for number in tokens)
+        return cls(
+            text,
+            data.get("tokenizer_fingerprint"),
+            data.get("tokenizer") in LOSSLESS if lost is None else lost == 0,
+            window,
+            bool(settings.get("train.document_masks", False)),
+            settings.get("train.precision"),
+            tokens[0] * tokens[1] * tokens[2] * settings.get("train.gradient_accumulation", 1) if known else None,
+        )
+
+
+class Verdict(NamedTuple):
+    """Whether two losses can be compared.
+
+    unit      in which; None if they cannot
+    reasons   why they cannot be compared
+    marks     other differences that move a loss, and that a reader must know
+    """
+
+    unit: Unit | None
+    reasons: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+
+
+def judged(ours: Measure, theirs: Measure) -> Verdict:
+    """Say whether the losses of two runs can be compared. What is not known of a run is no reason against it."""
+
+    def differ(name: str) -> bool:
+        values = [getattr(side, name) for side in (ours, theirs)]
+        return None not in values and values[0] != values[1]
+
+    reasons, other_tokenizer = [], differ("tokenizer")
+    if differ("window"):
+        reasons.append(
+            f"contexts of other lengths ({ours.window} and {theirs.window} tokens): a longer one lowers a loss"
+        )
+    if differ("masks"):
+        reasons.append("one validation with document masks and one without: a masked document sees less before it")
+    if differ("text"):
+        reasons.append("different data: other held-out texts")
+    elif other_tokenizer and not (ours.lossless and theirs.lossless):
+        reasons.append("other tokenizers, of which one is not known to keep the whole text, so bits per byte mislead")
+    marks = [f"{ours.precision} and {theirs.precision} arithmetic"] if differ("precision") else []
+    marks += [f"{ours.tokens:,} and {theirs.tokens:,} training tokens"] if differ("tokens") else []
+    unit: Unit = "bits per byte" if other_tokenizer else "nats per token"
+    return Verdict(None if reasons else unit, tuple(reasons), tuple(marks))
+
+
+def common_unit(measures: Iterable[Measure]) -> Verdict:
+    """Return the verdict on several losses: the unit in which all can be ranked, and everything said of any of them."""
+    first, *others = measures
+    verdicts = [judged(other, first) for other in others]
+    reasons, marks = (
+        tuple(dict.fromkeys(text for v in verdicts for text in getattr(v, name))) for name in ("reasons", "marks")
+    )
+    units = [verdict.unit for verdict in verdicts]
+    return Verdict(
+        None if None in units else max(units, default="nats per token", key=lambda unit: unit == "bits per byte"),
+        reasons,
+        marks,
+    )
