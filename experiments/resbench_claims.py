@@ -12,6 +12,25 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from resbench_answers import PARTS as ANSWERS
+from resbench_rows import (
+    BASELINES,
+    MEASURES,
+    NUMBERS,
+    SHAPES,
+    SIZES,
+    WRITING,
+    apart,
+    compared,
+    erasing,
+    erasing_at_equal_settings,
+    gain,
+    interval,
+    row,
+    side,
+    split_runs,
+    step_time,
+)
 from resbench_tables import (
     SPLIT,
     leads_at_rates,
@@ -23,58 +42,13 @@ from resbench_tables import (
     study,
 )
 
-from residua.lab.study.results import Difference, Row, _error
-from residua.records.statistics import Contrast, Estimate, holm, welch
+from residua.lab.study.results import Difference, _error
+from residua.records.statistics import Contrast, holm, welch
 
-SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
-"""Of four layers, two and eight."""
-SIZES = (*SHAPES, "0.3M")
-BASELINES = "residual", "lambdas"
-MEASURES = "tokens", "FLOPs", "seconds"
-WRITING = "ddl-tc-write-only"
-NUMBERS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"
 WIDTH = 140
 
 
-def row(size: str, scheme: str) -> Row:
-    return study(SPLIT[size] if size in ("1M", "10M") else "resbench").row(size, scheme)
-
-
-def apart(size: str, scheme: str, to: str) -> Contrast:
-    """The loss of a scheme minus that of another over the reported seeds, with the noise that the study gives it."""
-    sides = row(size, scheme), row(size, to)
-    losses = [list(side.losses.values()) for side in sides]
-    noises = {side.noise for side in sides}
-    return welch(*losses) if None in noises else noises.pop().contrast(*losses)
-
-
-def gain(size: str, scheme: str, to: str = "residual") -> float:
-    """Nats per token by which the mean loss of a scheme is below another's."""
-    return -apart(size, scheme, to).mean
-
-
-def side(estimate: Contrast | Estimate) -> str:
-    """Where the interval of a difference is."""
-    low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
-    return "ahead" if high < 0 else "behind" if low > 0 else "level"
-
-
-def interval(estimate: Contrast | Estimate, digits: int = 4) -> str:
-    return f"{estimate.mean:+.{digits}f} ± {estimate.half_width:.{digits}f}"
-
-
-def step_time(size: str, scheme: str) -> float:
-    """The eager step's time beside the plain residual's."""
-    return row(size, scheme).cost["time_ratio"]["median"]
-
-
 # Gathered from the records
-
-
-@cache
-def split_runs() -> tuple[dict[str, Any], ...]:
-    """The runs at 0.3 million parameters that were trained again with the loss split in two."""
-    return tuple(run for run in records("resbench-headline.jsonl") if run["size"] == "0.3M")
 
 
 def copying_counts() -> tuple[int, int]:
@@ -177,26 +151,6 @@ def together() -> dict[tuple[str, ...], tuple[Difference, float]]:
     folders = "resbench", *SPLIT.values()
     planned = {(name, *place): each for name in folders for place, each in study(name).corrected.items()}
     return dict(zip(planned, zip(planned.values(), holm([each.p for each in planned.values()]))))
-
-
-def erasing() -> list[Difference]:
-    """The comparisons of forms with and without erasing at equal tokens, up to 0.3 million parameters."""
-    answers = [each for each in study("resbench").answers if each.question.name.startswith("erasing")]
-    found = [each.difference for each in answers if each.difference]
-    assert "ahead" not in {side(each.estimate) for each in found}
-    assert [(each.size, each.scheme) for each in found if each.clear] == [("0.1M-wide", "ddl")]
-    return found
-
-
-def erasing_at_equal_settings() -> Contrast:
-    """At 0.3M, ddl-tc at the settings of its form that does not erase, minus that form."""
-    theirs = row("0.3M", WRITING)
-    runs = [run for run in split_runs() if run["scheme"] == "ddl-tc" and run["point"] == theirs.point]
-    ours = {run["seed"]: run["val_loss"] for run in runs}
-    assert ours.keys() == theirs.losses.keys()
-    contrast = welch(list(ours.values()), list(theirs.losses.values()))
-    assert side(contrast) == "level"
-    return contrast
 
 
 def search_leads(scheme: str, to: str) -> dict[float, float]:
@@ -492,7 +446,7 @@ def timing() -> dict[str, Any]:
 @cache
 def numbers() -> dict[str, Any]:
     parts = first_size, second_size, three_times_the_tokens, million, ten_million, corrections, timing
-    return {name: value for part in parts for name, value in part().items()}
+    return {name: value for part in (*parts, *ANSWERS) for name, value in part().items()}
 
 
 def templates() -> dict[tuple[str, str], str]:
@@ -504,13 +458,19 @@ def templates() -> dict[tuple[str, str], str]:
 
 def claims(page: str, name: str) -> str:
     """A section with its numbers, wrapped anew: an item of a list under its first word."""
-    text = templates()[page, name].format_map(numbers())
+    text = re.sub(r"\{([^{}]+)\}", lambda field: filled(field[1]), templates()[page, name])
     return "\n\n".join(
         "\n".join(wrapped(item) for item in re.split(r"\n(?=- |\d+\. )", part)) for part in text.split("\n\n")
     )
 
 
+def filled(field: str) -> str:
+    """What a pair of braces stands for: a number by its name, or a size and two schemes, which are compared."""
+    return str(numbers()[field]) if " " not in field else interval(compared(*field.split()))
+
+
 def wrapped(text: str) -> str:
     indent = " " * len(re.match(r"(- |\d+\. )?", text)[0])
     options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(textwrap.wrap(" ".join(text.split()), WIDTH, **options))
+    words = " ".join(text.split()).replace(" ± ", "\0±\0").replace(" %", "\0%")  # stay in one line
+    return "\n".join(textwrap.wrap(words, WIDTH, **options)).replace("\0", " ")

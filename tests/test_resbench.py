@@ -14,10 +14,10 @@ from scipy.stats import spearmanr
 
 from residua.connections import resolve
 from residua.lab.study.definition import load_study
-from residua.lab.study.report import estimate_text, table
+from residua.lab.study.report import table
 from residua.lab.study.results import read_results
-from residua.records.statistics import Noise, paired, welch
-from support.pages import DOCS, EXPERIMENTS, records, script
+from residua.records.statistics import paired, welch
+from support.pages import EXPERIMENTS, records, script
 
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
 SIZES = (*SHAPES, "0.3M")
@@ -101,36 +101,6 @@ def longer(size, baseline):
     return ends(size, baseline, "longer")
 
 
-def second_point():
-    """The losses of `gated-orthogonal` at the point that tuning did not choose."""
-    return ends("0.1M", "gated-orthogonal", "report", **{"train.connection_lr_factor": 0.25})
-
-
-@pytest.mark.parametrize("page", ["resbench.md", "resbench-methods.md"])
-def test_every_interval_on_a_page_is_of_two_schemes_that_its_paragraph_names(page, study, rows):
-    """Nobody types a number twice: "-0.0841 ± 0.0155" is a difference of the records, at equal tokens or else."""
-    sides = second_point(), rows["0.1M"]["residual"].losses
-    second = study.noise("0.1M").contrast(*(list(losses.values()) for losses in sides))
-    numbers = {("gated-orthogonal", "residual"): {estimate_text(second, "+.4f")}}
-    numbers["ddl-tc", "ddl-tc-write-only"] = {estimate_text(erasing_at_equal_settings(rows)[1], "+.4f")}
-    compared = [(answer.scheme, answer.to, answer.difference) for answer in study.answers if answer.difference]
-    compared += [(row.scheme, each.baseline, each) for row in study.rows if row.whole for each in row.differences]
-    for scheme, other, difference in compared:
-        if difference.estimate:
-            numbers.setdefault((scheme, other), set()).add(estimate_text(difference.estimate, "+.4f"))
-    text = re.sub(r"<!-- (\w+):.*?<!-- /\1 -->", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
-    count = 0
-    for paragraph in re.split(r"\n\n|\n- ", text):
-        words = " ".join(paragraph.split())
-        names = {*re.findall(r"`([^` ]+)`", words), *BASELINES}
-        names |= {f"{name}-muon" for name in names} if "Muon" in words else set()
-        right = {number for pair, some in numbers.items() if names >= {*pair} for number in some}
-        printed = re.findall(r"[-+]\d\.\d+ ± \d\.\d+", words)
-        assert not {*printed} - right, words
-        count += len(printed)
-    assert count > 8
-
-
 def test_the_csv_is_what_the_report_writes(study):
     """To nine digits: the quantiles of Student's t in SciPy 1.15 and 1.17 differ by 2e-11."""
     shipped = (EXPERIMENTS / "resbench" / "results.csv").read_text(encoding="utf-8")
@@ -196,49 +166,6 @@ def test_where_the_lookup_is_by_shape(rows):
     assert parts == {"0.1M": 0.59, "0.1M-wide": 0.85, "0.1M-deep": 0.11, "0.3M": 0.92}
 
 
-def test_erasing_gains_nothing_in_nine_comparisons(study):
-    erasing = [answer for answer in study.answers if answer.question.name.startswith("erasing") and answer.difference]
-    differences = {(answer.size, answer.scheme): answer.difference for answer in erasing}
-    assert len(differences) == 9
-    assert all(size in study.study.primary for size, _ in differences)
-    behind = {name: each.estimate.mean for name, each in differences.items() if side(each.estimate) == "behind"}
-    assert len(behind) == 4
-    assert {name for name in behind if name[1] == "ddl-tc"} == {("0.3M", "ddl-tc")}
-    assert max(behind, key=lambda name: (name[1] != "ddl-tc", behind[name])) == ("0.1M-wide", "ddl")
-    seen = [round(differences[size, "ddl-tc"].estimate.detectable, 3) for size in SHAPES]
-    assert seen == [0.025, 0.019, 0.023]
-    counts = {each.estimate.count for (size, name), each in differences.items() if (size, name) != ("0.1M", "ddl-tc")
-              and size == "0.1M"}  # fmt: skip
-    assert counts == {10}
-
-
-def test_erasing_was_compared_at_two_settings_at_the_second_size(rows):
-    erasing, control = (rows["0.3M"][name].point for name in ("ddl-tc", "ddl-tc-write-only"))
-    assert {key: (value, control[key]) for key, value in erasing.items() if value != control[key]} == {
-        "train.lr": (0.032, 0.016),
-        "model.embedding_init_std": (0.24, 0.12),
-    }
-    assert rows["0.1M"]["ddl-tc"].edges == ["model.embedding_init_std"]
-
-
-def test_what_a_learning_rate_is_worth():
-    rates = {"ddl": {}, "ddl-write-only": {}}
-    for name, losses in rates.items():
-        for run in records(f"resbench/rates/{name}.jsonl"):
-            losses.setdefault(run["point"]["train.lr"], {})[run["seed"]] = run["val_loss"]
-    ddl, without = rates.values()
-    assert [side(paired(ddl[rate], without[rate])) for rate in (0.032, 0.064)] == ["behind", "behind"]
-    assert [side(paired(losses[0.064], losses[0.032])) for losses in (ddl, without)] == ["behind", "level"]
-
-
-def test_a_baseline_with_more_tokens_is_level_with_every_convolution(rows):
-    for size in SHAPES:
-        more = longer(size, "lambdas")
-        forms = [name for name in rows[size] if name.startswith("ddl-") and name != "ddl-write-only"]
-        forms += [name for name in rows[size] if name.endswith(("+conv", "+tc"))]
-        assert "ahead" not in {side(paired(rows[size][name].losses, more)) for name in forms}
-
-
 # When a run learns to copy
 
 
@@ -275,23 +202,6 @@ def test_one_longer_run_of_a_baseline_leaves_the_others(rows):
     assert (round(min(long), 3), round(max(long), 3)) == (3.926, 3.968)
 
 
-def erasing_at_equal_settings(rows):
-    """ddl-tc at the settings of its form that does not erase: by how much it is behind by seed, and on average."""
-    theirs = rows["0.3M"]["ddl-tc-write-only"]
-    runs = [run for run in records("resbench-headline.jsonl") if (run["size"], run["scheme"]) == ("0.3M", "ddl-tc")]
-    ours = {run["seed"]: run["val_loss"] for run in runs if run["point"] == theirs.point}
-    assert ours.keys() == theirs.losses.keys() == {1, 2, 3, 4, 5}
-    behind = [loss - theirs.losses[seed] for seed, loss in ours.items()]
-    return behind, welch([*ours.values()], [*theirs.losses.values()])
-
-
-def test_erasing_at_the_settings_of_the_form_that_does_not_erase(rows):
-    behind, contrast = erasing_at_equal_settings(rows)
-    assert 0 < min(behind) < 0.005
-    assert round(max(behind), 2) == 0.05
-    assert contrast.p_value > 0.05
-
-
 def test_what_a_seed_that_learned_does_to_a_mean(rows):
     row = rows["0.3M"]["ddl-tc"].difference("lambdas", "seconds")
     share = (1 - row.cost**-0.5) / (1 - 1.5**-0.5)
@@ -304,57 +214,6 @@ def test_what_a_seed_that_learned_does_to_a_mean(rows):
 
 
 # Questions
-
-
-def test_what_ddl_adds_to_its_convolution_is_not_clear(rows, answers):
-    differences = {size: answers[size, "ddl-tc", "residual+tc"] for size in SIZES}
-    sides = {size: side(difference.estimate) for size, difference in differences.items()}
-    assert sides == {"0.1M": "level", "0.1M-wide": "ahead", "0.1M-deep": "level", "0.3M": "ahead"}
-    assert not any(difference.clear for difference in differences.values())
-    ours, theirs = (rows["0.3M"][name].losses for name in ("ddl-tc", "residual+tc"))
-    each = [theirs[seed] - loss for seed, loss in ours.items()]
-    assert [round(min(each), 2), round(max(each), 2)] == [0.04, 0.22]
-    assert side(answers["0.1M", "gated-delta+tc", "residual+tc"].estimate) == "behind"
-
-
-def test_at_equal_seconds_the_compiler_decides_for_ddl(rows):
-    """The same marks as under "delta form": where each is ahead of both baselines."""
-    marks = {
-        (name, measure): {size for size in SIZES if ahead_of_both(rows[size][name], measure)}
-        for name, measure in itertools.product(("ddl-tc", "lambdas-gated+conv"), MEASURES[2:])
-    }
-    assert marks.pop(("ddl-tc", "seconds")) == {"0.3M"}
-    assert all(sizes == {"0.1M", "0.1M-wide", "0.3M"} for sizes in marks.values())
-    assert [ratio(rows[size]["ddl-tc"]) for size in SHAPES] == [1.39, 1.45, 1.76]
-    assert to(rows["0.1M-deep"]["ddl-tc"], "lambdas", "compiled seconds") == "behind"
-    level = rows["0.1M-deep"]["lambdas-gated+conv"].difference("lambdas", "seconds").estimate
-    assert (side(level), round(level.detectable, 3)) == ("level", 0.027)
-    for name in ("ddl", "ddl-ec", "gated-delta", "gated-delta-write", "gated-delta+tc"):
-        assert not any(ahead_of_both(rows[size][name], "seconds") for size in SHAPES if name in rows[size]), name
-
-
-def test_scales_help_in_eight_layers(rows):
-    assert {to(rows["0.1M-deep"]["lambdas"], "residual", measure) for measure in MEASURES} == {"ahead"}
-    assert to(rows["0.3M"]["lambdas"], "residual") == "level"
-    ours, theirs = (rows["0.3M"][name].losses for name in ("lambdas+tc", "residual+tc"))
-    leads = sorted(theirs[seed] - loss for seed, loss in ours.items())
-    assert [round(lead, 2) for lead in leads] == [0.03, 0.04, 0.05, 0.05, 0.12]
-
-
-def test_the_gated_orthogonal_update_and_its_search(rows):
-    search = records("search.jsonl")
-    base = next(run["losses"] for run in search if run["connection"] == "residual")
-    first = next(run["losses"] for run in search if run["connection"] == "gated-orthogonal")
-    assert {round(base[seed] - loss, 2) for seed, loss in first.items()} <= {0.07, 0.08}
-    assert round(statistics.fmean(base[seed] - loss for seed, loss in first.items()), 2) == 0.07
-    assert (len(search), len(first)) == (23, 4)
-    assert to(rows["0.1M"]["gated-orthogonal"], "residual") == "level"
-    assert min(rows["0.1M"].values(), key=lambda row: row.loss.mean).scheme == "lambdas-gated+tc"
-    chosen, other = (
-        statistics.fmean(ends("0.1M", "gated-orthogonal", "final", **{"train.connection_lr_factor": factor}).values())
-        for factor in (4.0, 0.25)
-    )
-    assert round(other - chosen, 4) == 0.0065
 
 
 def test_the_run_that_failed(rows):
@@ -374,19 +233,6 @@ def test_the_run_that_failed(rows):
     stuck = {point["step"]: sum(sub["gate_q05"] > 0.99 for sub in point["sublayers"]) for point in points}
     assert (stuck[jump], stuck[run["steps"]]) == (8, 3)
     assert all(count <= 1 for step, count in stuck.items() if step < jump)
-
-
-def test_under_muon_the_noise_is_larger(study, rows, answers):
-    """With that of all rows of the size the convolution's gain is clear, with that of the rows with Muon it is not."""
-    muon = answers["0.1M", "residual+tc-muon", "residual-muon"]
-    assert muon.clear
-    own, other = (Noise.of([row.losses for row in rows[name].values()]) for name in ("0.1M-muon", "0.1M"))
-    assert [round(noise.deviation, 3) for noise in (own, other)] == [0.019, 0.013]
-    sides = (list(rows["0.1M-muon"][name].losses.values()) for name in ("residual+tc-muon", "residual-muon"))
-    contrast = own.contrast(*sides)
-    assert round(contrast.half_width, 3) == 0.025
-    better = sum(difference.p < contrast.p_value for difference in study.corrected.values())
-    assert (len(study.corrected) - better) * contrast.p_value > 0.05
 
 
 def test_the_schemes_of_the_published_ranking(rows):
@@ -413,41 +259,21 @@ def test_the_schemes_of_the_published_ranking(rows):
     assert all(here[name].difference("residual", "seconds").estimate is None for name in ("hc", "mhc"))
 
 
-def test_the_pairs_that_a_small_size_orders_as_a_larger_one(rows):
-    tables = script("resbench_tables")
-    large = {name: [*row.losses.values()] for name, row in rows["0.3M"].items()}
-    alike = tables.ordered_alike({name: [*rows["0.1M"][name].losses.values()] for name in large}, large)
-    assert (len(large), len(alike), sum(alike.values())) == (8, 23, 19)
-    assert all(any(name.startswith("ddl-tc") for name in pair) for pair, kept in alike.items() if not kept)
-    assert [round(100 * share) for share in tables.share_alike(alike, [*large])] == [47, 100]
-
-
-def test_what_three_seeds_are_worth_in_the_choice_of_a_point(rows):
-    losses = {}  # by scheme, point and kind: of the schemes whose two best points were trained with all seeds
-    for run in records("resbench/records.jsonl"):
-        row = rows["0.1M"].get(run["scheme"]) if run["size"] == "0.1M" else None
-        if row and (run["kind"] != "report" or run["seed"] in row.losses):
-            points = losses.setdefault(run["scheme"], {})
-            points.setdefault(json.dumps(run["point"]), {}).setdefault(run["kind"], {})[run["seed"]] = run["val_loss"]
-    both = [[kinds for kinds in points.values() if len(kinds.get("report", ())) == 5] for points in losses.values()]
-    both = [points for points in both if len(points) > 1]
-    choices = {
-        "short": lambda kinds: kinds["tune"][0],
-        "one": lambda kinds: kinds["final"][0],
-        "three": lambda kinds: statistics.fmean(kinds["final"].values()),
-    }
-    lost = {how: [] for how in choices}
-    for (how, choice), points in itertools.product(choices.items(), both):
-        means = [statistics.fmean(kinds["report"].values()) for kinds in points]
-        chosen = min(range(len(points)), key=lambda i: choice(points[i]))
-        lost[how].append(means[chosen] - min(means))
-    assert {how: sum(loss > 0 for loss in some) for how, some in lost.items()} == {"short": 6, "one": 4, "three": 3}
-    assert len(both) == 10
-    assert 0.029 < max(lost["one"]) < 0.0305
-    assert 0.014 < max(lost["three"]) < 0.0155
-
-
 # Methods
+
+
+def test_what_three_seeds_are_worth_in_the_choice_of_a_point():
+    lost = {how: script("resbench_answers").lost(how) for how in ("short", "one", "three")}
+    assert {len(costs) for costs in lost.values()} == {10}
+    assert {how: sum(cost > 0 for cost in costs) for how, costs in lost.items()} == {"short": 6, "one": 4, "three": 3}
+    assert [round(max(lost[how]), 3) for how in ("one", "three")] == [0.030, 0.015]
+
+
+def test_the_questions_on_erasing_in_four_layers_have_ten_seeds(study):
+    erasing = [answer for answer in study.answers if answer.question.name.startswith("erasing") and answer.difference]
+    four = {answer.scheme: answer.difference.estimate.count for answer in erasing if answer.size == "0.1M"}
+    assert four.pop("ddl-tc") == 5
+    assert {*four.values()} == {10}
 
 
 def test_the_noise_that_a_size_shares(study):
