@@ -14,7 +14,7 @@ from residua.conversion.flow import STREAM
 from residua.conversion.rebuild import is_converted, new_streams, rebuild, streams_of
 from residua.errors import InputError, extra, first_line
 from residua.records.durable import write_text
-from residua.records.reading import read_json
+from residua.records.reading import expect_regular, read_json
 from residua.records.tensors import read_tensors, write_tensors
 
 with extra("lab"):
@@ -120,6 +120,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     Raises:
         InputError: weights are missing, or others are there.
     """
+    expect_regular(Path(folder))
     opened: Any = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
     model, info = opened
     expect_weights(folder, info, "missing_keys", "mismatched_keys")

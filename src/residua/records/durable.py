@@ -21,8 +21,8 @@ from residua.records.reading import regular
 def unlinked(path: Path) -> Path:
     """Return `path`, a file or folder inside the folder of a run, a study or a sweep, before it is written to.
 
-    Somebody else may have made that folder, so a link in it is never followed for writing. The folder itself, and the
-    checkpoints of a run, may be links: their owner makes them.
+    Somebody else may have made that folder, so a link in it is never followed for writing. The folder itself may be a
+    link, and so may the checkpoints of a run, if they name it.
 
     Raises:
         InputError: it is a link.

@@ -1,8 +1,10 @@
 """JSON lines: files with one JSON object per line, written so that a kill can tear nothing but the last line."""
 
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -92,7 +94,13 @@ class JsonLines(AbstractContextManager):
             remaining = remaining[self._file.write(remaining) :]
 
     def sync(self) -> None:
-        """Wait until the rows are on the disk. Raises OSError."""
-        if self.path.is_file():
+        """Wait until the rows are on the disk. Raises OSError, also if the file or its folder was moved or deleted, so
+        that nobody finds the rows."""
+        opened = os.fstat(self._file.fileno())
+        if stat.S_ISREG(opened.st_mode):
             os.fsync(self._file.fileno())
+            if not self.path.is_file() or not os.path.samestat(opened, self.path.stat()):
+                raise OSError(
+                    errno.ESTALE, "the file that was begun is gone: moved, deleted or replaced", str(self.path)
+                )
             sync(self.path.parent)

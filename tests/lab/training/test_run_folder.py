@@ -1,14 +1,16 @@
 import json
 import os
+import shutil
 import signal
 from unittest.mock import Mock
 
 import pytest
 import yaml
 
-from residua.errors import InputError
+from residua.errors import InputError, RunError
 from residua.lab.training import claim, latest_checkpoint, log
 from residua.lab.training import folder as folder_module
+from residua.records.durable import remove
 from residua.records.folder import hold
 from support.toy_language_model import ToyBatches
 
@@ -164,6 +166,49 @@ def test_checkpoints_never_land_in_another_folder_by_a_planted_link(tmp_path, fi
     with pytest.raises(InputError, match="checkpoints must hold a complete checkpoint to resume from, got none"):
         fit(folder, resume=True)
     assert not list(outside.iterdir())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("earlier", [True, False])
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_run_from_somebody_else_deletes_no_checkpoints_of_another_run(linked, earlier, tmp_path, fit):
+    """It is a copy of mine with a link to my checkpoints, in my folder or on another disk, or of an earlier version."""
+    mine, theirs, place = tmp_path / "mine", tmp_path / "theirs", tmp_path / "mine" / "checkpoints"
+    fit(mine, batches=ToyBatches(signals={5: signal.SIGINT}))
+    if linked:
+        place = place.rename(tmp_path / "scratch")
+        (mine / "checkpoints").symlink_to(place)
+    if earlier:
+        for path in place.glob("*/manifest.json"):
+            path.write_text(json.dumps({key: x for key, x in json.loads(path.read_text()).items() if key != "run"}))
+    shutil.copytree(mine, theirs, symlinks=True, ignore=shutil.ignore_patterns("step-*"))
+    remove(theirs / "checkpoints")
+    (theirs / "checkpoints").symlink_to(place)
+    before = sorted(place.iterdir())
+    with pytest.raises(InputError, match=r"checkpoints must be checkpoints of this run, got a link to .*, where no"):
+        fit(theirs, resume=True)
+    assert sorted(place.iterdir()) == before
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+def test_a_run_whose_folder_goes_under_it_ends_with_an_error(how, tmp_path, fit):
+    folder = tmp_path / "run"
+
+    class Goes(ToyBatches):
+        def at(self, index):
+            if index == 7:
+                folder.rename(tmp_path / "elsewhere")
+                if how == "deleted":
+                    shutil.rmtree(tmp_path / "elsewhere")
+                elif how == "replaced":
+                    shutil.copytree(tmp_path / "elsewhere", folder)
+            return super().at(index)
+
+    with pytest.raises(RunError, match="moved, deleted or replaced"):
+        fit(folder, batches=Goes())
+    assert folder.exists() == (how == "replaced")
+    if how == "moved":
+        assert fit(tmp_path / "elsewhere", resume=True)["step"] == 12
 
 
 def test_a_finished_run_whose_last_row_is_cut_returns_no_other(tmp_path, fit):

@@ -1,6 +1,6 @@
 """Atomic checkpoints: a folder of safetensors files, and a manifest that lists them.
 
-    manifest.json            step, seconds, validation loss and settings; bytes and sha256 of every data file
+    manifest.json            step, seconds, validation loss, settings and run; bytes and sha256 of every data file
     model.safetensors        weights and persistent buffers by name, shared ones once
     optimizer.safetensors    `optimizer.NAME.KEY` for the optimizer's state of a weight, `random.cpu.RANK` and
                              `random.cuda.RANK` for the random states of torch
@@ -13,7 +13,7 @@ ignored.
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +43,7 @@ class Checkpoint:
     """A complete checkpoint: its folder, and what manifest.json says.
 
     `settings` are flat, as `flatten` makes them. `val_loss` is None if the model was not evaluated at this step.
-    `files` has bytes and sha256 of each safetensors file by name.
+    `files` has bytes and sha256 of each safetensors file by name. `run` is the real path of the run that saved it.
     """
 
     path: Path
@@ -52,6 +52,7 @@ class Checkpoint:
     settings: Mapping[str, Any]
     val_loss: float | None = None
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    run: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -295,6 +296,15 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 def saved_steps(folder: str | Path) -> list[int]:
     """Return the steps of the checkpoints in a run folder, in order; their files are not checked."""
     return sorted(_saved(Path(folder) / "checkpoints"))
+
+
+def runs_of_checkpoints(folder: str | Path) -> set[str | None]:
+    """Return the paths of the runs that saved the checkpoints in a run folder, None for an unknown one."""
+    runs = set()
+    for path in _saved(Path(folder) / "checkpoints").values():
+        with suppress(InputError):
+            runs.add(_read_manifest(path).run)
+    return runs
 
 
 def _saved(folder: Path) -> dict[int, Path]:

@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError
-from residua.lab.training.checkpoint import saved_steps
+from residua.lab.training.checkpoint import runs_of_checkpoints, saved_steps
 from residua.records.durable import remove, remove_partials, write_text
-from residua.records.folder import FREE_KEYS, LOCK, RunFolder, flatten, hold, read_settings, refuse_changes, writable
+from residua.records.folder import (
+    FREE_KEYS,
+    LOCK,
+    RunFolder,
+    flatten,
+    hold,
+    read_settings,
+    refuse_changes,
+    writable,
+)
 from residua.records.reading import write_yaml
 
 PATIENCE_SECONDS = 3.0  # the workers of a killed sweep hold their runs for a moment, until they end
@@ -38,6 +47,8 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     new = not run.path.exists()
     with hold(run.path, markers=markers, patience=PATIENCE_SECONDS):
         steps = saved_steps(run.path)
+        if steps:
+            _expect_own_checkpoints(run)
         if resume:
             earlier, now = flatten(read_settings(run.config)), flatten(settings)
             refuse_changes(earlier, now, run.config, free=FREE_KEYS | more_steps(max(steps, default=0), earlier, now))
@@ -46,7 +57,8 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
                 f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
             )
         with writable(run.path):
-            remove_partials(run.checkpoints)
+            if steps or not run.checkpoints.is_symlink():
+                remove_partials(run.checkpoints)
             if not resume:  # `RunState.restore` writes those of a run that goes on, once it is known that they fit
                 write_text(run.config, write_yaml(dict(settings)))
         try:
@@ -56,6 +68,20 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
                 with suppress(OSError):
                     remove(run.path)
             raise
+
+
+def _expect_own_checkpoints(run: RunFolder) -> None:
+    """Check that a link in the place of the checkpoints leads to those of this run, because old ones are deleted, and
+    somebody else may have made the link.
+
+    Raises:
+        InputError: no checkpoint there names this run.
+    """
+    if run.checkpoints.is_symlink() and str(run.path.resolve()) not in runs_of_checkpoints(run.path):
+        raise InputError(
+            f"{run.checkpoints} must be checkpoints of this run, got a link to {run.checkpoints.resolve()}, where no "
+            f"manifest.json has {run.path.resolve()} as its run; if they are, move them into the place of the link"
+        )
 
 
 def more_steps(step: int, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:

@@ -153,11 +153,13 @@ class RunState:
 
         Raises RunError if the folder cannot be written.
         """
-        checkpoint = Checkpoint(self.run.checkpoints / f"step-{step}", step, seconds, self._settings, val_loss)
+        path, run = self.run.checkpoints / f"step-{step}", str(self.run.path.resolve())
+        checkpoint = Checkpoint(path, step, seconds, self._settings, val_loss, run=run)
         tensors = snapshot(self._step.model, self._step.optimizer, self._step.device, self._ranks)
         with self._ranks.raise_together(), self._writing(step):
             if self._log is not None:
                 self._log.sync()  # all rows are on the disk before the checkpoint is
+                self.run.checkpoints.mkdir(exist_ok=True)  # and no parents: the folder of the run may be gone
                 checkpoint = write_checkpoint(checkpoint, tensors)
             self.newest = checkpoint
             if self._log is not None:
