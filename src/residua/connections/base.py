@@ -172,7 +172,42 @@ def expect_memory(part: nn.Module, memory: StreamMemory | None, x: Tensor) -> No
         )
 
 
-class Stream(nn.Module):
+class WideParts(nn.Module):
+    """Base of a stream, and of a part of one: the parameters of gates, mappings and filters stay in float32."""
+
+    connections: nn.ModuleList
+
+    def float32_parameters(self) -> list[str]:
+        """Return the names of the parameters that must stay in float32 if a model is narrowed or quantised.
+
+        They belong to gates, mappings and filters. The others are the norms before the sublayers, and the linear maps
+        that compute in the dtype of their weights, as sublayers do.
+        """
+        norms = {id(part) for c in self.connections for part in getattr(c, "norm", nn.Identity()).modules()}
+        names = []
+        for name, module in self.named_modules():
+            narrow = isinstance(module, nn.Linear) and not isinstance(module, WideProjection)
+            if not narrow and id(module) not in norms:
+                parameters = module.named_parameters(prefix=name, recurse=False)
+                names += [parameter for parameter, _ in parameters]
+        return names
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Do as `nn.Module`; warn if `to`, `half` or `bfloat16` narrows gates and mappings."""
+        names = [name for name in self.float32_parameters() if self.get_parameter(name).dtype == torch.float32]
+        super()._apply(fn, recurse)
+        narrow = [name for name in names if self.get_parameter(name).dtype in (torch.bfloat16, torch.float16)]
+        if narrow:
+            warnings.warn(
+                f"the {len(narrow)} parameters of gates and mappings must stay in float32, got "
+                f"{self.get_parameter(narrow[0]).dtype}; compute in it under torch.autocast, or convert only the "
+                "parameters that stream.float32_parameters() does not name",
+                stacklevel=2,
+            )
+        return self
+
+
+class Stream(WideParts):
     """A built scheme: `expand` makes the state, `connections` (one per sublayer) update it, `collapse` reads it out.
 
     `expand` and `collapse` take their input and a `Memory` or None.
@@ -192,21 +227,6 @@ class Stream(nn.Module):
         """Expand, every connection and collapse, in this order: the parts that may need a memory (`window` above 0)."""
         return [self.expand, *self.connections, self.collapse]
 
-    def float32_parameters(self) -> list[str]:
-        """Return the names of the parameters that must stay in float32 if a model is narrowed or quantised.
-
-        They belong to gates, mappings and filters. The others are the norms before the sublayers, and the linear maps
-        that compute in the dtype of their weights, as sublayers do.
-        """
-        norms = {id(part) for c in self.connections for part in getattr(c, "norm", nn.Identity()).modules()}
-        names = []
-        for name, module in self.named_modules():
-            narrow = isinstance(module, nn.Linear) and not isinstance(module, WideProjection)
-            if not narrow and id(module) not in norms:
-                parameters = module.named_parameters(prefix=name, recurse=False)
-                names += [parameter for parameter, _ in parameters]
-        return names
-
     def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """Return the trainable parameters as groups for an optimizer of torch.
 
@@ -223,20 +243,6 @@ class Stream(nn.Module):
             for decayed, parameters in groups.items()
             if parameters
         ]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Stream":
-        """Do as `nn.Module`; warn if `to`, `half` or `bfloat16` narrows gates and mappings."""
-        names = [name for name in self.float32_parameters() if self.get_parameter(name).dtype == torch.float32]
-        super()._apply(fn, recurse)
-        narrow = [name for name in names if self.get_parameter(name).dtype in (torch.bfloat16, torch.float16)]
-        if narrow:
-            warnings.warn(
-                f"the {len(narrow)} parameters of gates and mappings must stay in float32, got "
-                f"{self.get_parameter(narrow[0]).dtype}; compute in it under torch.autocast, or convert only the "
-                "parameters that stream.float32_parameters() does not name",
-                stacklevel=2,
-            )
-        return self
 
     def __repr__(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters())

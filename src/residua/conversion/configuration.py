@@ -82,6 +82,7 @@ class ConvertedConfig(Swapped):
 
     def to_json_string(self, use_diff: bool = True) -> str:
         base = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
+        base.pop("plain_name", None)
         settings = {
             "model_type": MODEL_TYPE,
             "architectures": [self._architecture(name) for name in base.get("architectures") or ()],
@@ -172,9 +173,18 @@ def with_conversion(config: Any, conversion: dict[str, Any]) -> Any:
     return other
 
 
+NAME = "converted by residua: save_pretrained gives it a folder, residua.load opens it"
+"""The name of a model that was converted in memory, in the place of the plain model's, by which a tool would open that.
+
+It is no name on the hub and no path, and whatever is asked to open it shows it in the error.
+"""
+
+
 def mark(model: nn.Module, conversion: Conversion) -> None:
-    """Give a model a configuration of its own that says how it was converted."""
-    _configure(model, with_conversion(model.config, conversion.as_json()))
+    """Give a model a configuration of its own that says how it was converted, and no name of the plain model."""
+    config = with_conversion(model.config, conversion.as_json())
+    config.plain_name = config._name_or_path
+    _configure(model, config, NAME)
 
 
 def unmark(model: nn.Module) -> None:
@@ -182,7 +192,7 @@ def unmark(model: nn.Module) -> None:
     plain: Any = copy(model.config)
     swap_back(plain)
     delattr(plain, KEY)
-    _configure(model, plain)
+    _configure(model, plain, vars(plain).pop("plain_name", ""))
 
 
 def conversion_of(model: nn.Module) -> Conversion:
@@ -193,9 +203,12 @@ def conversion_of(model: nn.Module) -> Conversion:
     return Conversion.from_json(getattr(config, KEY), "model.config")
 
 
-def _configure(model: nn.Module, config: Any) -> None:
-    """Give a model another configuration, and the modules in it that share its own."""
+def _configure(model: nn.Module, config: Any, name: str) -> None:
+    """Give a model another configuration and another name, and the modules in it that share its own."""
     before = model.config
+    config._name_or_path = name
     for module in model.modules():
         if vars(module).get("config") is before:
             module.config = config
+            if "name_or_path" in vars(module):
+                vars(module)["name_or_path"] = name

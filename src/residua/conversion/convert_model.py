@@ -17,7 +17,7 @@ from residua.conversion.anatomy import Conversion, observe, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
 from residua.conversion.flow import UnknownUse
 from residua.conversion.probe import Situation, change, outputs, probe, situations, uneven
-from residua.conversion.rebuild import is_converted, new_streams, rebuild, restore, stack_in, streams_of
+from residua.conversion.rebuild import is_converted, layers_of, new_streams, rebuild, restore, stack_in, streams_of
 from residua.errors import InputError, extra, first_line, require
 from residua.models.configuration import causal_scheme
 from residua.models.evaluating import evaluating
@@ -158,11 +158,11 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
     conversion = conversion_of(model)
     inputs, before = ({}, []) if lossy else probe(model, inputs)
     with evaluating(model):
-        streams = streams_of(model, conversion)
+        layers, streams = layers_of(model, conversion), streams_of(model, conversion)
         restore(model, conversion)
         after = [] if lossy else outputs(model, inputs)
         if words := _change(model, before, after):
-            rebuild(model, conversion, streams)
+            rebuild(model, conversion, streams, layers)
             raise InputError(
                 f"{type(model).__name__}: without its connections its outputs would change by {words}; lossy=True "
                 "drops them all the same"
@@ -208,7 +208,7 @@ def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:
     try:
         return run()
     except UnknownUse as error:
-        raise InputError(f"{type(model).__name__}: a layer {first_line(error)}") from error
+        raise InputError(f"{type(model).__name__}: a layer {error.use}") from error
     except Exception as error:  # a keyword for the layers that the model hands to something else, and the like
         raise InputError(f"{type(model).__name__}: a layer cannot run rebuilt: {first_line(error)}") from error
 

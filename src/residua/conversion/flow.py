@@ -20,14 +20,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from residua.connections import Carry, Connection, Memory
-from residua.connections.base import State
+from residua.connections.base import State, WideParts
 from residua.connections.compressing import BranchCoefficients
 from residua.connections.residual import ResidualCoefficients
 from residua.errors import InputError, extra
@@ -54,16 +56,35 @@ ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__ia
 PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__)
 
 
+SCALES = "scales, subtracts, divides or slices its residual"
+
+
 class UnknownUse(TypeError):
-    """A layer does something to its residual other than reading it with a module and adding to it."""
+    """A layer does something to its residual other than reading it with a module and adding to it.
+
+    use: what it does. hint: for whoever does it between the layers, such as a hook.
+    """
+
+    def __str__(self) -> str:
+        return "".join(map(str, self.args))
+
+    @property
+    def use(self) -> str:
+        return self.args[0]
+
+
+BETWEEN_LAYERS = (
+    "; between its layers a converted model hands on the state of its scheme, no tensor (batch, seq, dim): hooks that "
+    "read or change one are for residua.lab.inspection.boundaries(model)"
+)
 
 
 @dataclass(init=False, eq=False, repr=False)
 class Flow:
     """The residual stream between and inside converted layers.
 
-    Inside a layer it knows the connections that the layer has left; between layers it is the state alone. It is a
-    dataclass, and a pytree, because FSDP2 looks for tensors in these.
+    Inside a layer it knows the connections that the layer has left; between layers it is the state alone, and `ahead`
+    is None. It is a dataclass, and a pytree, because FSDP2 looks for tensors in these.
     """
 
     state: State
@@ -71,12 +92,12 @@ class Flow:
     def __init__(
         self,
         state: State,
-        ahead: Sequence[tuple[Connection, Memory | None]] = (),
+        ahead: Sequence[tuple[Connection, Memory | None]] | None = None,
         written: tuple[Connection, Carry, Tensor] | None = None,
         lead: tuple[int, ...] | None = None,
     ):
         self.state = state
-        self.ahead = ahead  # the connections that the layer has left, with their memories
+        self.ahead: Any = ahead  # the connections that the layer has left, with their memories
         self.written = written  # the last connection that wrote, and what: for a layer that adds twice after one read
         self.lead = lead  # the axes before dim as the layer sees them; None: (batch, seq)
         self.x: Tensor | None = None
@@ -87,7 +108,7 @@ class Flow:
         """Return the input of the next sublayer, (batch, seq, dim); every reader of one state gets the same."""
         if self.carry is None:
             if not self.ahead:
-                raise UnknownUse("reads the residual once more than when it was converted")
+                self._refuse("reads the residual once more than when it was converted")
             connection, memory = self.ahead[0]
             x, self.carry = connection.read(self.state, memory)
             if not isinstance(x, Tensor):
@@ -105,7 +126,7 @@ class Flow:
         given = math.prod(size for size in sizes[:-1] if size != -1)
         lead = tuple(batch * seq // given if size == -1 else size for size in sizes[:-1])
         if sizes[-1] != dim or sizes.count(-1) > 1 or math.prod(lead) != batch * seq:
-            raise UnknownUse("reshapes its residual across its width")
+            self._refuse("reshapes its residual across its width")
         other = copy(self)
         other.lead = None if lead == (batch, seq) else lead
         return other
@@ -114,14 +135,14 @@ class Flow:
 
     def __add__(self, y: Any) -> "Flow":
         if not isinstance(y, Tensor):
-            raise UnknownUse(f"adds {'its residual to itself' if isinstance(y, Flow) else type(y).__name__}")
+            self._refuse(f"adds {'its residual to itself' if isinstance(y, Flow) else type(y).__name__}")
         if self.lead is not None:
             y = y.expand(self.shape).reshape(self._sizes)
         if self.carry is not None:
             (connection, _), *ahead = self.ahead
             return Flow(connection.write(y, self.carry), ahead, (connection, self.carry, y), self.lead)
         if self.written is None:
-            raise UnknownUse("adds to its residual before it reads it")
+            self._refuse("adds to its residual before it reads it")
         # Attention and MLP in parallel, x + a + m, are one sublayer: its output a + m takes the place of a.
         connection, carry, before = self.written
         if isinstance(carry.coefficients, BranchCoefficients):  # the memory has taken the first output
@@ -138,7 +159,7 @@ class Flow:
         """Scale by one number, which scales every stream as it scales the plain residual."""
         number = isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1)
         if not number or self.carry is not None or self.written is None:
-            self._refuse()
+            self._refuse(SCALES)
         state = tree_map(lambda x: (x * factor).to(x.dtype), self.state)
         return Flow(state, self.ahead, lead=self.lead)
 
@@ -150,9 +171,14 @@ class Flow:
         if func in (*ADDITIONS, *PRODUCTS) and len(args) == 2 and not kwargs:
             flow, y = args if isinstance(args[0], Flow) else (args[1], args[0])
             return flow.__add__(y) if func in ADDITIONS else flow.__mul__(y)  # `flow + y` would come here again
+        if func is checkpoint:  # a compiler comes here with it, and takes tensors alone into its graph
+            leaves, form = tree_flatten(args[1:])
+            return checkpoint(lambda *leaves: args[0](*tree_unflatten(leaves, form)), *leaves, **(kwargs or {}))
         if func is Tensor.expand_as:
             return args[0].expand(args[1].shape)
-        raise UnknownUse(f"passes its residual to {getattr(func, '__name__', func)}")
+        flow = next((x for x in tree_leaves((args, kwargs or {}), is_leaf=is_flow) if is_flow(x)), None)
+        hint = BETWEEN_LAYERS if flow is not None and flow.ahead is None else ""
+        raise UnknownUse(f"passes its residual to {getattr(func, '__name__', func)}", hint)
 
     def to(self, *where: Any, **options: Any) -> "Flow":
         """Return the flow in another dtype, or between layers on another device, if a model is spread over several."""
@@ -194,7 +220,7 @@ class Flow:
         first = self.state
         while isinstance(first, tuple) and first:
             first = first[0]
-        return first if isinstance(first, Tensor) else next(iter(tree_leaves(self.state)))
+        return first if isinstance(first, Tensor) else tree_leaves(self.state)[0]
 
     @property
     def shape(self) -> torch.Size:
@@ -224,12 +250,15 @@ class Flow:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnknownUse(f"uses its residual as a tensor (.{name})")
+        return self._refuse(f"uses its residual as a tensor (.{name})")
 
-    def _refuse(self, *_: Any) -> Any:
-        raise UnknownUse("scales, subtracts, divides or slices its residual")
+    def _refuse(self, use: str) -> NoReturn:
+        raise UnknownUse(use, BETWEEN_LAYERS if self.ahead is None else "")
 
-    __truediv__ = __sub__ = __rsub__ = __getitem__ = __neg__ = __matmul__ = _refuse
+    def _scale(self, *_: Any) -> NoReturn:
+        self._refuse(SCALES)
+
+    __truediv__ = __sub__ = __rsub__ = __getitem__ = __neg__ = __matmul__ = _scale
 
 
 def _unflatten(children: Iterable[Any], lead: tuple[int, ...] | None) -> Flow:
@@ -238,10 +267,14 @@ def _unflatten(children: Iterable[Any], lead: tuple[int, ...] | None) -> Flow:
     return Flow(state, lead=lead)
 
 
+def is_flow(x: Any) -> bool:
+    return isinstance(x, Flow)
+
+
 register_pytree_node(Flow, lambda flow: ([flow.state], flow.lead), _unflatten)
 
 
-class LayerStream(nn.Module):
+class LayerStream(WideParts):
     """The part of the stream that a layer owns: its connections; in the first layer expand, in the last collapse.
 
     keywords: the names of arguments that the layer or a module in it takes; looks_back: whether the scheme reads
@@ -273,6 +306,11 @@ class LayerStream(nn.Module):
         return {}
 
     @property
+    def itself(self) -> "LayerStream":
+        """This stream: asked of an adapter around several copies it is the one that runs."""
+        return self
+
+    @property
     def parts(self) -> list[nn.Module]:
         """The modules of the stream that this layer owns, in order."""
         return [part for part in (self.expand, *self.connections, self.collapse) if part is not None]
@@ -300,7 +338,7 @@ class LayerStream(nn.Module):
         if output.carry is not None or output.ahead:
             raise UnknownUse("returned before all its sublayers were written, as they were when it was converted")
         if self.collapse is None:
-            output.written = None
+            output.written = output.ahead = None
             return output
         x = self.collapse(output.state, memories.get(self.collapse)).to(output.dtype)
         return x if output.lead is None else x.reshape(output.shape)
@@ -330,28 +368,59 @@ def expect_converted_whole(model: PreTrainedModel) -> None:
             )
 
 
+def layer_in(module: nn.Module) -> "ConvertedLayer | None":
+    """Return the converted layer that a module is or wraps; None if there is none, or several.
+
+    Wrappers of torch, accelerate and PEFT pass the attributes of the layer on that runs; in others it is looked for.
+    """
+    layer = module if isinstance(module, ConvertedLayer) else getattr(module, "itself", None)
+    if isinstance(layer, ConvertedLayer):
+        return layer
+    inside = [part for part in module.modules() if isinstance(part, ConvertedLayer)]
+    return inside[0] if len(inside) == 1 else None
+
+
+def layers_in(stack: nn.Module) -> list[Any]:
+    """Return the converted layers in a list of them, in whatever wrappers they stand; none for any other module."""
+    return [layer for child in stack.children() if (layer := layer_in(child)) is not None]
+
+
 def layer_streams(model: nn.Module) -> list[LayerStream]:
     """Return the parts of the stream that the layers of a converted model own, in order; none in any other model."""
-    return [module for module in model.modules() if isinstance(module, LayerStream)]
+    stacks = (module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
+    layers = {id(layer): layer for stack in stacks for layer in layers_in(stack)}
+    return [getattr(layer, STREAM).itself for layer in layers.values()]
 
 
 class Borrowed(nn.Module):
     """The model's own norm as the norm of a connection. It stays where it was: its parameters keep their names.
 
-    Asked itself it names them too: a connection that computes its norm once more in the backward pass needs them.
-    What stands in its place later, such as an adapter around it, is the norm then. `cast`: it reads in the dtype of its
-    weights, whatever that of the residual is.
+    The connection holds it as a plain attribute (`lend`), so that no tool finds it among the modules. Asked itself it
+    names the parameters of the norm: a connection that computes its norm once more in the backward pass needs them.
+    What stands in the norm's place later, such as an adapter around it, is the norm then. A copy borrows from the copy
+    of the layer that is made with it, or from the same layer. `cast`: it reads in the dtype of its weights, whatever
+    that of the residual is.
     """
 
     def __init__(self, layer: nn.Module, name: str, *, cast: bool):
         super().__init__()
-        path, _, self._name = name.rpartition(".")
-        self._around = [layer.get_submodule(path)]  # a list does not register a submodule
+        layer.get_submodule(name)  # there is one
+        self._layer = [layer]  # a list does not register a submodule
+        self._path = name.split(".")
         self.cast = cast
 
     @property
     def owner(self) -> Any:
-        return self._around[0]._modules[self._name]
+        module = self._layer[0]
+        for name in self._path:
+            child = module._modules.get(name)
+            module = child_of(module, name) if child is None else child
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Borrowed":
+        other = copy(self)
+        other._layer = [memo.get(id(layer), layer) for layer in self._layer]
+        return other
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -361,9 +430,30 @@ class Borrowed(nn.Module):
             yield from self.owner.named_parameters(where, remove_duplicate=remove_duplicate)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.owner(x.to(next(self.owner.parameters()).dtype) if self.cast else x)
+        owner = self.owner
+        weight = next(owner.parameters(), None) if self.cast else None
+        return owner(x if weight is None else x.to(weight.dtype))
 
     __call__ = forward  # hooks are on the norm
+
+
+def child_of(module: Any, name: str) -> Any:
+    """Return a child of a module that was put into a wrapper. Raises UnknownUse if there is none any more."""
+    if isinstance(child := getattr(module, name, None), nn.Module):  # wrappers of torch and PEFT pass attributes on
+        return child
+    child = next((part._modules[name] for part in module.modules() if part._modules.get(name) is not None), None)
+    if child is None:
+        raise UnknownUse(f"has no module {name} any more, by which it read its residual when it was converted")
+    return child
+
+
+def lend(stream: nn.Module) -> None:
+    """Take the borrowed norms out of the modules of a stream; they stay attributes of what calls them."""
+    for part in list(stream.modules()):
+        for name, child in list(part._modules.items()):
+            if isinstance(child, Borrowed):
+                del part._modules[name]
+                vars(part)[name] = child
 
 
 class Swapped:
@@ -375,11 +465,18 @@ class Swapped:
     prefix: ClassVar[str] = ""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if "swapped_from" not in vars(type(self)):  # a class that a tool derived from it
+            return super().__reduce_ex__(protocol)
         return _blank, type(self).__bases__, self.__dict__
 
 
 class ConvertedLayer(Swapped):
     """A layer that runs its own code on a `Flow`."""
+
+    @property
+    def itself(self) -> "ConvertedLayer":
+        """This layer: asked of a wrapper it is the layer inside, and of an adapter the copy that runs."""
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stream: LayerStream = getattr(self, STREAM)
@@ -390,7 +487,9 @@ class ConvertedLayer(Swapped):
                 "is not handed the padding and the cache by its model, and this scheme reads earlier tokens"
             )
         checkpointed = self.training and getattr(self, "gradient_checkpointing", False)  # type: ignore[attr-defined]
-        name = "" if args else next(name for name in INPUTS if name in kwargs)
+        name = "" if args else next((name for name in INPUTS if name in kwargs), None)
+        if name is None:
+            raise UnknownUse(f"is handed its residual neither first nor by one of the names {', '.join(INPUTS)}")
         flow = stream.enter(args[0] if args else kwargs[name], memories, checkpointed=checkpointed)
         if args:
             args = (flow, *args[1:])
@@ -446,18 +545,32 @@ INPUTS = ("hidden_states", "x", "inputs_embeds", "inputs", "hidden_state")
 def swapped_class(mixin: Any, plain: type) -> type:
     """Return the subclass of `plain` with a mixin, a `Swapped`, before it."""
     names = {"__module__": plain.__module__, "__qualname__": f"{mixin.prefix}{plain.__qualname__}"}
-    return type(f"{mixin.prefix}{plain.__name__}", (mixin, plain), names)
+    return type(f"{mixin.prefix}{plain.__name__}", (mixin, plain), {**names, "swapped_from": plain})
 
 
 def swap(module: Any, mixin: Any) -> None:
-    """Move a module to the class with `mixin`."""
+    """Move a module to the class with `mixin`; below the class of its own that a parametrisation gave it."""
     plain: Any = type(module)
-    module.__class__ = swapped_class(mixin, plain)
+    if is_parametrized(module) and plain.__name__.startswith("Parametrized"):  # a wrapper passes the question on
+        module.__class__ = _rebased(plain, swapped_class(mixin, *plain.__bases__))
+    else:
+        module.__class__ = swapped_class(mixin, plain)
 
 
 def swap_back(module: Any) -> None:
-    """Move a swapped module back to the class that it came from."""
-    module.__class__ = type(module).__bases__[1]
+    """Move a swapped module back to the class that it came from, with what tools have derived from it since."""
+    module.__class__ = _swapped_back(type(module))
+
+
+def _swapped_back(cls: type) -> type:
+    if not issubclass(cls, Swapped):
+        return cls
+    return vars(cls).get("swapped_from") or _rebased(cls, *map(_swapped_back, cls.__bases__))
+
+
+def _rebased(cls: type, *bases: type) -> type:
+    """Return a class that a tool made at run time, such as a parametrisation's or FSDP2's, over other bases."""
+    return type(cls)(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
 
 
 def release(model: nn.Module) -> None:

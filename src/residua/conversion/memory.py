@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from residua.connections.memory import positions_in
-from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, layer_streams
+from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, UnknownUse, layer_in, layer_streams, layers_in
 from residua.models.memory import (
     cache_for,
     cache_of,
@@ -56,12 +57,12 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember, or
             reentrant checkpointing.
     """
-    stack = next(x for x in trunk.children() if isinstance(x, nn.ModuleList) and isinstance(x[0], ConvertedLayer))
-    for module in (trunk, stack[0]):
-        expect_gradients(module)
-    if not getattr(stack[0], STREAM).looks_back:
+    stack, first = _stack_of(trunk)
+    for module in (trunk, stack[0], first):
+        expect_gradients(module)  # type: ignore[arg-type]
+    if not getattr(first, STREAM).looks_back:
         return None
-    parts = [part for layer in stack for part in getattr(layer, STREAM).parts]
+    parts = [part for layer in layers_in(stack) for part in getattr(layer, STREAM).parts]
     names = inspect.signature(trunk.forward).parameters
     given = {**dict(zip(names, args)), **kwargs}
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -72,11 +73,20 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     expect_told_apart(parts, mask, documents)
     if trunk.training and given.get("use_cache") is None and "use_cache" in names:
         given["use_cache"] = False
-    recomputed = any(x.training and getattr(x, "gradient_checkpointing", False) for x in (trunk, *stack))
+    recomputed = any(map(is_recomputed, (trunk, *stack)))
     cache = cache_for(given, names, config, whole=recomputed or documents is not None)
     padding = padding_of(tokens, mask, cache, documents)
     num_layers = max(len(stack), config.get_text_config().num_hidden_layers)
     return (), {**given, MEMORY: dict(zip(parts, memories(parts, cache, padding, documents, num_layers=num_layers)))}
+
+
+def _stack_of(trunk: nn.Module) -> tuple[Any, ConvertedLayer]:
+    """Return the list of the layers of a trunk, and the first of them without what wraps it."""
+    for child in trunk.children():
+        layer = layer_in(child[0]) if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) else None
+        if layer is not None:
+            return child, layer
+    raise UnknownUse(f"{type(trunk).__name__} must have its converted layers in a list, found none")
 
 
 def _documents(trunk: Any, tokens: Tensor, given: dict[str, Any], *, placed: bool) -> Tensor | None:
@@ -101,13 +111,21 @@ def _documents(trunk: Any, tokens: Tensor, given: dict[str, Any], *, placed: boo
     return documents
 
 
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether a module runs again in the backward pass, by its own checkpoints or torch's wrapper around it."""
+    wrapped = hasattr(module, "checkpoint_impl") and torch.is_grad_enabled()
+    return wrapped or (module.training and bool(getattr(module, "gradient_checkpointing", False)))
+
+
 def expect_gradients(module: nn.Module) -> None:
     """Raise ValueError for a module whose layers run in reentrant checkpoints: those pass no gradient to a stream."""
     options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
-    if module.training and getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
+    reentrant = getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant")
+    wrapper = getattr(module, "checkpoint_impl", None)  # of torch's checkpoint_wrapper
+    if module.training and (reentrant or getattr(wrapper, "name", "") == "REENTRANT"):
         raise ValueError(
             "gradient_checkpointing_enable must get use_reentrant=False for a converted model, got True, with which "
-            "nothing before the last layer would learn"
+            "nothing before the last layer would learn; of checkpoint_wrapper take CheckpointImpl.NO_REENTRANT"
         )
 
 

@@ -18,6 +18,8 @@ from residua.conversion.flow import (
     Reader,
     keywords_of,
     layer_streams,
+    layers_in,
+    lend,
     release,
     swap,
 )
@@ -42,6 +44,7 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
         whole = conversion.scheme.build(width, len(norms), norm_eps=_eps(owners), norm=norms.__getitem__)
     except ValueError as error:
         raise InputError(f"no stream of width {width}: {first_line(error)}") from error
+    lend(whole)
     looks_back = any(map(window_of, whole.parts))
     connections: Any = iter(whole.connections)
     streams = []
@@ -54,12 +57,20 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     return streams
 
 
-def rebuild(model: Any, conversion: Conversion, streams: Sequence[LayerStream] | None = None) -> None:
-    """Give every layer of a model its part of the stream, and let it run on that. streams: by default new ones."""
+def rebuild(
+    model: Any,
+    conversion: Conversion,
+    streams: Sequence[LayerStream] | None = None,
+    layers: Sequence[Any] | None = None,
+) -> None:
+    """Give every layer of a model its part of the stream, and let it run on that.
+
+    streams: by default new ones; layers: if they are not what stands in the list of layers, but inside.
+    """
     streams = new_streams(model, conversion) if streams is None else streams
     stack = stack_in(model, conversion)
     attach(model, stack)
-    for layer, sublayers, stream in zip(stack, conversion.anatomy, streams, strict=True):
+    for layer, sublayers, stream in zip(layers or stack, conversion.anatomy, streams, strict=True):
         stream.train(layer.training)
         setattr(layer, STREAM, stream)
         swap(layer, ConvertedLayer)
@@ -81,6 +92,11 @@ def restore(model: nn.Module, conversion: Conversion) -> None:
 def streams_of(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     """Return the part of the stream of every layer of a converted model."""
     return layer_streams(stack_in(model, conversion))
+
+
+def layers_of(model: nn.Module, conversion: Conversion) -> list[Any]:
+    """Return the layers of a converted model, in order, in whatever wrappers they stand."""
+    return layers_in(stack_in(model, conversion))
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -1,0 +1,196 @@
+"""What adapters, wrappers, copies and parametrisations do to a converted model is what they do to the plain one."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.nn.utils import parametrize
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import residua
+from residua.conversion.flow import UnknownUse
+from residua.errors import InputError
+from support.converted_models import IDS, PLAIN, WINDOWED, converted, llama
+from support.tolerances import assert_close
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+
+def lora(**options):
+    return peft.LoraConfig(**({"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]} | options))
+
+
+ADAPTERS = {
+    "norms by their names": lambda: peft.LNTuningConfig(task_type="CAUSAL_LM"),
+    "a suffix of all norms": lambda: lora(modules_to_save=["norm"]),
+    "embeddings and norms": lambda: lora(modules_to_save=["embed_tokens", "norm"]),
+    "a whole layer": lambda: lora(target_modules=["layers.0.self_attn.q_proj"], modules_to_save=["layers.2"]),
+    "all linear maps": lambda: lora(target_modules="all-linear", use_dora=True),
+    "layers twice": lambda: lora(layer_replication=[(0, 2), (1, 3)]),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_learns_as_on_the_plain_model(kind):
+    results = []
+    for model in (llama(), residua.convert(llama(), "residual")):
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, ADAPTERS[kind]()).double().train()
+        optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            adapted(input_ids=IDS, labels=IDS).loss.backward()
+            assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        learnt = adapted.eval()(input_ids=IDS).logits
+        results.append((learnt, adapted.merge_and_unload()(input_ids=IDS).logits))
+    assert all(map(torch.equal, *results))
+
+
+def test_a_copied_stream_borrows_the_norm_of_its_layer_and_a_copied_layer_its_own():
+    layer = converted(PLAIN).model.layers[1]
+    stream, other = copy.deepcopy(layer.stream), copy.deepcopy(layer)
+    assert stream.connections[0].norm.owner is layer.input_layernorm
+    assert other.stream.connections[0].norm.owner is other.input_layernorm
+    assert not any(isinstance(module, LlamaRMSNorm) for module in layer.stream.modules())
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+    def right_inverse(self, weight):
+        return weight / 2
+
+
+@pytest.mark.parametrize("connection", ["residual", "gated-residual"])
+def test_a_parametrised_norm_goes_both_ways(connection):
+    model = residua.convert(llama(), connection)
+    norm, before = model.model.layers[1].input_layernorm, model(IDS).logits
+    parametrize.register_parametrization(norm, "weight", Double())
+    assert torch.equal(copy.deepcopy(model)(IDS).logits, before)
+    model(IDS).logits.sum().backward()
+    assert norm.parametrizations.weight.original.grad is not None
+    residua.unconvert(model)
+    parametrize.remove_parametrizations(norm, "weight")
+    assert type(norm) is LlamaRMSNorm
+    parametrize.register_parametrization(norm, "weight", Double())
+    residua.convert(model, connection)
+    parametrize.remove_parametrizations(norm, "weight")
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_no_tool_finds_the_plain_model_by_a_name(tmp_path):
+    llama().save_pretrained(tmp_path / "plain")
+    model = type(llama()).from_pretrained(tmp_path / "plain")
+    residua.convert(model, PLAIN)
+    assert not {str(tmp_path / "plain")} & {model.name_or_path, model.config._name_or_path, model.model.name_or_path}
+    peft.get_peft_model(model, lora()).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(OSError, match=r"residua\.load opens it"):
+        peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    fresh = residua.convert(type(llama()).from_pretrained(tmp_path / "plain"), PLAIN)
+    assert "plain_name" not in fresh.config.to_json_string()
+    assert residua.unconvert(fresh).config._name_or_path == fresh.name_or_path == str(tmp_path / "plain")
+
+
+def test_an_adapter_of_a_folder_opens_on_this_folder(tmp_path):
+    converted(PLAIN).save_pretrained(tmp_path / "converted")
+    adapted = peft.get_peft_model(residua.load(tmp_path / "converted"), lora(init_lora_weights=False)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    opened = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    assert_close(opened(input_ids=IDS).logits, adapted(input_ids=IDS).logits)
+
+
+class Control(nn.Module):
+    """A wrapper that passes no attributes on."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **options):
+        return self.block(*args, **options)
+
+
+@pytest.mark.parametrize("connection", [PLAIN, WINDOWED])
+@pytest.mark.parametrize("wrap", [Control, checkpoint_wrapper])
+def test_layers_are_found_in_wrappers(connection, wrap):
+    model = converted(connection)
+    out = model(IDS, labels=IDS)
+    out.loss.backward()
+    before, gradients = out.logits, [p.grad for p in model.parameters()]
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = wrap(layer)
+    model.zero_grad()
+    model(IDS, labels=IDS).loss.backward()  # in evaluation mode, in which a model makes a cache by default
+    for parameter, gradient in zip(model.parameters(), gradients):
+        assert_close(parameter.grad, gradient, factor=10)
+    with torch.no_grad():
+        kept = model(IDS[:, :5], use_cache=True)
+        last = model(IDS[:, 5:], past_key_values=kept.past_key_values).logits
+    assert_close(torch.cat([kept.logits, last], 1), before)
+    with pytest.raises(InputError, match="would change by"):
+        residua.unconvert(model)
+    assert_close(model(IDS).logits, before)
+    assert torch.equal(residua.unconvert(model, lossy=True)(IDS).logits, llama()(IDS).logits)
+
+
+def test_a_wrapper_with_reentrant_checkpoints_is_refused():
+    model = converted(PLAIN).train()
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.REENTRANT)
+    with pytest.raises(ValueError, match="NO_REENTRANT"):
+        model(IDS)
+
+
+def test_a_trunk_without_its_layers_says_so():
+    model = converted(PLAIN)
+    model.model.layers = nn.ModuleDict({"0": nn.Identity()})
+    with pytest.raises(UnknownUse, match="must have its converted layers in a list"):
+        model(IDS)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.detach(),
+        lambda x: x + torch.ones(16),
+        lambda x: torch.ones(16) + x,
+        lambda x: 2 * x,
+        lambda x: x[0],
+        lambda x: torch.relu(x),
+        lambda x: x.to(torch.float64).norm(),
+    ],
+)
+def test_a_hook_between_layers_is_told_of_boundaries(use):
+    model = converted(PLAIN)
+    model.model.layers[1].register_forward_hook(lambda layer, args, out: use(out))
+    with pytest.raises(UnknownUse, match=r"residua\.lab\.inspection\.boundaries"):
+        model(IDS)
+
+
+def test_a_narrowed_model_warns_of_its_gates_as_a_stream_does():
+    model = converted("mhc", torch.float32)
+    with pytest.warns(UserWarning, match=r"must stay in float32, got torch\.bfloat16"):
+        model.bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted("mhc", torch.bfloat16).to("cpu")
+        converted("residual", torch.float32).half()
+
+
+@pytest.mark.compiler
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_stay_in_one_graph():
+    model = converted(PLAIN).train()
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.compile(model, backend="eager", fullgraph=True)(IDS, labels=IDS, use_cache=False).loss.backward()
+    for parameter, gradient in zip(model.parameters(), gradients):
+        assert_close(parameter.grad, gradient, factor=10)
