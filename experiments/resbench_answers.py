@@ -2,9 +2,10 @@
 
 import json
 import statistics
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 from resbench_rows import (
     BASELINES,
     NUMBERS,
@@ -12,16 +13,19 @@ from resbench_rows import (
     SIZES,
     WRITING,
     answers,
+    apart,
     compared,
     erasing,
     erasing_at_equal_settings,
+    gain,
     interval,
     row,
     side,
     split_runs,
     step_time,
 )
-from resbench_tables import decided_alike, ordered_alike, records, share_alike, span, study
+from resbench_tables import HERE, decided_alike, ordered_alike, records, share_alike, span, study
+from scipy.stats import spearmanr
 
 from residua.lab.study.results import Row
 from residua.records.statistics import Noise, paired
@@ -181,6 +185,141 @@ def about_tuning() -> dict[str, Any]:
     return {"point_gap": f"{max(lost('one')):.3f}"}
 
 
+def about_the_failed_run() -> dict[str, Any]:
+    size, scheme = FAILED
+    failed = row(size, scheme)
+    best = {
+        seed: min(each.losses[seed] for name, each in whole(size).items() if name != scheme) for seed in failed.losses
+    }
+    (seed,) = (seed for seed, loss in failed.losses.items() if loss > best[seed])
+    (run,) = (run for run in failed.reported if run["seed"] == seed)
+    jump = next(later[0] for (_, loss), later in pairwise(run["curve"]) if later[1] > loss + 1)
+    assert jump <= run["steps"] / 2 + 1
+    (points,) = (audit["points"] for audit in records("resbench/audits.jsonl")
+                 if (audit["size"], audit["scheme"], audit["seed"]) == (size, scheme, seed))  # fmt: skip
+    (sublayers,) = {len(point["sublayers"]) for point in points}
+    stuck = {point["step"]: sum(sub["gate_q05"] > 0.99 for sub in point["sublayers"]) for point in points}
+    assert all(count <= 1 for step, count in stuck.items() if step < jump)
+    return {"stuck_after": stuck[jump], "stuck_of": sublayers, "stuck_end": NUMBERS[stuck[run["steps"]]]}
+
+
+def about_gates() -> dict[str, Any]:
+    audits = {audit["key"]: audit for audit in records("resbench/audits.jsonl")}.values()
+    last = {audit["scheme"]: audit["points"][-1]["sublayers"] for audit in audits if audit["size"] == "0.1M"}
+    assert statistics.fmean(sub["reflection"] for sub in last["ddl"]) < 0.05
+    mlp, *others = sorted(last["ddl-tc"], key=lambda sub: -sub["reflection"])
+    assert mlp["sublayer"] == "1 mlp"
+    assert all(sub["reflection"] < 0.01 for sub in others)
+    (larger,) = (audit["points"][-1]["sublayers"] for audit in audits if audit["size"] == "0.3M")
+    most, second, *others = sorted(larger, key=lambda sub: -sub["reflection"])
+    assert [sub["sublayer"] for sub in (most, second)] == ["1 mlp", "2 attention"]
+    assert all(sub["reflection"] < 0.02 for sub in others)
+    return {
+        "gates_doubled": NUMBERS[sum(sub["gate_q50"] < -0.98 for sub in last[GATED])],
+        "gates_of": NUMBERS[len(last[GATED])],
+        "reflected_small": f"{100 * mlp['reflection']:.0f}",
+        "reflected": f"{100 * most['reflection']:.0f}",
+        "reflected_second": f"{100 * second['reflection']:.0f}",
+        "erased": f"{most['erase_norm']:.1f}",
+        "written": f"{most['write_norm']:.1f}",
+    }
+
+
+def about_the_published_order() -> dict[str, Any]:
+    found = json.loads((HERE / "resbench" / "published.json").read_text(encoding="utf-8"))["differences"]
+    names = sorted(found.keys() - {"residual"})
+    assert max(found[name] for name in names) < 0 < min(gain("0.1M", name) for name in names)
+    seen = [name for name in names if side(apart("0.1M", name, "residual")) == "ahead"]
+    _, *close = sorted(found[name] for name in names)
+    assert max(close) - min(close) < 0.008
+    ahead = {name for name in names if side(apart("0.1M", name, "lambdas")) == "ahead"}
+    assert ahead == {"hc", "hc-static", "mudd"}
+    assert all(row("0.1M", name).difference("residual", "seconds").estimate is None for name in ("hc", "mhc"))
+    six, seven = (
+        spearmanr([row("0.1M", name).loss.mean for name in some], [found[name] for name in some])
+        for some in (names, [*names, "residual"])
+    )
+    return {
+        "Published_count": NUMBERS[len(names)].capitalize(),
+        "published_seen": NUMBERS[len(seen)],
+        "published_rank": f"{six.statistic:+.2f}",
+        "published_rank_all": f"{seven.statistic:+.2f}",
+        "published_p": f"{seven.pvalue:.2f}",
+        "published_ahead": span(gain("0.1M", name, "lambdas") for name in ahead),
+        "time_hc": f"{step_time('0.1M', 'hc'):.2f}",
+        "time_mhc": f"{step_time('0.1M', 'mhc'):.2f}",
+    }
+
+
+def about_the_curve() -> dict[str, Any]:
+    """The exponent through three lengths of the plain residual: 1, 1.5 and 3 times at 0.3M, a half in place of 3 at
+    0.1M, with what one seed lost by it."""
+    larger = (row("0.3M", "residual").losses, last_losses("0.3M", "residual", "longer"),
+              row("0.3M-long", "residual").losses)  # fmt: skip
+    means = [statistics.fmean(losses[seed] for seed in (1, 2, 3)) for losses in larger]
+    plain = row("0.1M", "residual")
+    short, full = (last_losses("0.1M", "residual", kind, **plain.point)[0] for kind in ("tune", "final"))
+    longer = statistics.fmean(last_losses("0.1M", "residual", "longer").values())
+    small = [plain.loss.mean + short - full, plain.loss.mean, longer]
+    return {
+        "exponent": f"{exponent(means, (1, 1.5, 3)):.1f}",
+        "exponent_small": f"{exponent(small, (0.5, 1, 1.5)):.1f}",
+    }
+
+
+def exponent(losses: list[float], lengths: tuple[float, ...]) -> float:
+    """The alpha of the curve a + b C^-alpha through three losses."""
+    gained = (losses[0] - losses[1]) / (losses[1] - losses[2])
+    grid = np.linspace(0.01, 3, 3000)
+    powers = [length**-grid for length in lengths]
+    return float(grid[np.abs((powers[0] - powers[1]) / (powers[1] - powers[2]) - gained).argmin()])
+
+
+def about_the_lookup() -> dict[str, Any]:
+    runs = {run["scheme"]: run for run in records("resbench/repeats.jsonl")}
+    last = {name: run["points"][-1] for name, run in runs.items()}
+    half = 1605
+    at_half = {
+        name: point["repeated"] for name, run in runs.items() for point in run["points"] if point["step"] == half
+    }
+    (learned,) = {f"{at_half[name]:.0f}" for name in ("lambdas+conv", "ddl-tc", WRITING)}
+    late = row("0.3M", "residual+tc").losses
+    assert max(late, key=lambda seed: late[seed] - row("0.3M", "lambdas+tc").losses[seed]) == 1
+    others = [point["other"] for point in last.values()]
+    share = {size: gain(size, "lambdas+conv", "lambdas") / gain(size, "lambdas+tc", "lambdas") for size in SIZES}
+    return {
+        "half_step": half,
+        "half_learned": learned,
+        "ends_baselines": f"{min(last[name]['repeated'] for name in BASELINES):.1f}",
+        "ends_others": f"{max(others) - min(others):.2f}",
+        **{f"lookup{name}": f"{share[size]:.2f}" for name, size in
+           (("", "0.3M"), ("_four", "0.1M"), ("_wide", "0.1M-wide"), ("_deep", "0.1M-deep"))},
+    }  # fmt: skip
+
+
+def about_longer_runs() -> dict[str, Any]:
+    longer = last_losses("0.3M", "lambdas", "longer")
+    long = [loss for name in BASELINES for loss in row("0.3M-long", name).losses.values()]
+    assert (len(longer) + len(last_losses("0.3M", "residual", "longer")), len(long)) == (10, 6)
+    learned = min(longer, key=longer.get)
+    assert learned == 2
+    assert longer[learned] < min(long)
+    mixed = row("0.3M", "ddl-tc").difference("lambdas", "seconds")
+    share = (1 - mixed.cost**-0.5) / (1 - 1.5**-0.5)
+    short, ours = row("0.3M", "lambdas").losses, row("0.3M", "ddl-tc").losses
+    by_seed = {seed: ours[seed] - loss - share * (longer[seed] - loss) for seed, loss in short.items()}
+    assert abs(statistics.fmean(by_seed.values()) - mixed.estimate.mean) < 1e-4  # steps are whole
+    least, *others = sorted((loss for seed, loss in by_seed.items() if seed != learned), reverse=True)
+    return {
+        "longer_learned": f"{longer.pop(learned):.3f}",
+        "longer_others": span(longer.values(), 3),
+        "longer_long": span(long, 3),
+        "mixed": interval(mixed.estimate),
+        "mixed_learned": f"{by_seed[learned]:.2f}",
+        "mixed_others": f"{least:.2f} to {others[-1]:.2f}",
+    }
+
+
 def lost(how: str) -> list[float]:
     """What a choice between the two points of each search costs over all seeds: by a "short" run, "one" or "three"."""
     losses: dict[str, dict[str, dict[str, dict[int, float]]]] = {}
@@ -211,4 +350,10 @@ PARTS = (
     about_muon,
     about_sizes,
     about_tuning,
+    about_the_failed_run,
+    about_gates,
+    about_the_published_order,
+    about_the_curve,
+    about_the_lookup,
+    about_longer_runs,
 )

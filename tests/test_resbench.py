@@ -2,15 +2,12 @@
 
 import csv
 import itertools
-import json
 import re
 import statistics
 from collections import Counter
 from datetime import datetime
 
-import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 from residua.connections import resolve
 from residua.lab.study.definition import load_study
@@ -158,26 +155,12 @@ def test_how_much_was_trained(study, rows):
     assert (facts["validation_tokens"], facts["documents"], facts["validation_fraction"]) == (58563, 31174, 0.001)
 
 
-def test_where_the_lookup_is_by_shape(rows):
-    parts = {
-        size: round(gain(rows[size]["lambdas+conv"], "lambdas") / gain(rows[size]["lambdas+tc"], "lambdas"), 2)
-        for size in SIZES
-    }  # of the lead of the convolution before every sublayer, what one behind the embedding has
-    assert parts == {"0.1M": 0.59, "0.1M-wide": 0.85, "0.1M-deep": 0.11, "0.3M": 0.92}
-
-
 # When a run learns to copy
 
 
 def test_the_leads_are_on_repeated_labels(rows):
     runs = {run["scheme"]: run for run in records("resbench/repeats.jsonl")}
     last = {name: run["points"][-1] for name, run in runs.items()}
-    at_half = {name: next(p for p in run["points"] if p["step"] == 1605)["repeated"] for name, run in runs.items()}
-    looks_back = "lambdas+conv", "ddl-tc", "ddl-tc-write-only"
-    assert {name: round(at_half[name]) for name in runs} == dict.fromkeys(runs, 4) | dict.fromkeys(looks_back, 2)
-    assert min(round(last[name]["repeated"], 1) for name in BASELINES) == 3.4
-    others = [point["other"] for point in last.values()]
-    assert round(max(others) - min(others), 2) == 0.10
     leads = [last["residual"]["other"] - last[name]["other"] for name in ("residual+tc", "ddl-tc-write-only")]
     assert [round(lead, 2) for lead in leads] == [0.01, 0.08]
     share = last["lambdas"]["share"]
@@ -188,75 +171,6 @@ def test_the_leads_are_on_repeated_labels(rows):
         assert run["equal"] == (name != "residual")
         assert losses[name] == pytest.approx(reported[name], abs=2e-3 if name == "residual" else 1e-6)
     assert round(losses["residual"] - reported["residual"], 4) == 0.0014
-    late = {seed: paired(rows["0.3M"]["lambdas+tc"].losses, {seed: loss}).mean
-            for seed, loss in rows["0.3M"]["residual+tc"].losses.items()}  # fmt: skip
-    assert min(late, key=late.get) == 1
-
-
-def test_one_longer_run_of_a_baseline_leaves_the_others(rows):
-    runs = longer("0.3M", "lambdas")
-    long = [loss for name in BASELINES for loss in rows["0.3M-long"][name].losses.values()]
-    assert (len(runs) + len(longer("0.3M", "residual")), len(long)) == (10, 6)
-    assert round(runs.pop(2), 3) == 3.854
-    assert [round(min(runs.values()), 3), round(max(runs.values()), 3)] == [4.010, 4.038]
-    assert (round(min(long), 3), round(max(long), 3)) == (3.926, 3.968)
-
-
-def test_what_a_seed_that_learned_does_to_a_mean(rows):
-    row = rows["0.3M"]["ddl-tc"].difference("lambdas", "seconds")
-    share = (1 - row.cost**-0.5) / (1 - 1.5**-0.5)
-    short, long = rows["0.3M"]["lambdas"].losses, longer("0.3M", "lambdas")
-    ours = rows["0.3M"]["ddl-tc"].losses
-    by_seed = {seed: ours[seed] - loss - share * (long[seed] - loss) for seed, loss in short.items()}
-    assert statistics.fmean(by_seed.values()) == pytest.approx(row.estimate.mean, abs=1e-4)  # steps are whole
-    assert round(by_seed.pop(2), 2) == -0.11
-    assert [round(min(by_seed.values()), 2), round(max(by_seed.values()), 2)] == [-0.35, -0.26]
-
-
-# Questions
-
-
-def test_the_run_that_failed(rows):
-    failed = rows[FAILED[0]][FAILED[1]]
-    others = [row for name, row in rows[FAILED[0]].items() if name != failed.scheme]
-    best = {seed: min(row.losses[seed] for row in others) for seed in failed.losses}
-    (seed,) = (seed for seed, loss in failed.losses.items() if loss > best[seed])
-    (run,) = (run for run in failed.runs if (run["kind"], run["seed"]) == ("report", seed))
-    jump = next(later[0] for (_, loss), later in itertools.pairwise(run["curve"]) if later[1] > loss + 1)
-    assert jump <= run["steps"] / 2 + 1
-    (points,) = (
-        audit["points"]
-        for audit in records("resbench/audits.jsonl")
-        if (audit["size"], audit["scheme"], audit["seed"]) == (*FAILED, seed)
-    )
-    assert {len(point["sublayers"]) for point in points} == {16}
-    stuck = {point["step"]: sum(sub["gate_q05"] > 0.99 for sub in point["sublayers"]) for point in points}
-    assert (stuck[jump], stuck[run["steps"]]) == (8, 3)
-    assert all(count <= 1 for step, count in stuck.items() if step < jump)
-
-
-def test_the_schemes_of_the_published_ranking(rows):
-    here = rows["0.1M"]
-    published = json.loads((EXPERIMENTS / "resbench" / "published.json").read_text(encoding="utf-8"))["differences"]
-    six = published.keys() - {"residual"}
-    assert len(six) == 6
-    assert max(published[name] for name in six) < 0
-    assert {name for name in six if to(here[name], "residual") != "ahead"} == {"mhar"}
-    assert min(gain(here[name]) for name in six) > 0
-    assert {name for name in six if to(here[name], "lambdas") == "ahead"} == {"hc", "hc-static", "mudd"}
-    assert [round(gain(here[name], "lambdas"), 2) for name in ("hc-static", "mudd", "hc")] == [0.03, 0.03, 0.04]
-    correlations = {
-        len(names): spearmanr([here[name].loss.mean for name in names], [published[name] for name in names])
-        for names in (published.keys(), six)
-    }
-    assert {count: [round(value, 2) for value in result] for count, result in correlations.items()} == {
-        7: [0.36, 0.43],
-        6: [-0.03, 0.96],
-    }
-    _, *close = sorted(published[name] for name in six)
-    assert max(close) - min(close) < 0.008
-    assert [ratio(here[name]) for name in ("hc", "mhc")] == [1.89, 1.97]
-    assert all(here[name].difference("residual", "seconds").estimate is None for name in ("hc", "mhc"))
 
 
 # Methods
@@ -310,23 +224,6 @@ def test_the_primary_contrasts_are_those_that_were_asked_before_their_runs(study
     assert load_study("resbench").primary.keys() == study.study.primary.keys()
 
 
-def test_a_baseline_between_two_lengths_lies_on_a_convex_curve(rows):
-    """The exponent through three lengths of the plain residual: 1, 1.5 and 3 times at 0.3M, a half in place of 3 at
-    0.1M, with what one seed lost by it."""
-    larger = rows["0.3M"]["residual"].losses, longer("0.3M", "residual"), rows["0.3M-long"]["residual"].losses
-    means = [statistics.fmean(losses[seed] for seed in (1, 2, 3)) for losses in larger]
-    row = rows["0.1M"]["residual"]
-    short, full = (ends("0.1M", "residual", kind, **row.point)[0] for kind in ("tune", "final"))
-    small = [row.loss.mean + short - full, row.loss.mean, statistics.fmean(longer("0.1M", "residual").values())]
-    exponents = []
-    for losses, lengths in ((means, (1, 1.5, 3)), (small, (0.5, 1, 1.5))):
-        gained = (losses[0] - losses[1]) / (losses[1] - losses[2])
-        grid = np.linspace(0.01, 3, 3000)
-        powers = [length**-grid for length in lengths]
-        exponents.append(grid[np.abs((powers[0] - powers[1]) / (powers[1] - powers[2]) - gained).argmin()])
-    assert [round(exponent, 1) for exponent in exponents] == [1.0, 0.4]
-
-
 def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
     used = {}  # by size, scheme and kind
     for run in records("resbench/records.jsonl"):
@@ -344,24 +241,6 @@ def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
             apart.setdefault(other, []).append(abs(run["val_loss"] - again[run["key"]]["val_loss"]))
     assert {*apart[False]} == {0.0}
     assert round(max(apart[True]), 3) == 0.012
-
-
-def test_what_the_audits_say_of_the_gates():
-    audits = {audit["key"]: audit for audit in records("resbench/audits.jsonl")}.values()
-    last = {audit["scheme"]: audit["points"][-1]["sublayers"] for audit in audits if audit["size"] == "0.1M"}
-    assert sum(sub["gate_q50"] < -0.98 for sub in last["gated-orthogonal"]) == 5
-    assert len(last["gated-orthogonal"]) == 8
-    assert statistics.fmean(sub["reflection"] for sub in last["ddl"]) < 0.05
-    mlp, *others = sorted(last["ddl-tc"], key=lambda sub: -sub["reflection"])
-    assert mlp["sublayer"] == "1 mlp"
-    assert 0.15 < mlp["reflection"] < 0.2
-    assert all(sub["reflection"] < 0.01 for sub in others)
-    (larger,) = (audit["points"][-1]["sublayers"] for audit in audits if audit["size"] == "0.3M")
-    most, second, *others = sorted(larger, key=lambda sub: -sub["reflection"])
-    assert [sub["sublayer"] for sub in (most, second)] == ["1 mlp", "2 attention"]
-    assert [round(sub["reflection"], 2) for sub in (most, second)] == [0.93, 0.51]
-    assert all(sub["reflection"] < 0.02 for sub in others)
-    assert [round(most[name], 1) for name in ("erase_norm", "write_norm")] == [0.6, 8.3]
 
 
 # What remains of the leads at 0.3M on labels that do not repeat
