@@ -8,12 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.utils import parametrize
+from transformers import M2M100Config, M2M100Model, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import residua
 from residua.conversion.flow import UnknownUse
 from residua.errors import InputError
 from support.converted_models import IDS, PLAIN, WINDOWED, converted, llama
+from support.families import tiny
 from support.tolerances import assert_close
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -194,3 +196,41 @@ def test_checkpoints_stay_in_one_graph():
     torch.compile(model, backend="eager", fullgraph=True)(IDS, labels=IDS, use_cache=False).loss.backward()
     for parameter, gradient in zip(model.parameters(), gradients):
         assert_close(parameter.grad, gradient, factor=10)
+
+
+def m2m(**options):
+    names = ("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads")
+    sizes = dict.fromkeys(names, 2) | {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 48}
+    return M2M100Model(M2M100Config(**sizes, max_position_embeddings=32, pad_token_id=1, **options))
+
+
+def test_layers_that_are_skipped_at_random_are_refused_with_the_remedy():
+    encoder = m2m(encoder_layerdrop=0.1).get_encoder()
+    with pytest.raises(InputError, match=r"layerdrop must be 0 .* got 0\.1; set model\.layerdrop = 0"):
+        residua.convert(encoder, "residual")
+    encoder.layerdrop = 0
+    residua.convert(encoder, "residual").train()(IDS)
+
+
+def test_a_model_that_adds_images_between_its_layers_is_asked_for_one():
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    text = {**sizes, "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 4, "rope_parameters": rope}
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 16, "num_position_embeddings": 16, "temporal_patch_size": 1}
+    vision |= {"deepstack_visual_indexes": [0, 1]}
+    tokens = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)).eval()
+    with pytest.raises(InputError, match=r"inputs must be given .* got none; give a small batch with an image"):
+        residua.convert(model, "residual")
+    ids = torch.tensor([[3, 62, 60, 60, 60, 60, 63, 7]])
+    image = {"pixel_values": torch.randn(16, 48), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with pytest.raises(InputError, match=r"uses its residual as a tensor \(\.clone\)"):
+        residua.convert(model, "residual", inputs={"input_ids": ids, "mm_token_type_ids": (ids == 60).int(), **image})
+    residua.convert(model, "residual", inputs={"input_ids": torch.arange(8)[None]})
+
+
+@pytest.mark.parametrize("family", ["doge", "hy_v4", "gemma3n_text"])
+def test_a_residual_that_a_dialect_knows_is_refused_with_its_place(family):
+    with pytest.raises(InputError, match=r"residua\.models\.dialects"):
+        residua.convert(tiny(family), "residual")

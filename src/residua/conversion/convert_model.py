@@ -1,5 +1,6 @@
 """Give a transformers model another residual connection: `convert`, and back: `unconvert`."""
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,14 @@ from residua.conversion.probe import Situation, change, outputs, probe, situatio
 from residua.conversion.rebuild import is_converted, layers_of, new_streams, rebuild, restore, stack_in, streams_of
 from residua.errors import InputError, extra, first_line, require
 from residua.models.configuration import causal_scheme
+from residua.models.dialects import DIALECTS
 from residua.models.evaluating import evaluating
 
 with extra("lab"):
     from transformers import PreTrainedModel
+
+VISION = ("visual", "vision", "deepstack")
+"""How the names of arguments begin by which a trunk takes features of images for between its layers."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """How much an output may change, relative to the largest, where a scheme preserves the model; 0.1 in half precision."""
@@ -70,10 +75,16 @@ def convert(
         except ValueError as error:
             raise InputError(f"{first_line(error)}; or start='fresh', to train from scratch") from error
     expect_convertible(model)
+    expect_every_layer(model)
+    if inputs is None:
+        expect_text(model)
     inputs, before = probe(model, inputs)
     size = model.num_parameters()
     with evaluating(model):
-        conversion = find_anatomy(model, scheme, inputs)
+        try:
+            conversion = find_anatomy(model, scheme, inputs)
+        except InputError as error:
+            raise InputError(f"{error}{_known(model)}") from error
         rebuild(model, conversion)
         try:
             after = _run(model, partial(outputs, model, inputs))
@@ -202,6 +213,51 @@ def expect_convertible(model: Any) -> None:
             f"{name} must have layers that run the code of their class, got others, such as a hook of accelerate; "
             "convert the model before it is dispatched to devices"
         )
+
+
+def expect_every_layer(model: PreTrainedModel) -> None:
+    """Raise InputError for a model that skips layers at random in training: the first and the last do more than others.
+
+    The first makes the state of the scheme from the residual, and the last reads it out.
+    """
+    trunk, path = _trunk_of(model)
+    config = vars(getattr(trunk, "config", model.config))
+    places = (
+        {"layerdrop": vars(trunk)["layerdrop"]}
+        if "layerdrop" in vars(trunk)
+        else {f"config.{name}": config.get(name) for name in ("layerdrop", "speech_encoder_layerdrop")}
+    )
+    for name, value in places.items():
+        if isinstance(value, (int, float)) and value > 0:
+            raise InputError(
+                f"{type(model).__name__}: layerdrop must be 0 in a converted model, which cannot skip its first and "
+                f"last layers, got {value}; set {path}.{name} = 0"
+            )
+
+
+def expect_text(model: PreTrainedModel) -> None:
+    """Raise InputError for a model that adds features of images between its layers, which token ids would not show."""
+    trunk, _ = _trunk_of(model)
+    names = [name for name in inspect.signature(trunk.forward).parameters if name.startswith(VISION)]
+    if names and "pixel_values" in inspect.signature(model.forward).parameters:
+        raise InputError(
+            f"{type(model).__name__}: inputs must be given for a model whose layers take {names[0]}, got none; "
+            "give a small batch with an image, or one without (inputs={'input_ids': ...}) to use it on text alone"
+        )
+
+
+def _trunk_of(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    """Return the module that holds the list of layers, and how to reach it from `model`."""
+    _, stack = stack_of(model)
+    found = ((module, name) for name, module in model.named_modules() if stack in module.children())
+    trunk, name = next(found, (model, ""))
+    return trunk, f"model.{name}".rstrip(".")
+
+
+def _known(model: PreTrainedModel) -> str:
+    """Return where to look for a residual of a released model that is not the plain one."""
+    kind = model.config.get_text_config().model_type.removesuffix("_text")
+    return "; residua.models.dialects knows this residual and loads its parameters" if kind in DIALECTS else ""
 
 
 def _run(model: PreTrainedModel, run: Situation) -> list[Tensor]:

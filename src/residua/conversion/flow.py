@@ -318,7 +318,9 @@ class LayerStream(WideParts):
     def enter(self, incoming: Any, memories: Memories, *, checkpointed: bool) -> Flow:
         """Return the flow inside the layer, from its input."""
         if isinstance(incoming, Flow) != (self.expand is None):
-            raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
+            raise UnknownUse(
+                "got the residual in a form that only another layer expects; were layers skipped? layerdrop must be 0"
+            )
         if self.expand is not None:
             lead = lead_of(incoming)
             state = self.expand(rows_of(incoming), memories.get(self.expand))
