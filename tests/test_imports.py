@@ -1,5 +1,6 @@
 """Imports go strictly downward, and what an extra brings is imported only where it is used."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,15 @@ def test_a_lazy_package_has_every_name_that_it_offers(package):
         _ = package.nothing
     with pytest.raises(ImportError, match="nothing"):
         exec(f"from {package.__name__} import nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("DeepDeltaLearning", "did you mean DeepDelta?"), ("mhc", "residua.build('mhc', ...)"), ("AttnRes", "'attnres'")],
+)
+def test_a_name_that_is_near_another_gets_a_suggestion(name, hint):
+    with pytest.raises(AttributeError, match=re.escape(hint)):
+        getattr(residua, name)
 
 
 def test_the_overview_of_the_command_line_loads_neither_torch_nor_an_extra():

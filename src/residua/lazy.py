@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from residua.errors import did_you_mean
+
 
 def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the `__getattr__`, `__dir__` and `__all__` of a package with a stub. Its modules are attributes too."""
@@ -21,10 +23,18 @@ def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if places.get(name, ".") != ".":
             return getattr(import_module(places[name]), name)
         if find_spec(f"{package}.{name}") is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            hint = "" if name.startswith("_") else did_you_mean(name, places) or _built_by_name(name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         return import_module(f"{package}.{name}")
 
     return get, lambda: sorted({*places, "__all__", "__doc__", "__name__", "__path__", "__version__"}), sorted(places)
+
+
+def _built_by_name(name: str) -> str:
+    """Return what to write for a preset, or another name of a scheme; "" for any other name."""
+    names = import_module("residua.connections.names")
+    preset = names.meaning(name)
+    return f"; residua.build({preset!r}, ...) builds it" if preset.partition(":")[0] in names.PRESETS else ""
 
 
 def offered(package: str) -> dict[str, str]:

@@ -5,11 +5,13 @@ import warnings
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 import residua
 from residua import DeepDelta, Residual
+from residua.connections.memory import reads_other_tokens
 from residua.lab.training.optimizer import parameter_groups
-from support.variants import ALL, bare_sublayers, perturbed
+from support.variants import ALL, NON_CAUSAL, bare_sublayers, perturbed
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -83,8 +85,79 @@ def test_rows_without_a_batch_are_those_of_a_batch_of_one_or_an_error(name):
     x, sublayers = torch.randn(6, 8), bare_sublayers(8, 2)
     expected = stream(x[None], sublayers)[0]
     if any(getattr(part, "window", 0) for part in stream.parts):
-        with pytest.raises(ValueError, match="a module that reads earlier tokens"):
+        with pytest.raises(ValueError, match=r"x must be \(batch, seq, dim\), got \(6, 8\)"):
             stream(x, sublayers)
     else:
         torch.testing.assert_close(stream(x, sublayers), expected)
         torch.testing.assert_close(stream(x.view(2, 1, 3, 8), sublayers), expected.view(2, 1, 3, 8))
+
+
+@pytest.mark.parametrize("name", ALL | NON_CAUSAL)
+def test_no_axis_but_the_sequence_is_mixed(name):
+    """A scheme that reads single tokens takes pixels (batch, height, width, dim); the others refuse them."""
+    stream, sublayers = perturbed((ALL | NON_CAUSAL)[name].build(8, 2)), bare_sublayers(8, 2)
+    x = torch.randn(2, 3, 5, 8)
+    if any(map(reads_other_tokens, stream.parts)):
+        with pytest.raises(ValueError, match=r"x must be \(batch, seq, dim\), got \(2, 3, 5, 8\)"):
+            stream(x, sublayers)
+        with pytest.raises(ValueError, match=r"must be .*\(batch, seq, "):
+            stream.collapse(stream.connections[0].read(stream.expand(x))[1].residual)
+    else:
+        torch.testing.assert_close(stream(x, sublayers), stream(x.flatten(1, 2), sublayers).view_as(x))
+
+
+@pytest.mark.parametrize("name", ["ddl-tc", "mhc", "residual"])
+def test_what_cannot_be_meant_is_one_line(name):
+    stream, x, sublayers = residua.build(name, dim=8, num_sublayers=2), torch.randn(2, 5, 8), bare_sublayers(8, 2)
+    for wrong in (torch.randn(2, 8, 4, 4), x.mT, torch.randn(2, 5, 6), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"x must be \(batch, seq, dim\) with dim = 8, got \("):
+            stream(wrong, sublayers)
+    for nothing in ([[1.0]], None, (x, x)):
+        with pytest.raises(TypeError, match="x must be a tensor"):
+            stream(nothing, sublayers)
+    one = torch.nn.Linear(8, 8)
+    named = torch.nn.ModuleDict({"a": one, "b": one})
+    for wrong in ((part for part in sublayers), one, map(abs, sublayers), None, named):
+        with pytest.raises(TypeError, match="sublayers"):
+            stream(x, wrong)
+    for right in (torch.nn.ModuleList([one, one]), torch.nn.Sequential(one, one), (one, one), named.values()):
+        stream(x, right)
+    with pytest.raises(TypeError, match="sublayer must be a module or a function, got NoneType"):
+        stream.connections[0](stream.expand(x), None)
+
+
+def test_numbers_and_norms_that_build_no_stream_are_one_line():
+    for dim in ("64", 64.0, None, 0, [64]):
+        with pytest.raises(ValueError, match="dim must be a positive integer, got"):
+            residua.build("ddl-tc", dim, 2)
+    for count in ("2", [torch.nn.Identity()], -1):
+        with pytest.raises(ValueError, match="num_sublayers must be an integer"):
+            residua.build("ddl-tc", 8, count)
+    for norm in (torch.nn.LayerNorm(8), torch.nn.ModuleList(), "rms"):
+        with pytest.raises(TypeError, match="norm must be a function from the number of a sublayer"):
+            residua.build("ddl-tc", 8, 2, norm=norm)
+
+
+def twice(out):
+    return tuple(2 * part for part in out) if isinstance(out, tuple) else 2 * out
+
+
+@pytest.mark.parametrize("name", ["residual", "mhc", "ddl-tc", "attnres", "lambdas"])
+@pytest.mark.parametrize("kind", ["after", "before", "every module"])
+def test_a_hook_that_changes_the_state_changes_it_once(name, kind):
+    stream, sublayers, x = perturbed(residua.build(name, 8, 3)), bare_sublayers(8, 3), torch.randn(2, 5, 8)
+    state = stream.expand(x)
+    for i, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
+        state = connection(twice(state) if i == 1 and kind == "before" else state, sublayer)
+        state = twice(state) if i == 1 and kind != "before" else state
+    expected, hooked = stream.collapse(state), stream.connections[1]
+    if kind == "before":
+        handle = hooked.register_forward_pre_hook(lambda _, args: (twice(args[0]), *args[1:]))
+    elif kind == "after":
+        handle = hooked.register_forward_hook(lambda module, args, out: twice(out))
+    else:
+        handle = register_module_forward_hook(lambda module, args, out: twice(out) if module is hooked else None)
+    try:
+        torch.testing.assert_close(stream(x, sublayers), expected)
+    finally:
+        handle.remove()

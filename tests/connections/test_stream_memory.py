@@ -1,12 +1,17 @@
 """Sequences that arrive in pieces, and padding, in models that do not use the cache of transformers."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
+import residua
 from residua import EDelta, PooledHouseholder, StreamMemory
 from residua.connections import PRESETS
+from residua.connections.memory import window_of
 from support.tolerances import assert_close
 from support.variants import ALL, LOOKING_BACK, bare_sublayers, normal, perturbed
 
@@ -38,7 +43,7 @@ def test_a_loop_over_the_connections_of_ones_own(name):
 def test_a_single_token_without_a_memory_is_refused(name):
     """A model that decodes token by token would otherwise compute wrong numbers without a word."""
     stream, token = build(name), normal(2, 1, DIM)
-    with pytest.raises(ValueError, match="reads earlier tokens and got a single one; pass the same memory"):
+    with pytest.raises(ValueError, match=r"^memory: for a whole sequence of one token pass memory=StreamMemory\(\)"):
         stream(token, SUB)
     for connection in stream.connections:
         if connection.window:
@@ -46,6 +51,102 @@ def test_a_single_token_without_a_memory_is_refused(name):
             with pytest.raises(ValueError, match="reads earlier tokens"):
                 connection(state, SUB[0])
     assert stream(token, SUB, memory=StreamMemory()).shape == (2, 1, DIM)
+
+
+@torch.no_grad()
+@looking_back
+def test_a_loop_over_the_phases_is_guarded_as_calls_are(name):
+    """Each part that looks back needs its memory, whoever calls it; with all of them the tokens are the whole."""
+    stream, x = build(name), normal(2, 4, DIM)
+    expected = stream(x, SUB)
+
+    def decode(forgotten):
+        memory, pieces = StreamMemory(), []
+        own = {part: None if part is forgotten else memory for part in stream.parts}
+        for token in x.split(1, 1):
+            state = stream.expand(token, own[stream.expand] and memory.of(stream.expand))
+            for connection, sublayer in zip(stream.connections, SUB):
+                inputs, carry = connection.read(state, own[connection] and memory.of(connection))
+                state = connection.write(sublayer(inputs), carry)
+            pieces.append(stream.collapse(state, own[stream.collapse] and memory.of(stream.collapse)))
+        return torch.cat(pieces, 1)
+
+    assert_close(decode(None), expected)
+    for part in stream.parts:
+        if window_of(part):
+            with pytest.raises(ValueError, match="reads earlier tokens and got a single one"):
+                decode(part)
+
+
+def saved(what):
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def changed(stream):
+    for parameter in stream.parameters():
+        parameter.data += 0.1
+    return stream
+
+
+COPIES = {"copied": copy.deepcopy, "pickled": lambda what: pickle.loads(pickle.dumps(what)), "saved": saved}
+
+
+@torch.no_grad()
+@looking_back
+@pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
+def test_a_memory_goes_on_with_its_stream_or_is_refused(name, again):
+    """Copied with its stream, in either order, or alone. Another stream would begin anew without a word."""
+    stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
+    expected = stream(x, SUB)[:, 3:]
+    stream(x[:, :3], SUB, memory=memory)
+    both, swapped = again((stream, memory)), again((memory, stream))[::-1]
+    for other, kept in (both, swapped, (stream, again(memory)), (stream, again(again(memory))), again(both)):
+        assert_close(other(x[:, 3:], SUB, memory=kept), expected)
+    rebuilt = ALL[name].build(DIM, SUBLAYERS).double()
+    rebuilt.load_state_dict(stream.state_dict())
+    for other in (changed(again(stream)), rebuilt, AveragedModel(stream)):
+        with pytest.raises(ValueError, match="memory must be of this stream, got that of another one"):
+            other(x[:, 3:], SUB, memory=memory)
+    memory.reset()
+    rebuilt(x, SUB, memory=memory)
+
+
+@torch.no_grad()
+def test_an_average_of_a_model_has_its_own_memory():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stream, self.memory = build("ddl-tc"), StreamMemory()
+
+        def forward(self, x):
+            return self.stream(x, SUB, memory=self.memory)
+
+    model, x = Model(), normal(2, 5, DIM)
+    model(x[:, :3])
+    assert_close(AveragedModel(model)(x[:, 3:]), model(x[:, 3:]))
+
+
+def test_a_pickled_memory_holds_the_last_rows_and_no_weights():
+    stream, memory = residua.build("ddl-tc", 64, 2), StreamMemory()
+    stream(torch.randn(1, 500, 64), [torch.nn.Identity()] * 2, memory=memory)
+    assert len(pickle.dumps(memory)) < 12_000  # three parts with three rows of 64, and the weights are 40,000 bytes
+    assert not any(rows.requires_grad for rows in pickle.loads(pickle.dumps(memory))._rows.values())
+
+
+@torch.no_grad()
+def test_a_part_that_missed_a_piece_or_gets_one_twice_is_refused():
+    stream, x, memory = build("ddl-tc"), normal(2, 5, DIM), StreamMemory()
+    early = residua.Stream(stream.expand, stream.connections[:2], stream.collapse)
+    early(x[:, :3], SUB[:2], memory=memory)  # an early exit remembers for its own parts
+    assert_close(early(x[:, 3:], SUB[:2], memory=memory.copy()), early(x, SUB[:2])[:, 3:])
+    with pytest.raises(ValueError, match="got 5 tokens in the first part and 2 in another"):
+        stream(x[:, 3:], SUB, memory=memory)
+    tied = residua.Stream(stream.expand, [stream.connections[0]] * 2, stream.collapse)
+    with pytest.raises(ValueError, match="got 10 tokens in the first part and 5 in another"):
+        tied(x, SUB[:2], memory=StreamMemory())
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ earlier sublayers, `Connection.streams` for the streams side by side.
 
 import inspect
 import math
+import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +27,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from residua.connections.facts import DepthWeights, GateFacts, Mixing, RankOne
-from residua.connections.memory import Memory, StreamMemory, memory_of, window_of
+from residua.connections.memory import (
+    Memory,
+    Place,
+    StreamMemory,
+    expect_memory,
+    give_places,
+    memory_of,
+    no_sequence,
+    reads_other_tokens,
+)
 from residua.connections.norm import RMSNorm
 from residua.connections.options import check_options, require_option
-from residua.connections.phases import as_call, open_to_phases
+from residua.connections.phases import as_call, open_to_phases, within
 from residua.connections.projection import WideProjection
 from residua.connections.spec import TensorSpec
+from residua.errors import require
 from residua.ops.shapes import expect_shape
 
 State = Any  # a pytree of tensors
@@ -49,12 +60,13 @@ class Connection(nn.Module, ABC):
     """One residual connection around one sublayer. `read` and `write` store nothing on the module.
 
     Both run inside a call of the module, whoever calls them: hooks on a connection, such as those that gather, move or
-    offload its parameters, run around each phase. For hooks on single modules a connection calls its submodules and
-    never reads their parameters.
+    offload its parameters, run once around a call with a sublayer, and around each phase that is called by itself. For
+    hooks on single modules a connection calls its submodules and never reads their parameters.
     """
 
     takes: Any = None  # the state before this connection, as `Scheme.state_spec`; `Scheme.build` sets it
     causal: bool = True  # whether `read` of a token ignores later ones, as `Scheme.causal`; `Scheme.build` sets it
+    place: Place | None = None  # in the stream; `Stream` sets it
     window: int = 0  # how many earlier tokens `read` needs from its memory; 1 for a sum over all of them
 
     def __init_subclass__(cls, **options: Any):
@@ -125,7 +137,8 @@ class Connection(nn.Module, ABC):
             TypeError, ValueError: the sublayer returns anything but a tensor of this shape, or takes fewer inputs than
                 `read` returns, or a single token arrives without the memory that this scheme needs.
         """
-        x, carry = self.read(state, memory_of(self, memory, attention_mask, documents))
+        expect_callable("sublayer", sublayer)
+        x, carry = within(self, "read")(state, memory_of(self, memory, attention_mask, documents))
         inputs = as_inputs(x)
         if len(inputs) > 1 and not torch.compiler.is_compiling():
             require_inputs(sublayer, len(inputs))
@@ -135,7 +148,7 @@ class Connection(nn.Module, ABC):
         if not isinstance(y, Tensor):
             raise TypeError(f"sublayer must return a tensor, got {type(y).__name__}; wrap it in a function")
         expect_shape("the sublayer's output", y, inputs[0].shape, "the shape of its input")
-        return self.write(y, carry)
+        return within(self, "write")(y, carry)
 
 
 def as_inputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -160,16 +173,36 @@ def require_inputs(sublayer: Callable[..., Tensor], count: int) -> None:
         ) from None
 
 
-def expect_memory(part: nn.Module, memory: StreamMemory | None, x: Tensor) -> None:
-    """Raise ValueError if x is a single token, (batch, 1, dim), and `part` needs earlier tokens but has no memory.
+def expect_callable(name: str, sublayer: object) -> None:
+    """Raise TypeError for a sublayer that cannot be called."""
+    if not callable(sublayer):
+        raise TypeError(f"{name} must be a module or a function, got {type(sublayer).__name__}")
 
-    Generation token by token without a memory would give wrong numbers.
-    """
-    if window_of(part) and memory is None and x.dim() > 2 and x.shape[-2] == 1:
-        raise ValueError(
-            "memory: this scheme reads earlier tokens and got a single one; pass the same memory=StreamMemory() with "
-            "every piece of a sequence (a new one for a sequence of one token)"
+
+def expect_sublayers(sublayers: Any, count: int) -> None:
+    """Raise TypeError or ValueError unless `sublayers` are a list of `count` callables."""
+    if not (hasattr(sublayers, "__len__") and hasattr(sublayers, "__iter__")):
+        hint = f"for the same module {count} times pass [module] * {count}" if callable(sublayers) else "pass list(...)"
+        raise TypeError(
+            f"sublayers must be a list, one sublayer per connection, got {type(sublayers).__name__}; {hint}"
         )
+    if len(sublayers) != count:
+        raise ValueError(f"sublayers must be {count}, one per connection, got {len(sublayers)}")
+    for i, sublayer in enumerate(sublayers):
+        expect_callable(f"sublayers[{i}]", sublayer)
+
+
+def expect_embeddings(x: Any, dim: int | None) -> None:
+    """Raise TypeError or ValueError unless x is a floating-point tensor (..., dim)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, the embeddings (batch, seq, dim), got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be the embeddings of the tokens, a floating-point tensor, got {x.dtype}")
+    if dim is not None and (not x.dim() or x.shape[-1] != dim):
+        hint = ""
+        if x.dim() > 2 and x.shape[1] == dim:
+            hint = f"; move the features to the last axis: {'x.mT' if x.dim() == 3 else 'x.flatten(2).mT'}"
+        raise ValueError(f"x must be (batch, seq, dim) with dim = {dim}, got {tuple(x.shape)}{hint}")
 
 
 class WideParts(nn.Module):
@@ -221,6 +254,11 @@ class Stream(WideParts):
         self.expand = expand
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse
+        give_places(self.parts)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        give_places(self.parts)  # of a stream that was pickled without
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -260,19 +298,33 @@ class Stream(WideParts):
     ) -> Tensor:
         """Run x: (batch, seq, dim) through all sublayers; return (batch, seq, dim), not normalised.
 
-        `memory`, `attention_mask` and `documents` are as in `Connection.forward`. Raises ValueError unless there is one
-        sublayer per connection.
+        A scheme that reads single tokens takes any (..., dim). `memory`, `attention_mask` and `documents` are as in
+        `Connection.forward`.
+
+        Raises:
+            TypeError, ValueError: x is of another shape or no embedding; `sublayers` are no list of callables, one per
+                connection; and as `Connection.forward`.
         """
-        if len(sublayers) != len(self.connections):
-            raise ValueError(f"sublayers must be {len(self.connections)}, one per connection, got {len(sublayers)}")
-        if not x.is_floating_point():
-            raise TypeError(f"x must be the embeddings of the tokens, a floating-point tensor, got {x.dtype}")
+        expect_sublayers(sublayers, len(self.connections))
+        expect_embeddings(x, self.dim)
+        if x.dim() != 3 and any(map(reads_other_tokens, self.parts)):
+            raise ValueError(no_sequence(tuple(x.shape)))
         if documents is None:
             expect_memory(self.expand, memory, x)
         state = self.expand(x, memory_of(self.expand, memory, attention_mask, documents))
         for connection, sublayer in zip(self.connections, sublayers):
             state = connection(state, sublayer, memory=memory, attention_mask=attention_mask, documents=documents)
         return self.collapse(state, memory_of(self.collapse, memory, attention_mask, documents))
+
+
+def counted(name: str, value: Any, least: int) -> int:
+    """Return an argument that must be a whole number, at least `least`. Raises InputError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    require(number >= least, name, "a positive integer" if least else "an integer, such as len(sublayers)", value)
+    return number
 
 
 @dataclass(frozen=True)
@@ -373,8 +425,15 @@ class Scheme(ABC):
         the norms inside the connections.
 
         Raises:
-            ValueError: the options do not fit this width.
+            ValueError: `dim` or `num_sublayers` is no such number, or the options do not fit this width.
+            TypeError: `norm` is no function.
         """
+        dim, num_sublayers = counted("dim", dim, 1), counted("num_sublayers", num_sublayers, 0)
+        if norm is not None and (isinstance(norm, nn.Module) or not callable(norm)):
+            raise TypeError(
+                "norm must be a function from the number of a sublayer to the norm before it, got "
+                f"{type(norm).__name__}; write norm=lambda i: nn.LayerNorm({dim})"
+            )
         for name in self.divisors:
             require_option(self, name, dim % getattr(self, name) == 0, f"a divisor of the width dim = {dim}")
         if norm is None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Connection, Scheme, State, Stream
 from residua.connections.ends import Collapse, Copies, Same, TokenCompress, TokenConv
 from residua.connections.facts import Mixing, RankOne
-from residua.connections.memory import Memory, window_of
+from residua.connections.memory import Memory, whole_sequence, window_of
 from residua.connections.options import OnlyIf, Taps, only_with, require_option
 from residua.connections.phases import Borrowed
 
@@ -175,7 +175,9 @@ class BranchConnection(CompressingConnection):
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
         """Return the map of the connection inside, of a whole sequence: its memory would take y a second time."""
         coefficients, _ = carry.coefficients
-        return self.inner.shortcut(state, Carry(carry.residual, coefficients), self.convolution(y))
+        return self.inner.shortcut(
+            state, Carry(carry.residual, coefficients), self.convolution(y, whole_sequence(self))
+        )
 
     def streams(self, state: State) -> Tensor | None:
         return self.inner.streams(state)

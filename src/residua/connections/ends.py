@@ -9,7 +9,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from residua.connections.memory import Memory, current, documents_in, expect_tokens, masked, remembered, window_of
+from residua.connections.memory import (
+    Memory,
+    current,
+    documents_in,
+    expect_memory,
+    expect_tokens,
+    masked,
+    remembered,
+    window_of,
+)
 from residua.connections.sharded import on_whole_tensors
 from residua.ops import (
     at_least_float32,
@@ -105,6 +114,7 @@ class TokenConv(nn.Module):
 
     def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
         expect_tokens(x, self.window, axes="(batch, seq, dim)")
+        expect_memory(self, memory, x)
         extended = remembered(x, memory, self.window)
         streams = current(causal_expand(extended, self.taps, documents_in(memory)), x, extended)
         return streams.squeeze(-2) if self.single else streams
@@ -241,4 +251,6 @@ class Collapse(nn.Module):
         self.window = window_of(compress)
 
     def forward(self, state: Tensor, memory: Memory | None = None) -> Tensor:
-        return self.compress(state, memory)
+        x = self.compress(state, memory)
+        expect_memory(self, memory, x)
+        return x

@@ -1,6 +1,9 @@
 """The memory of earlier tokens that a stream needs while a sequence arrives in pieces, as in generation."""
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +42,48 @@ class Memory(Protocol):
         """Keep rows: (batch, seq, ...), one per token of this call."""
 
 
+class Identity:
+    """Which stream a part or a memory belongs to. A deep copy of a stream is another stream, as is a loaded one.
+
+    A memory that is loaded without its stream belongs to the stream that it was saved with. count: of its parts.
+    """
+
+    def __init__(self, number: str | None = None, count: int = 0):
+        self.number, self.loaded, self.count = number or uuid4().hex, number is not None, count
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Identity":
+        return Identity(count=self.count)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Identity, (self.number, self.count)
+
+    def place(self) -> "Place":
+        """Return a place in the stream that no other part has."""
+        self.count += 1
+        return Place(self, self.count)
+
+    def is_of(self, stream: "Identity") -> bool:
+        """Return whether a memory with this identity belongs to `stream`."""
+        return self is stream or (self.loaded and self.number == stream.number)
+
+
+class Place(NamedTuple):
+    """The place of a part: its stream, and its number there, by which a memory knows it."""
+
+    stream: Identity
+    number: int
+
+
+def give_places(parts: Sequence[nn.Module]) -> None:
+    """Give the parts of one stream their places. Parts of a stream that share some with another keep theirs."""
+    places = [getattr(part, "place", None) for part in parts]
+    streams = {id(place.stream): place.stream for place in places if place is not None}
+    stream = next(iter(streams.values())) if len(streams) == 1 else Identity()
+    for part, place in zip(parts, places):
+        if place is None or len(streams) > 1:
+            vars(part)["place"] = stream.place()
+
+
 class StreamMemory:
     """The memory of a whole stream for models that do not use the cache of transformers.
 
@@ -48,85 +93,118 @@ class StreamMemory:
         for piece in x.split(1, dim=1):
             y = stream(piece, sublayers, memory=memory)
 
-    In your own loop, pass it to every `connection(state, sublayer, memory=memory)`, and pass `memory.of(stream.expand)`
-    to `stream.expand`, likewise for `stream.collapse`. Tensors are not detached: generate under `torch.no_grad()`.
+    In your own loop, pass it to every `connection(state, sublayer, memory=memory)`, and pass `memory.of(part)` to
+    `read`, `stream.expand` and `stream.collapse`. Tensors are not detached: generate under `torch.no_grad()`.
+
+    It belongs to one stream until a `reset`. Copied or pickled it goes on with the same stream, and copied together
+    with its stream with the copy; a pickle holds the last rows and no weights. It raises ValueError for another stream,
+    such as a copy with other weights, and for a part that missed a piece or gets one twice.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[nn.Module, Tensor] = {}
+        self._streams: tuple[Identity, ...] = ()  # several after a deep copy, until its first use
+        self._tokens: dict[Any, int] = {}  # how many each part has had, by the number of its place
+        self._rows: dict[Any, Tensor] = {}
         # (batch, 2): whether the row has begun, and whether its last entry is a token; absent before any padding.
-        self._ends: dict[nn.Module, Tensor] = {}
+        self._ends: dict[Any, Tensor] = {}
 
     def of(self, part: nn.Module, attention_mask: Tensor | None = None) -> Memory | None:
         """Return the memory of one part of the stream; None if it needs none."""
         return memory_of(part, self, attention_mask, None)
 
     def reset(self) -> None:
-        """Forget everything: the next piece begins a sequence."""
-        self._rows.clear()
-        self._ends.clear()
+        """Forget everything: the next piece begins a sequence, of any stream."""
+        vars(self).update(vars(StreamMemory()))
 
     def copy(self) -> "StreamMemory":
         """Return an independent copy, to return to after speculative tokens."""
         other = StreamMemory()
-        other._rows, other._ends = dict(self._rows), dict(self._ends)
+        other._streams = self._streams
+        other._tokens, other._rows, other._ends = dict(self._tokens), dict(self._rows), dict(self._ends)
         return other
 
+    __copy__ = copy
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "StreamMemory":
-        return self.copy()  # its keys are the parts of the stream that it belongs to
+        other = self.copy()
+        other._streams += tuple(deepcopy(stream, memo) for stream in self._streams)  # if the stream is copied too
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_rows": {number: rows.detach().clone() for number, rows in self._rows.items()}}
 
     def reorder(self, indices: Tensor) -> None:
         """Select the batch entries `indices`: (new batch,), as beam search does."""
         for store in (self._rows, self._ends):
             store.update({part: rows.index_select(0, indices.to(rows.device)) for part, rows in store.items()})
 
-    def _expect_no_gap(self, part: nn.Module, mask: Tensor | None) -> None:
-        """Raise ValueError if a row goes on after padding, in this piece of `part` or since the pieces before."""
-        before = self._ends.get(part)
+    def _number(self, part: nn.Module) -> Any:
+        """Return the number under which a part is remembered. Raises ValueError for a part of another stream."""
+        place = getattr(part, "place", None)
+        if place is None:  # in no stream
+            return id(part)
+        if self._tokens and not any(stream.is_of(place.stream) for stream in self._streams):
+            raise ValueError(
+                "memory must be of this stream, got that of another one, such as the stream that this one was copied "
+                "from; begin with a new StreamMemory(), or copy both together: copy.deepcopy((stream, memory))"
+            )
+        self._streams = (place.stream,)
+        return place.number
+
+    def _count(self, number: Any, tokens: int) -> None:
+        """Count tokens of one part. Raises ValueError unless it has had as many as the first part."""
+        had = self._tokens.get(number, 0) + tokens
+        first = next(iter(self._tokens), number)
+        if number != first and had != self._tokens[first]:
+            raise ValueError(
+                f"memory: every part of a stream must get every piece once, got {self._tokens[first]} tokens in the "
+                f"first part and {had} in another; pass the same memory to all of them, from the first piece on"
+            )
+        self._tokens[number] = had
+
+    def _expect_no_gap(self, number: Any, mask: Tensor | None) -> None:
+        """Raise ValueError if a row goes on after padding, in this piece of a part or since the pieces before."""
+        before = self._ends.get(number)
         if mask is None:
             if before is None:
                 return
             mask = before.new_ones(before.shape[0], 1)
         if before is None:
-            before = mask.new_full((mask.shape[0], 2), part in self._rows, dtype=torch.bool)
+            before = mask.new_full((mask.shape[0], 2), number in self._rows, dtype=torch.bool)
         tokens = torch.cat([before, mask != 0], 1)
         expect_no_gap(tokens)
-        self._ends[part] = torch.stack([tokens.any(1), tokens[:, -1]], 1)
+        self._ends[number] = torch.stack([tokens.any(1), tokens[:, -1]], 1)
 
 
 class _PartMemory:
-    """The memory of one part during one call. With `rows` None it keeps nothing: the call has the whole sequence."""
+    """The memory of one part during one call. With `whole` None it keeps nothing: the call has the whole sequence."""
 
-    def __init__(
-        self,
-        part: nn.Module,
-        rows: dict[nn.Module, Tensor] | None,
-        padding: Tensor | None,
-        documents: Tensor | None,
-    ):
-        self.keeps = rows is not None
+    def __init__(self, whole: StreamMemory | None, number: Any, padding: Tensor | None, documents: Tensor | None):
+        self.keeps = whole is not None
         self.padding = padding
         self.documents = documents
-        self._part = part
-        self._rows = {} if rows is None else rows
+        self._whole: Any = whole  # not used if `keeps` is False
+        self._number = number
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         x = masked(x, self.padding)
         if not self.keeps:
             return x
-        before = self._rows.get(self._part)
+        self._whole._count(self._number, x.shape[1])
+        before = self._whole._rows.get(self._number)
         if before is None:  # as the cache of transformers begins
             before = x.new_zeros(x.shape[0], max(0, window - x.shape[1]), *x.shape[2:])
         extended = torch.cat([before, x], 1)
-        self._rows[self._part] = extended[:, -window:]
+        self._whole._rows[self._number] = extended[:, -window:]
         return extended
 
     def recall(self, like: Tensor) -> Tensor | None:
-        return self._rows.get(self._part)
+        return self._whole._rows.get(self._number) if self.keeps else None
 
     def keep(self, rows: Tensor) -> None:
+        self._whole._count(self._number, rows.shape[1])
         if rows.shape[1]:
-            self._rows[self._part] = rows[:, -1:]
+            self._whole._rows[self._number] = rows[:, -1:]
 
 
 def window_of(part: nn.Module) -> int:
@@ -154,11 +232,35 @@ def memory_of(
         return None
     if documents is not None and memory is not None:
         raise ValueError("documents: packed documents come whole, in one call; memory must be None, got one")
-    if memory is not None:
-        memory._expect_no_gap(part, padding)
-    elif padding is not None:
-        expect_no_gap(padding)
-    return _PartMemory(part, None if memory is None else memory._rows, padding, documents)
+    if memory is None:
+        if padding is not None:
+            expect_no_gap(padding)
+        return _PartMemory(None, None, padding, documents)
+    number = memory._number(part)
+    memory._expect_no_gap(number, padding)
+    return _PartMemory(memory, number, padding, documents)
+
+
+def reads_other_tokens(part: nn.Module) -> bool:
+    """Return whether a part of a stream reads other tokens than the current one, for which it needs (batch, seq)."""
+    return window_of(part) > 0 or not getattr(part, "causal", True)
+
+
+def whole_sequence(part: nn.Module) -> Memory | None:
+    """Return the memory of `part` for a call with the whole sequence, be it a single token; None if it needs none."""
+    return _PartMemory(None, None, None, None) if window_of(part) else None
+
+
+def expect_memory(part: nn.Module, memory: object, x: Tensor) -> None:
+    """Raise ValueError if x is a single token, (batch, 1, dim), and `part` needs earlier tokens but has no memory.
+
+    Generation token by token without a memory would give wrong numbers.
+    """
+    if window_of(part) and memory is None and x.dim() > 2 and x.shape[-2] == 1:
+        raise ValueError(
+            "memory: for a whole sequence of one token pass memory=StreamMemory(), a new one in every call; this "
+            "scheme reads earlier tokens and got a single one; pass the same memory with every piece of a sequence"
+        )
 
 
 def expect_separable(part: nn.Module) -> None:
@@ -240,9 +342,19 @@ def current(out: Tensor, x: Tensor, extended: Tensor) -> Tensor:
 
 
 def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
-    """Raise ValueError if earlier tokens are needed (`window` > 0) and x lacks one of its `axes`.
+    """Raise ValueError if earlier tokens are needed (`window` > 0) and the axes of x are others than `axes`.
 
-    Without the check, the entries of a batch (batch, dim) would be mixed as if they were a sequence.
+    Without the check, the entries of a batch (batch, dim) would be mixed as if they were a sequence, or the columns of
+    an image (batch, height, width, dim).
     """
-    if window and x.dim() < axes.count(",") + 1:
-        raise ValueError(f"a module that reads earlier tokens must get {axes}, got {tuple(x.shape)}")
+    if window and x.dim() != axes.count(",") + 1:
+        shape = tuple(x.shape[:-2] + x.shape[-1:] if "streams" in axes else x.shape)  # as the stream was given it
+        raise ValueError(no_sequence(shape))
+
+
+def no_sequence(shape: tuple[int, ...]) -> str:
+    """Return the error for an embedding of this shape where a scheme reads other tokens than the current one."""
+    hint = {2: "; add the axis of the batch: x[None]"}.get(len(shape), "")
+    if len(shape) > 3:
+        hint = "; flatten height and width: x.flatten(1, -2)"
+    return f"x must be (batch, seq, dim), got {shape}: the scheme has a module that reads earlier tokens{hint}"

@@ -2,7 +2,8 @@
 
 FSDP gathers a module's parameters, and accelerate's offload brings them back, in hooks on the call of the module. Two
 methods that somebody calls directly would run without them, so each is turned into such a call: the module is called
-with the method in the sublayer's place.
+with the method in the sublayer's place. During a call around a sublayer the two run without such calls of their own, so
+that a hook that changes the result changes it once.
 """
 
 import functools
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch.nn.modules import module as modules
 
+from residua.connections.memory import expect_memory, reads_other_tokens
 from residua.connections.spec import expect_state
 
 
@@ -20,23 +22,44 @@ class Phase:
     def __init__(self, method: Callable[..., Any]):
         self.method = method
 
+    def __call__(self, connection: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.method(connection, *args, **kwargs)
+
+
+class ReadPhase(Phase):
+    """The `read` of a connection, which raises ValueError for what is no state, and for a token without a memory."""
+
+    def __call__(self, connection: Any, *args: Any, **kwargs: Any) -> Any:
+        if connection.takes is not None:
+            state = args[0] if args else kwargs["state"]
+            expect_state(state, connection.takes, sequence=reads_other_tokens(connection))
+        x, carry = self.method(connection, *args, **kwargs)
+        memory = args[1] if len(args) > 1 else kwargs.get("memory")
+        expect_memory(connection, memory, x[0] if isinstance(x, tuple) else x)
+        return x, carry
+
 
 def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method `name` of a connection as a call of it, so that hooks on the module run around it."""
-    phase = Phase(method)
+    phase = ReadPhase(method) if name == "read" else Phase(method)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(type(self), name) is not call:  # super().read(...), which is inside a call
             return method(self, *args, **kwargs)
-        if name == "read" and self.takes is not None:
-            expect_state(args[0] if args else kwargs["state"], self.takes)
         if is_unobserved(self):  # a call would only cost its frames
-            return method(self, *args, **kwargs)
+            return phase(self, *args, **kwargs)
         return self((args, kwargs), phase)
 
     call.phase = phase  # type: ignore[attr-defined]
     return call
+
+
+def within(connection: Any, name: str) -> Callable[..., Any]:
+    """Return the method `name` of a connection, to be run inside a call of it around a sublayer."""
+    method = getattr(connection, name)
+    phase = getattr(method, "phase", None)
+    return method if phase is None else functools.partial(phase, connection)
 
 
 def is_unobserved(module: Any) -> bool:
@@ -60,7 +83,7 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, state: Any, sublayer: Any, **options: Any) -> Any:
         if isinstance(sublayer, Phase):
             args, kwargs = state
-            return sublayer.method(self, *args, **kwargs)
+            return sublayer(self, *args, **kwargs)
         return forward(self, state, sublayer, **options)
 
     return call

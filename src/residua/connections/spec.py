@@ -16,21 +16,26 @@ class TensorSpec:
     dtype: torch.dtype | None = None
 
 
-def expect_state(state: Any, spec: Any) -> None:
-    """Raise ValueError unless the tensors of `state` end with the shapes of `spec`, a pytree of `TensorSpec`."""
-    if _fits(state, spec):
+def expect_state(state: Any, spec: Any, *, sequence: bool = False) -> None:
+    """Raise ValueError unless the tensors of `state` end with the shapes of `spec`, a pytree of `TensorSpec`.
+
+    sequence: whether the axes before must be (batch, seq), as they must for a read that looks at other tokens.
+    """
+    if _fits(state, spec, sequence):
         return
     (specs, structure), (leaves, built) = tree_flatten(spec), tree_flatten(state)
     right = structure == built and all(isinstance(leaf, Tensor) for leaf in leaves)
-    if not right or any(x.shape[x.dim() - len(leaf.shape) :] != leaf.shape for x, leaf in zip(leaves, specs)):
+    if not right or not all(_fits(x, leaf, sequence) for x, leaf in zip(leaves, specs)):
         shapes = tree_map(lambda leaf: f"(batch, seq, {', '.join(map(str, leaf.shape))})", spec)
         needed = str(shapes).replace("'", "")
         actual = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
         raise ValueError(f"state must be {needed}, from stream.expand or the connection before, got {actual}")
 
 
-def _fits(state: Any, spec: Any) -> bool:
+def _fits(state: Any, spec: Any, sequence: bool) -> bool:
     """Return whether tensors in tuples have the shapes of a spec: faster than to flatten both, before every read."""
     if isinstance(spec, TensorSpec):
-        return isinstance(state, Tensor) and state.shape[state.dim() - len(spec.shape) :] == spec.shape
-    return type(state) is type(spec) is tuple and len(state) == len(spec) and all(map(_fits, state, spec))
+        axes = state.dim() - len(spec.shape) if isinstance(state, Tensor) else -1
+        return (axes == 2 or (axes >= 0 and not sequence)) and state.shape[axes:] == spec.shape
+    same = type(state) is type(spec) is tuple and len(state) == len(spec)
+    return same and all(_fits(part, of, sequence) for part, of in zip(state, spec))

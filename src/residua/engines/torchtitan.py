@@ -26,6 +26,7 @@ from torch.func import functional_call
 
 from residua.connections import resolve
 from residua.connections.base import as_inputs
+from residua.connections.memory import whole_sequence
 from residua.conversion.anatomy import Conversion, Sublayer
 from residua.conversion.configuration import with_conversion
 from residua.errors import InputError, extra, require
@@ -146,7 +147,7 @@ class Block(TransformerBlock):
             self.feed_forward,
         )
         for connection, sublayer in zip(self.connections, sublayers, strict=True):
-            x, carry = connection.read(state)
+            x, carry = connection.read(state, whole_sequence(connection))
             y = as_local(sublayer(*as_inputs(x)))
             if self.training and (penalty := connection.penalty(carry.coefficients)) is not None:
                 y = AddPenalty.apply(y, penalty.mean() * self.share)

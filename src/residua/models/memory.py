@@ -195,12 +195,12 @@ def memories(
     num_layers: int,
     readouts: bool = False,
 ) -> list[CacheMemory | None]:
-    """Return one memory for each part; None for all if there is neither a cache nor padding nor documents.
+    """Return one memory for each part; None for those that read single tokens. Without a cache it keeps nothing.
 
-    Parts that read single tokens need none. num_layers, readouts: as of `make_room`. Raises ValueError as it does.
+    num_layers, readouts: as of `make_room`. Raises ValueError as it does.
     """
     looks_back = [window_of(part) > 0 for part in parts]
-    if not any(looks_back) or (cache is None and padding is None and documents is None):
+    if not any(looks_back):
         return [None] * len(looks_back)
     layer = None if cache is None else make_room(cache, sum(looks_back), num_layers, readouts=readouts)
     states = iter(range(sum(looks_back)))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from residua.connections import Projection, Scheme, named, resolve
 from residua.connections.base import as_inputs
+from residua.connections.memory import whole_sequence
 from residua.connections.names import key, meaning
 from residua.errors import InputError, did_you_mean
 from residua.models.transformer import total_penalty
@@ -158,20 +159,22 @@ class RegressionModel(nn.Module):
         """Return predictions of the shape of x: (batch, seq, features) with at most `length` positions.
 
         `states` collects the residual state before the first and after every sublayer, `coefficients` what every
-        connection read from it. A sequence of one token is whole, so no connection needs a memory.
+        connection read from it. A sequence of one token is whole.
         """
         h = self.input(x) + self.positions.weight[: x.shape[1]]
-        state = h.unflatten(-1, (-1, self.dim)) if self.expand is None else self.expand(h)
+        state = h.unflatten(-1, (-1, self.dim)) if self.expand is None else self.expand(h, whole_sequence(self.expand))
         if states is not None:
             states.append(state)
         for connection, sublayer in zip(self.connections, self.sublayers, strict=True):
-            inputs, carry = connection.read(state)
+            inputs, carry = connection.read(state, whole_sequence(connection))
             state = connection.write(sublayer(*as_inputs(inputs)), carry)
             if states is not None:
                 states.append(state)
             if coefficients is not None:
                 coefficients.append(carry.coefficients)
-        return self.output(self.norm(state.flatten(-2) if self.collapse is None else self.collapse(state)))
+        collapse = self.collapse
+        h = state.flatten(-2) if collapse is None else collapse(state, whole_sequence(collapse))
+        return self.output(self.norm(h))
 
     def penalty(self, coefficients: list[Any]) -> Tensor | None:
         """Return the sum of the mean auxiliary losses for the `coefficients` that `forward` collected, or None."""

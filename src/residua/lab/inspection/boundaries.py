@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from residua.connections import Carry, Memory
 from residua.connections.base import State
 from residua.connections.ends import Collapse, Same
-from residua.connections.memory import window_of
+from residua.connections.memory import whole_sequence, window_of
 from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import StandIn, as_written, replaced
@@ -99,7 +99,7 @@ def _visit(point: nn.Module, collapse: nn.Module, state: State) -> State:
     """Return the state after the hooks of a boundary."""
     if not point._forward_hooks and not point._forward_pre_hooks:
         return state
-    x = collapse(state)
+    x = collapse(state, whole_sequence(collapse))
     value = point(x)
     if value is x:
         return state
@@ -114,7 +114,7 @@ def written(collapse: nn.Module, state: State, value: Tensor) -> State:
     if torch.is_grad_enabled() and any(part.requires_grad for part in [value, *tree_leaves(state)]):
         raise InputError("boundaries writes a value back into this scheme's state under torch.no_grad() alone")
     with torch.no_grad():
-        if torch.equal(collapse(state), value):
+        if torch.equal(collapse(state, whole_sequence(collapse)), value):
             return state
         exact = copy.deepcopy(collapse).double()
         flat, form = tree_flatten(state)
@@ -122,7 +122,9 @@ def written(collapse: nn.Module, state: State, value: Tensor) -> State:
 
         def read(point: Tensor) -> Tensor:
             parts = point.split([shape.numel() for shape in shapes])
-            return exact(tree_unflatten([part.reshape(s) for part, s in zip(parts, shapes)], form))
+            return exact(
+                tree_unflatten([part.reshape(s) for part, s in zip(parts, shapes)], form), whole_sequence(exact)
+            )
 
         start = torch.cat([part.reshape(-1) for part in flat]).double()
         point, target = start, value.double()

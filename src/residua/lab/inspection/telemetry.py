@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from residua.connections import Stream
 from residua.connections.base import as_inputs
+from residua.connections.memory import whole_sequence
 from residua.lab.inspection.measure import gates
 from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import ConnectionRecord
@@ -20,8 +21,8 @@ def has_gates(stream: Stream, dim: int) -> bool:
     for connection in stream.connections[:1]:
         weights = next(stream.parameters(), None)
         like = {} if weights is None else {"dtype": weights.dtype, "device": weights.device}
-        before = stream.expand(torch.ones(1, 1, dim, **like))
-        x, carry = connection.read(before)
+        before = stream.expand(torch.ones(1, 1, dim, **like), whole_sequence(stream.expand))
+        x, carry = connection.read(before, whole_sequence(connection))
         return bool(gates(connection.shortcut(before, carry, as_inputs(x)[0])))
     return False
 
