@@ -46,6 +46,12 @@ def test_what_does_not_fit_is_one_line(arguments, says, folder, tmp_path, capsys
     assert not (tmp_path / "out").exists()
 
 
+def test_the_folder_of_a_run_is_exported_first(tmp_path, capsys):
+    (tmp_path / "config.yaml").touch()
+    assert main(["convert", str(tmp_path), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
+    assert f"{tmp_path} is a run of residua" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_tokenizer_is_one_whole_line_that_says_what_to_do(tmp_path, capsys):
     llama(torch.float32, vocab_size=257).save_pretrained(tmp_path / "llama")
     capsys.readouterr()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -14,17 +15,26 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
+    AutoModelForTokenClassification,
+    DiffLlamaConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    Mamba2Config,
     Olmo2Config,
     PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
 )
 from transformers.models.auto import modeling_auto
 
 import residua
+from residua.conversion.probe import outputs
 from residua.errors import InputError
 from support.converted_models import ENCODED, IDS, SOUND, STARTS, WINDOWED, converted, lively, llama, model_of, whisper
 from support.tiny_models import tiny_model
@@ -155,15 +165,14 @@ def test_options_beside_the_folder_are_for_the_model(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path, nothing=1)
 
 
-def test_only_converted_models_are_saved_in_another_way_and_only_two_auto_classes_open_them():
+def test_only_converted_models_are_saved_in_another_way_and_opened_by_the_auto_classes_of_their_family():
     assert PreTrainedModel.save_pretrained.__module__ == "transformers.modeling_utils"
     assert not hasattr(PreTrainedModel.save_pretrained, "__wrapped__")
-    classes = {
-        name: vars(kind).get("_model_mapping") for name, kind in vars(modeling_auto).items() if isinstance(kind, type)
-    }
     config = type(converted("hc").config)
-    opening = {name for name, models in classes.items() if models is not None and config in models}
-    assert opening == {"AutoModel", "AutoModelForCausalLM"}
+    mappings = [(name, getattr(kind, "_model_mapping", None)) for name, kind in vars(modeling_auto).items()]
+    classes = {name: models for name, models in mappings if models is not None and name.startswith("AutoModel")}
+    opening, plain = ({name for name, models in classes.items() if c in models} for c in (config, LlamaConfig))
+    assert opening == plain > {"AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"}
 
 
 @pytest.mark.slow
@@ -175,8 +184,9 @@ def test_a_model_for_another_task_takes_the_connections(tmp_path):
     residua.load_connection(classifier, tmp_path / "connection")
     assert_close(classifier.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
     model.save_pretrained(tmp_path / "whole")
-    with pytest.raises(ValueError, match=r"Unrecognized configuration class.*ConvertedLlamaConfig"):
-        AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole")
+    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", num_labels=3)
+    assert_close(other.model(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    assert other.score.weight.shape[0] == 3
 
 
 @pytest.mark.parametrize("halves", [("mhc", None), (None, WINDOWED), ("hc", "attnres")])
@@ -264,7 +274,7 @@ LLAMA = {"model_type": "llama"}
     ("change", "says"),
     [
         ({"base": {"model_type": "nothing"}}, "model type of transformers"),
-        ({"base": {**LLAMA, "auto_map": {"AutoConfig": "evil.Config"}}}, "auto_map"),
+        ({"base": {**LLAMA, "quantization_config": {"quant_method": "awq"}}}, "quantization_config"),
         ({"connection": "nothing", "layers": []}, "no preset"),
         ({"layers": None}, "must say how a model was converted"),
     ],
@@ -406,3 +416,174 @@ def test_a_width_that_a_scheme_cannot_divide_is_refused():
     with pytest.raises(InputError, match="num_fractions"):
         residua.convert(model, "frac:num_fractions=3")
     assert torch.equal(model(IDS).logits, before)
+
+
+PIXELS = {"pixel_values": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
+
+
+def image_classifier():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3))
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "auto"),
+    [
+        (lambda: LlamaForSequenceClassification(llama(num_labels=5).config), None, AutoModelForSequenceClassification),
+        (lambda: LlamaForTokenClassification(llama(num_labels=5).config), None, AutoModelForTokenClassification),
+        (image_classifier, PIXELS, AutoModelForImageClassification),
+        (lambda: ViTModel(image_classifier().config), PIXELS, AutoModel),
+    ],
+)
+def test_a_model_is_opened_with_its_head(make, inputs, auto, tmp_path):
+    torch.manual_seed(0)
+    model = lively(make().double(), "hc", inputs).eval()
+    inputs = inputs or {"input_ids": IDS}
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == [type(model).__name__]
+    for opened in (residua.load(tmp_path, dtype=torch.float64), auto.from_pretrained(tmp_path, dtype=torch.float64)):
+        assert type(opened) is type(model)
+        for found, expected in zip(outputs(opened, inputs), outputs(model, inputs), strict=True):
+            assert_close(found, expected)
+        assert opened.state_dict().keys() == model.state_dict().keys()
+    opened.save_pretrained(tmp_path / "again")
+    assert type(residua.load(tmp_path / "again")) is type(model)
+
+
+def test_the_head_of_a_folder_is_not_left_out(tmp_path):
+    """A folder that an earlier version wrote names no head."""
+    torch.manual_seed(0)
+    model = lively(LlamaForSequenceClassification(llama(num_labels=5).config), "hc").eval()
+    model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["architectures"] == ["ResiduaConvertedForSequenceClassification"]
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file({name: x.clone() for name, x in weights.items() if name != "score.weight"}, file, {"format": "pt"})
+    for opened in (residua.load, AutoModelForSequenceClassification.from_pretrained):
+        with pytest.raises(InputError, match=r"missing_keys: .*score\.weight"):
+            opened(tmp_path)
+    save_file(weights, file, {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"architectures": ["ResiduaConvertedModel"]}))
+    with pytest.raises(InputError, match=r"score\.weight.*AutoModelForSequenceClassification"):
+        residua.load(tmp_path)
+    assert_close(AutoModelForSequenceClassification.from_pretrained(tmp_path)(IDS).logits, model(IDS).logits)
+
+
+def test_code_that_a_plain_configuration_names_is_left_out(tmp_path):
+    """As of Phi, whose folder names code beside a type that transformers has."""
+    model = llama()
+    model.config.auto_map = {"AutoConfig": "other.Config", "AutoModelForCausalLM": "other.ForCausalLM"}
+    lively(model, "hc").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    assert "auto_map" not in settings["residua"]["base"]
+    settings["residua"]["base"]["auto_map"] = model.config.auto_map  # as an earlier version wrote
+    file.write_text(json.dumps(settings))
+    opened = residua.load(tmp_path, dtype=torch.float64)
+    assert_close(opened(IDS).logits, model(IDS).logits)
+    assert opened.config.auto_map == {}
+    assert residua.unconvert(model, lossy=True).config.auto_map == {
+        "AutoConfig": "other.Config",
+        "AutoModelForCausalLM": "other.ForCausalLM",
+    }
+
+
+def pruned(model):
+    del model.model.layers[1]
+    model.config.num_hidden_layers = 2
+
+
+def deepened(model):
+    model.model.layers.insert(1, copy.deepcopy(model.model.layers[1]))
+
+
+def shorter(model):
+    model.config.num_hidden_layers = 2
+
+
+def exchanged(model):
+    first, second, third, *others = model.model.layers
+    model.model.layers = torch.nn.ModuleList([first, third, second, *others])
+
+
+def another_head(model):
+    model.lm_head = torch.nn.Linear(16, 50, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "connection", "says"),
+    [
+        (pruned, "hc", "of 3 layers, the model has 2"),
+        (deepened, "hc", "of 3 layers, the model has 4"),
+        (shorter, "hc", "of 3 layers, the model has 2"),
+        (exchanged, "denseformer", "average"),
+        (another_head, "hc", r"lm_head\.weight"),
+    ],
+)
+def test_a_model_that_would_not_open_is_not_saved(change, connection, says, tmp_path):
+    model = converted(connection, torch.float32)
+    change(model)
+    generator = torch.get_rng_state()
+    with pytest.raises(InputError, match=says):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_layers_at_other_places_are_not_saved_where_their_places_count(tmp_path):
+    """The scale of a layer of siamese is that of its depth, and no weight."""
+    model = converted("siamese", torch.float32, num_hidden_layers=4)
+    exchanged(model)
+    with pytest.raises(InputError, match=r"connections\.0\.scale"):
+        model.save_pretrained(tmp_path)
+
+
+def test_the_half_of_an_encoder_decoder_is_not_saved_as_a_model(tmp_path):
+    half = lively(whisper().get_encoder(), "hc", {"input_features": SOUND})
+    with pytest.raises(InputError, match=r"WhisperEncoder .* residua\.save_connection"):
+        half.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_encoder_without_its_pooler_is_opened_as_it_was_made(tmp_path):
+    model = lively(ViTModel(image_classifier().config, add_pooling_layer=False).double(), "hc", PIXELS).eval()
+    model.save_pretrained(tmp_path)
+    opened = residua.load(tmp_path, dtype=torch.float64, add_pooling_layer=False)
+    assert_close(opened(**PIXELS).last_hidden_state, model(**PIXELS).last_hidden_state)
+
+
+def test_a_class_of_ones_own_is_opened_as_the_one_that_it_comes_from(tmp_path):
+    class Mine(LlamaForCausalLM):
+        pass
+
+    torch.manual_seed(0)
+    model = lively(Mine(llama().config).double(), "hc").eval()
+    model.save_pretrained(tmp_path)
+    assert_close(residua.load(tmp_path, dtype=torch.float64)(IDS).logits, model(IDS).logits)
+
+
+def test_a_layer_that_makes_parameters_on_the_cpu_is_opened(tmp_path):
+    model = lively(model_of(DiffLlamaConfig, num_key_value_heads=2, intermediate_size=24), "hc").eval()
+    model.save_pretrained(tmp_path)
+    assert_close(residua.load(tmp_path, dtype=torch.float64)(IDS).logits, model(IDS).logits)
+
+
+def test_infinity_in_a_configuration_is_kept(tmp_path):
+    sizes = {"head_dim": 8, "num_heads": 4, "state_size": 4, "n_groups": 1, "chunk_size": 4}
+    model = lively(model_of(Mamba2Config, num_attention_heads=None, **sizes), "hc")
+    model.save_pretrained(tmp_path)
+    config = type(model.config).from_dict(json.loads(model.config.to_json_string()))
+    limits = [tuple(x.time_step_limit) for x in (model.config, config, residua.load(tmp_path).config)]
+    assert limits == 3 * [(0.0, math.inf)]
+
+
+def test_the_folder_of_a_scheme_with_several_inputs_is_refused(tmp_path):
+    """torchtitan trains such schemes, and wrote them for transformers once."""
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    settings["residua"]["connection"] = residua.connections.describe(residua.resolve("mudd"))
+    file.write_text(json.dumps(settings))
+    with pytest.raises(InputError, match="several for every sublayer"):
+        residua.load(tmp_path)

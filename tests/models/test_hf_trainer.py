@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
 
+import residua
 from residua.models import ResiduaForCausalLM
 from support.converted_models import converted
 from support.tiny_models import tiny_config
@@ -89,30 +91,61 @@ def a_converted_one():
 MODELS = pytest.mark.parametrize("build", [ours, a_converted_one])
 
 
+def word_tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(48)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", pad_token="w1", unk_token="w1")
+
+
+def texts(count):
+    return [" ".join(f"w{2 + (i + t) % 40}" for t in range(4 + i % 5)) for i in range(count)]
+
+
 @pytest.mark.slow
 @MODELS
 def test_supervised_fine_tuning_with_trl(build, tmp_path):
     """Texts of several lengths, padded on the right by the collator of trl."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="trl reads datasets")
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(48)}
-    model = tokenizers.models.WordLevel(words, unk_token="w1")
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", pad_token="w1", unk_token="w1")
-    texts = [" ".join(f"w{2 + (i + t) % 40}" for t in range(4 + i % 5)) for i in range(64)]
     trainer = trl.SFTTrainer(
         model=build(),
         args=arguments(tmp_path, kind=trl.SFTConfig, max_length=16, bf16=False, max_steps=20),
-        train_dataset=datasets.Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_dict({"text": texts(64)}),
+        processing_class=word_tokenizer(),
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] / 1.5
+
+
+@pytest.mark.slow
+def test_trainers_of_trl_open_a_folder(tmp_path):
+    """They choose the class by the architecture, and open the reference model a second time."""
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets", reason="trl reads datasets")
+    folder = str(tmp_path / "model")
+    a_converted_one().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    lines = texts(8)
+    pairs = {"chosen": lines, "rejected": lines[::-1]}
+    kinds = {
+        trl.SFTTrainer: (trl.SFTConfig, {"text": lines}, {}),
+        trl.DPOTrainer: (trl.DPOConfig, {"prompt": lines, **pairs}, {}),
+        trl.RewardTrainer: (trl.RewardConfig, pairs, {}),
+        trl.GRPOTrainer: (trl.GRPOConfig, {"prompt": lines}, {"reward_funcs": lambda completions, **_: [0.0] * 4}),
+    }
+    for trainer_class, (kind, data, options) in kinds.items():
+        special = {"beta": 0.1, "num_generations": 2, "max_completion_length": 3} if options else {"max_length": 16}
+        args = arguments(tmp_path / "out", kind=kind, max_steps=1, bf16=False, per_device_train_batch_size=4, **special)
+        trainer = trainer_class(folder, args=args, train_dataset=datasets.Dataset.from_dict(data), **options)
+        trainer.train()
+        for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
+            assert any(".stream." in name for name in model.state_dict())
+        trainer.save_model(tmp_path / kind.__name__)
+        opened = residua.load(tmp_path / kind.__name__).state_dict()
+        assert all(torch.equal(opened[name], x) for name, x in trainer.model.state_dict().items())
 
 
 @MODELS

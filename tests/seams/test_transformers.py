@@ -104,7 +104,7 @@ SEAMS = [
     Seam(
         "transformers.PreTrainedConfig",
         "our configuration sets or calls it",
-        "base_model_tp_plan get_text_config",
+        "base_model_tp_plan get_text_config _decode_special_floats get_config_dict",
         make=lambda kind: kind(),
     ),
     Seam("transformers.pytorch_utils.Conv1D", "Muon takes its weight", "weight", make=lambda c: c(2, 3)),

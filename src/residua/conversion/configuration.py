@@ -5,29 +5,33 @@ In memory a converted Llama has a `LlamaConfig` that says how it was converted. 
 its weights.
 """
 
+import inspect
 import json
+import warnings
+from collections.abc import Iterator, Mapping
 from copy import copy
 from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from residua.conversion.anatomy import Conversion
-from residua.conversion.flow import KEY, STREAM, Swapped, swap_back, swapped_class
-from residua.conversion.rebuild import rebuild
-from residua.errors import InputError, extra, require, shown
+from residua.conversion.flow import KEY, STREAM, Swapped, being_saved, expect_converted_whole, swap_back, swapped_class
+from residua.conversion.rebuild import expect_depth, rebuild
+from residua.errors import InputError, extra, first_line, require, shown
 from residua.models.configuration import usable
 
 with extra("lab"):
     from transformers import (
         CONFIG_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_MAPPING,
         AutoConfig,
         AutoModel,
         AutoModelForCausalLM,
+        AutoModelForPreTraining,
         PreTrainedConfig,
     )
+    from transformers.models.auto import modeling_auto
 
 MODEL_TYPE = "residua-converted"
 BASE = "base"
@@ -37,6 +41,18 @@ ARCHITECTURE = "ResiduaConverted"
 REFUSAL = "converted by residua; open it with residua.load(folder)"
 
 
+def _auto_classes() -> dict[str, Any]:
+    """Return the Auto classes of models, by the end of their name: "ForCausalLM"; "Model" for `AutoModel`."""
+    found = [x for name, x in vars(modeling_auto).items() if name.startswith("AutoModel") and isinstance(x, type)]
+    ordered = dict.fromkeys([AutoModelForCausalLM, AutoModel, *found])  # a model may be opened by several: by the first
+    ordered[AutoModelForPreTraining] = ordered.pop(AutoModelForPreTraining)
+    return {auto.__name__.removeprefix("AutoModel") or "Model": auto for auto in ordered}
+
+
+AUTO_CLASSES = _auto_classes()
+"""By the end of the architecture in a file, after `ARCHITECTURE`."""
+
+
 class ConvertedConfig(Swapped):
     """Mixed into the class of a converted model's configuration; `AutoConfig` opens the file of one by it.
 
@@ -44,6 +60,7 @@ class ConvertedConfig(Swapped):
     """
 
     prefix = "Converted"  # by the plain name AutoModel.from_config would build a plain model
+    auto_map: ClassVar[Mapping[str, str]] = {}  # trainers ask for it, where they do not know the architecture
     transformers_weights: str | None = REFUSAL
     """The file of the weights: the classes of single models, such as `LlamaForCausalLM`, open a configuration of any
     type, but no weights from a file of this name, which the error shows."""
@@ -67,14 +84,14 @@ class ConvertedConfig(Swapped):
         Raises:
             ValueError: the file names code to download, or a type that transformers lacks.
         """
-        settings = usable(settings, "config.json")
+        settings = PreTrainedConfig._decode_special_floats(usable(settings, "config.json"))
         conversion = settings[KEY]
         base = conversion.pop(BASE)
         kind = base["model_type"]
         require(kind in CONFIG_MAPPING, f"config.json: {KEY}.{BASE}.model_type", "a model type of transformers", kind)
-        for refused in ("auto_map", "quantization_config"):
-            if base.get(refused):
-                raise InputError(f"config.json must have no {refused} in base, which only plain models have")
+        base.pop("auto_map", None)  # code of the plain model, beside a type that transformers has
+        if base.get("quantization_config"):
+            raise InputError("config.json must have no quantization_config in base, which only plain models have")
         config, unused = CONFIG_MAPPING[kind].from_dict(base, **{**options, "return_unused_kwargs": True})
         opened = with_conversion(config, conversion)
         opened.architectures = settings.get("architectures")
@@ -83,6 +100,7 @@ class ConvertedConfig(Swapped):
     def to_json_string(self, use_diff: bool = True) -> str:
         base = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
         base.pop("plain_name", None)
+        base.pop("auto_map", None)
         settings = {
             "model_type": MODEL_TYPE,
             "architectures": [self._architecture(name) for name in base.get("architectures") or ()],
@@ -94,8 +112,20 @@ class ConvertedConfig(Swapped):
     def _architecture(self, name: str) -> str:
         if name.startswith(ARCHITECTURE):
             return name
-        language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self).__bases__[1], None)
-        return ARCHITECTURE + ("ForCausalLM" if name == getattr(language_model, "__name__", None) else "Model")
+        kinds = auto_classes_of(type(self).__bases__[1])
+        return ARCHITECTURE + next((kind for kind, _, opened in kinds if opened.__name__ == name), "Model")
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """Write config.json; if a model is being saved, name the Auto class that opens it.
+
+        Raises:
+            InputError: what would be written of the model cannot be opened. Nothing is written then.
+        """
+        saved = being_saved()
+        written: Any = copy(self)
+        if saved is not None and saved["model_to_save"].config is self:
+            written.architectures = [ARCHITECTURE + expect_openable(saved["model_to_save"], saved["state_dict"])]
+        super(ConvertedConfig, written).save_pretrained(save_directory, *args, **options)  # type: ignore[misc]
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
@@ -108,12 +138,18 @@ class BuiltConverted(Swapped):
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = [STREAM]
 
     def __init__(self, config: Any, *args: Any, **options: Any):
-        super().__init__(config, *args, **options)  # type: ignore[call-arg]
-        rebuild(self, conversion_of(self))  # type: ignore[arg-type]
+        # By the converted configuration a head would ask AutoModel for a trunk that is rebuilt already.
+        super().__init__(_plain(config), *args, **options)  # type: ignore[call-arg]
+        model: Any = self
+        _configure(model, with_conversion(model.config, getattr(config, KEY)), config._name_or_path)
+        rebuild(model, conversion_of(model))
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:
         """Return the converted model in a folder, as the method of every model does.
+
+        The head may be new, as transformers says then, if the folder holds a model for another task; but not that of a
+        language model.
 
         Raises:
             InputError: weights are missing, or others are there.
@@ -122,7 +158,10 @@ class BuiltConverted(Swapped):
         config.transformers_weights = None
         with_info = options.pop("output_loading_info", False)
         model, info = super().from_pretrained(folder, *args, config=config, output_loading_info=True, **options)  # type: ignore[misc]
-        expect_weights(folder, info, "missing_keys", "mismatched_keys")
+        own = cls.__bases__[1].__name__
+        same = config._architecture(own) in (config.architectures or ())
+        trunk = "" if same or model.can_generate() or model.base_model is model else f"{model.base_model_prefix}."
+        expect_weights(folder, info, "missing_keys", "mismatched_keys", only=trunk)
         expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")  # a trunk leaves the head out
         del model.config.transformers_weights
         swap_back(model)
@@ -143,7 +182,93 @@ def expect_weights(folder: Any, info: Any, *problems: str, only: str = "") -> No
             raise InputError(f"{folder} must hold the weights of the model in config.json, {problem}: {shown(names)}")
 
 
+def expect_openable(model: Any, weights: Mapping[str, Any] | None = None) -> str:
+    """Return which of `AUTO_CLASSES` opens a converted model after `save_pretrained`.
+
+    weights: what is saved of it, if it is not the model's `state_dict`.
+
+    Raises:
+        InputError: none does, or the model in its configuration has other weights.
+    """
+    name, config = type(model).__name__, model.config
+    kinds = auto_classes_of(type(config).__bases__[1])
+    kind = next((kind for kind, _, opened in kinds if isinstance(model, opened)), None)
+    if kind is None:
+        raise InputError(
+            f"{name} must be a model that an Auto class of transformers opens, to be saved by save_pretrained, and "
+            "there is none; save its connections: residua.save_connection(model, FOLDER)"
+        )
+    expect_depth(model, conversion_of(model))
+    expect_converted_whole(model)
+    found = weights or model.state_dict()  # trainers of sharded models give none, and save the parts themselves
+    try:
+        built = (_as_opened(kind, config, flag) for flag in _flags(type(model)))
+        differences = [_differences(other, found) or _moved(other, model) for other in built]
+    except Exception as error:  # whatever the code of a model raises
+        raise InputError(f"{name} cannot be saved, since nothing would open it: {first_line(error)}") from error
+    if all(differences):
+        raise InputError(
+            f"{name} must have the weights that its configuration says, to be saved by save_pretrained, and differs in "
+            f"{shown(differences[0])}; change its modules and sizes before residua.convert, or the configuration with "
+            "them"
+        )
+    return kind
+
+
+def _flags(model: type) -> Iterator[dict[str, bool]]:
+    """Yield the options with which a model may be built and opened: none, or one flag, as `add_pooling_layer=False`."""
+    yield {}
+    for name, parameter in inspect.signature(model).parameters.items():
+        if isinstance(parameter.default, bool):
+            yield {name: not parameter.default}
+
+
+def _as_opened(kind: str, config: "ConvertedConfig", options: Mapping[str, bool]) -> Any:
+    """Return the model that an Auto class builds from what is written of a configuration, without memory."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        written = ConvertedConfig.from_dict(json.loads(config.to_json_string()))
+        return AUTO_CLASSES[kind].from_config(written, **options)
+
+
+def _differences(model: Any, weights: Mapping[str, Any]) -> list[str]:
+    """Return the names of the weights that a model would not find, or find in another size or beside its connections.
+
+    Empty weights are those of a process that holds only parts.
+    """
+    expected = model.state_dict()
+    missing = expected.keys() - weights.keys() - model.all_tied_weights_keys.keys()
+    added = {name for name in weights.keys() - expected.keys() if f".{STREAM}." in f".{name}"}
+    both = expected.keys() & weights.keys()
+    changed = {name for name in both if weights[name].numel() and weights[name].shape != expected[name].shape}
+    return sorted(missing | added | changed)
+
+
+def _moved(built: nn.Module, model: nn.Module) -> list[str]:
+    """Return the settings of connections that another place among the layers would change."""
+    expected, found = _settings(built), _settings(model)
+    return sorted(name for name, value in found.items() if name in expected and expected[name] != value)
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    return {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        if f".{STREAM}." in f".{name}."
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str)) and not key.startswith("_") and key != "training"
+    }
+
+
 AutoConfig.register(MODEL_TYPE, ConvertedConfig)
+
+
+def auto_classes_of(plain: type) -> Iterator[tuple[str, Any, type]]:
+    """Yield the Auto classes that open the models of a family, by its configuration: kind, Auto class and model."""
+    for kind, auto in AUTO_CLASSES.items():
+        if plain in auto._model_mapping:
+            models = auto._model_mapping[plain]
+            yield kind, auto, models[0] if isinstance(models, (list, tuple)) else models
 
 
 @cache
@@ -151,11 +276,10 @@ def converted_class(plain: type) -> type:
     """Return the class of the configurations of converted models of a family; from now on Auto classes take it."""
     converted = swapped_class(ConvertedConfig, plain)
     converted.__module__ = __name__  # Auto classes register no configuration of a module of transformers
-    for auto, models in ((AutoModel, MODEL_MAPPING), (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)):
-        if plain in models:
-            model = swapped_class(BuiltConverted, models[plain])
-            model.config_class = converted  # type: ignore[attr-defined]
-            auto.register(converted, model)
+    for _, auto, opened in auto_classes_of(plain):
+        model = swapped_class(BuiltConverted, opened)
+        model.config_class = converted  # type: ignore[attr-defined]
+        auto.register(converted, model)
     return converted
 
 
@@ -189,10 +313,16 @@ def mark(model: nn.Module, conversion: Conversion) -> None:
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`."""
-    plain: Any = copy(model.config)
+    plain = _plain(model.config)
+    _configure(model, plain, vars(plain).pop("plain_name", ""))
+
+
+def _plain(config: Any) -> Any:
+    """Return a copy of the configuration of a converted model without how it was converted."""
+    plain = copy(config)
     swap_back(plain)
     delattr(plain, KEY)
-    _configure(model, plain, vars(plain).pop("plain_name", ""))
+    return plain
 
 
 def conversion_of(model: nn.Module) -> Conversion:

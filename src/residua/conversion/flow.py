@@ -300,9 +300,8 @@ class LayerStream(WideParts):
     @property
     def _tied_weights_keys(self) -> dict[str, str]:
         """None are tied. `save_pretrained` asks every module, and is refused for a model that is converted in part."""
-        for frame, _ in traceback.walk_stack(None):
-            if frame.f_code is PreTrainedModel.save_pretrained.__code__:
-                expect_converted_whole(frame.f_locals["self"])
+        if (saved := being_saved()) is not None:
+            expect_converted_whole(saved["self"])
         return {}
 
     @property
@@ -356,6 +355,12 @@ def lead_of(x: Tensor) -> tuple[int, ...] | None:
     return None if x.dim() == 3 else tuple(x.shape[:-1])
 
 
+def being_saved() -> Mapping[str, Any] | None:
+    """Return the variables of the `save_pretrained` of a model that is running; None if none is."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return next((x.f_locals for x in frames if x.f_code is PreTrainedModel.save_pretrained.__code__), None)
+
+
 def expect_converted_whole(model: PreTrainedModel) -> None:
     """Raise InputError for a model that is converted only in part: opened again it would be a plain model.
 
@@ -363,7 +368,7 @@ def expect_converted_whole(model: PreTrainedModel) -> None:
     """
     for name, part in model.named_modules():
         config = vars(part).get("config")
-        if hasattr(config, KEY) and config is not model.config:
+        if getattr(config, KEY, None) != getattr(model.config, KEY, None) and hasattr(config, KEY):
             raise InputError(
                 f"{type(model).__name__} must be converted whole to be saved by save_pretrained, got one with a "
                 f"converted part; save that alone: residua.save_connection(model.{name}, FOLDER)"

@@ -1,5 +1,6 @@
 """Open the language model and the tokenizer in a folder of transformers; no code in it is executed."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +36,13 @@ def read_model(
         InputError: the folder has no such model, its weights are not the model's, or it needs code of its own.
     """
     folder = Path(folder)
+    if not (folder / "config.json").is_file() and (folder / "config.yaml").is_file():
+        raise InputError(
+            f"{folder} is a run of residua; here a Hugging Face folder is needed: residua export it first, "
+            f"residua export {shlex.quote(str(folder))} DIR"
+        )
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} must be a run folder or one with a model of transformers, found no config.json")
+        raise InputError(f"{folder} must be a Hugging Face folder with a model, found no config.json")
     if (folder / "adapter_config.json").is_file():
         raise InputError(f"{folder} must be a whole model, found an adapter (adapter_config.json); merge it first")
     expect_regular(folder)

@@ -1,5 +1,6 @@
 """The connections in the layers of a model: built into them, found there, and taken out again."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -29,10 +30,8 @@ from residua.errors import InputError, first_line
 
 def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     """Build the part of the stream of every layer, with the norms that the layers have."""
-    stack = stack_in(model, conversion)
-    anatomy = conversion.anatomy
-    if len(stack) != len(anatomy):
-        raise InputError(f"the connections are of {len(anatomy)} layers, the model has {len(stack)}")
+    expect_depth(model, conversion)
+    stack, anatomy = stack_in(model, conversion), conversion.anatomy
     norms = [
         Borrowed(layer, sublayer.readers[0], cast=sublayer.cast) if sublayer.normed else nn.Identity()
         for layer, sublayers in zip(stack, anatomy)
@@ -44,6 +43,7 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
         whole = conversion.scheme.build(width, len(norms), norm_eps=_eps(owners), norm=norms.__getitem__)
     except ValueError as error:
         raise InputError(f"no stream of width {width}: {first_line(error)}") from error
+    expect_one_input(whole)
     lend(whole)
     looks_back = any(map(window_of, whole.parts))
     connections: Any = iter(whole.connections)
@@ -52,9 +52,34 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
         ends = whole.expand if i == 0 else None, whole.collapse if i == len(stack) - 1 else None
         part, keywords = islice(connections, len(sublayers)), keywords_of(layer)
         stream = LayerStream(part, *ends, keywords=keywords, looks_back=looks_back)
-        parameter = next(layer.parameters())
-        streams.append(stream.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)))
+        dtype = next(layer.parameters()).dtype
+        streams.append(stream.to(_device_of(layer), torch.promote_types(dtype, torch.float32)))
     return streams
+
+
+def expect_one_input(stream: Stream) -> None:
+    """Raise InputError for a stream that reads several inputs for a sublayer: layers of transformers take one."""
+    if any(getattr(connection, "inputs", 1) > 1 for connection in stream.connections):
+        raise InputError(
+            "connection must be a scheme with one input for a sublayer, as the layers of transformers take, got one "
+            f"that reads several for every sublayer: {stream.scheme!r}"
+        )
+
+
+def expect_depth(model: nn.Module, conversion: Conversion) -> None:
+    """Raise InputError unless a model has as many layers as the connections are of."""
+    found, expected = len(stack_in(model, conversion)), len(conversion.anatomy)
+    if found != expected:
+        raise InputError(
+            f"the connections are of {expected} layers, the model has {found}; add or remove layers of the plain "
+            "model, before residua.convert"
+        )
+
+
+def _device_of(layer: nn.Module) -> torch.device:
+    """Return the device of most parameters of a layer: one that is built on another may make some on the CPU."""
+    devices = Counter(parameter.device for parameter in layer.parameters())
+    return devices.most_common(1)[0][0]
 
 
 def rebuild(

@@ -1,6 +1,7 @@
 """The connections of a converted model alone, in a folder beside the model that they were trained with."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,24 @@ import torch
 from torch import nn
 
 from residua.conversion.anatomy import Conversion
-from residua.conversion.configuration import conversion_of, expect_weights, mark
+from residua.conversion.configuration import (
+    ARCHITECTURE,
+    AUTO_CLASSES,
+    MODEL_TYPE,
+    conversion_of,
+    expect_weights,
+    mark,
+)
 from residua.conversion.convert_model import Model, expect_convertible
 from residua.conversion.flow import STREAM
 from residua.conversion.rebuild import is_converted, new_streams, rebuild, streams_of
-from residua.errors import InputError, extra, first_line
+from residua.errors import InputError, extra, first_line, shown
 from residua.records.durable import write_text
 from residua.records.reading import expect_regular, read_json
 from residua.records.tensors import read_tensors, write_tensors
 
 with extra("lab"):
-    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
 BASE_WEIGHTS = "base_weights"
@@ -108,21 +116,45 @@ def _sample_of_base(model: Any) -> torch.Tensor:
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:
-    """Open a language model that was converted, or one of ours, saved by `save_pretrained`, and return it.
+    """Open a model that was converted, or a language model of ours, saved by `save_pretrained`, and return it.
 
-    It is `AutoModelForCausalLM.from_pretrained`, which knows such models once this was called or a model was converted,
-    and at once where transformers was imported before residua.
+    It is `from_pretrained` of the Auto class that opens the model that was saved, such as `AutoModelForCausalLM` or
+    `AutoModelForSequenceClassification`. The Auto classes know converted models once this was called or a model was
+    converted, and at once where transformers was imported before residua.
 
     Args:
         folder: the folder, or the name of a repository on the hub.
-        options: of `AutoModelForCausalLM.from_pretrained`, such as `dtype` and `device_map`.
+        options: of `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
         InputError: weights are missing, or others are there.
     """
     expect_regular(Path(folder))
-    opened: Any = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
+    auto = _auto_class(folder, options)
+    opened: Any = auto.from_pretrained(folder, **options, output_loading_info=True)
     model, info = opened
     expect_weights(folder, info, "missing_keys", "mismatched_keys")
     expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")
+    heads = sorted(info.get("unexpected_keys") or ())
+    if auto is AutoModel and heads:  # an earlier version named the Auto classes of language models and trunks only
+        raise InputError(
+            f"{folder} holds more than a trunk, {shown(heads)}; open it with the Auto class of its head, such as "
+            "AutoModelForSequenceClassification"
+        )
     return model
+
+
+HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""The options of `from_pretrained` that say where a file is."""
+
+
+def _auto_class(folder: str | Path, options: Mapping[str, Any]) -> Any:
+    """Return the Auto class that opens a folder: of the architecture in its configuration, else of language models."""
+    place = {name: options[name] for name in HUB if name in options}
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(folder, **place)
+    except OSError:  # an adapter, or nothing, as `from_pretrained` will say
+        settings = {}
+    names = settings.get("architectures") or [""]
+    kind = str(names[0]).removeprefix(ARCHITECTURE) if settings.get("model_type") == MODEL_TYPE else ""
+    return AUTO_CLASSES.get(kind, AutoModelForCausalLM)

@@ -29,6 +29,7 @@ from residua.connections.base import as_inputs
 from residua.connections.memory import whole_sequence
 from residua.conversion.anatomy import Conversion, Sublayer
 from residua.conversion.configuration import with_conversion
+from residua.conversion.rebuild import expect_one_input
 from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, PreparedData
 from residua.models.linear import initialise
@@ -322,6 +323,11 @@ class ConvertedLlama(StateDictAdapter):
         state_dict["lm_head.weight"] = state_dict["tok_embeddings.weight"]
         return state_dict
 
+    def expect_openable(self) -> None:
+        """Raise InputError for a scheme that no layer of transformers can have."""
+        with torch.device("meta"):
+            expect_one_input(ResidualLlama(self.model_config).stream)
+
     def describe(self, folder: str | Path) -> None:
         """Write what `AutoModelForCausalLM` needs beside the weights: the configuration and the tokenizer."""
         converted_configuration(self.model_config).save_pretrained(folder)
@@ -395,6 +401,11 @@ class FolderCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         pass
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if getattr(self, "last_save_in_hf", False):  # not set where no checkpoints are made
+            self.sd_adapter.expect_openable()
 
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **options: Any) -> Any:
         saved = super().dcp_save(state_dict, checkpoint_id, *args, **options)
