@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -6,7 +7,16 @@ import pytest
 from residua.errors import InputError
 from residua.lab.training.config import KEYS
 from residua.records import folder as folders
-from residua.records.folder import FREE_KEYS, LOGGING_KEYS, hold, new_folder, read_object, read_settings, refuse_changes
+from residua.records.folder import (
+    FREE_KEYS,
+    LOGGING_KEYS,
+    hold,
+    new_folder,
+    read_facts,
+    read_object,
+    read_settings,
+    refuse_changes,
+)
 
 HOLDING = """
 import sys, time
@@ -136,3 +146,23 @@ def test_a_new_folder_is_not_there_or_empty(tmp_path, monkeypatch):
     for used in (tmp_path, tmp_path / "file"):
         with pytest.raises(InputError, match="folder must be a new or empty folder, got"):
             new_folder(used)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"data": []},
+        {"data": {"place": 3}},
+        {"data": {"fingerprint": []}},
+        {"resumed": 3},
+        {"resumed": [3]},
+        {"parameters": "x"},
+    ],
+    ids=str,
+)
+def test_forged_facts_are_refused(facts, tmp_path):
+    path = tmp_path / "facts.json"
+    assert read_facts(path) == {}
+    path.write_text(json.dumps(facts))
+    with pytest.raises(InputError, match=r"facts\.json: "):
+        read_facts(path)

@@ -1,11 +1,12 @@
 import json
 import math
+import os
 
 import pytest
 
 from residua.errors import InputError
 from residua.records import jsonlines
-from residua.records.jsonlines import JsonLines, finite
+from residua.records.jsonlines import JsonLines, finite, read_metrics
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,23 @@ def test_opening_drops_what_is_not_kept_and_leaves_the_rest_as_it_is(tmp_path):
     with JsonLines(path):
         pass
     assert path.stat().st_ino == before, "a whole file is not written again"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*({"step": step} for step in ("1", 1.5, None, True)), {}, *({"step": 1, "loss": x} for x in ("1", [1], {}, True))],
+    ids=str,
+)
+def test_rows_of_a_run_are_numbers(row, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": None, "lr": 1e-3}) + "\n")
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl: (step|loss) must be"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+def test_nobody_waits_for_the_reader_of_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe must be a file to append to"):
+        JsonLines(tmp_path / "pipe")

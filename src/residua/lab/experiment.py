@@ -50,7 +50,7 @@ from residua.lab.training.distributed import ALONE, BatchShard, Ranks, join
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.documents import documents_apart
 from residua.records.durable import remove, unfinished
-from residua.records.folder import read_object, writable
+from residua.records.folder import read_facts, writable
 from residua.records.threads import threads
 
 with extra("lab"):
@@ -404,7 +404,7 @@ def _place_of_data(config: DataConfig, folder: Path) -> Path:
     facts = RunFolder(folder).facts
     if configured.exists() or not facts.is_file():
         return configured
-    place = read_object(facts)["data"].get("place")
+    place = read_facts(facts).get("data", {}).get("place")
     return configured if place is None or not (folder / place).is_dir() else folder / place
 
 

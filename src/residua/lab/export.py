@@ -18,7 +18,7 @@ from residua.lab.data.tokenizer import save_tokenizer
 from residua.lab.experiment import OpenRun, open_run
 from residua.records import jsonlines
 from residua.records.durable import unfinished
-from residua.records.folder import new_folder, read_object
+from residua.records.folder import new_folder, read_facts
 from residua.records.reading import read_json, write_yaml
 from residua.records.table import cell
 from residua.records.terminal import printable
@@ -149,7 +149,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     """Return the text of README.md: how to load the model, and how it was trained."""
     config = opened.model.config.get_text_config()
     context = context_of(opened.model)
-    facts = read_object(run / "facts.json") if (run / "facts.json").exists() else {}
+    facts = read_facts(run / "facts.json")
     data = facts.get("data", {})
     settings = asdict(opened.config)
     settings["data"].pop("path")  # a path on the machine that trained it, as the path of a base is
@@ -218,7 +218,7 @@ def _connection(opened: OpenRun) -> str:
 
 def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
     """Yield tokens, seconds and the last validation up to `step`, from metrics.jsonl."""
-    rows = [row for row in jsonlines.read(run / "metrics.jsonl") if row["step"] <= step]
+    rows = [row for row in jsonlines.read_metrics(run / "metrics.jsonl") if row["step"] <= step]
     latest = {key: value for row in rows for key, value in row.items()}
     names = {
         "tokens": ("tokens seen", "{:,}"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, extra, mapping
+from residua.errors import InputError, extra, fits, mapping, require
 from residua.records.durable import is_new, remove_partials, unlinked
 from residua.records.progress import say
 from residua.records.reading import read_json, read_yaml
@@ -166,6 +166,24 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
 def settings_of(path: Path) -> dict[str, Any]:
     """Return the settings in the config.yaml of a run by dotted key, none without such a file. Raises InputError."""
     return flatten(read_settings(path)) if path.is_file() else {}
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Read the facts.json of a run; a run of an early version may have none, which gives an empty dict.
+
+    Raises:
+        InputError: the file holds something else, or a value in it is of another kind than the runs write.
+    """
+    facts = read_object(path) if path.exists() else {}
+    data, resumed, parameters = facts.get("data", {}), facts.get("resumed", []), facts.get("parameters")
+    mapping(data, f"{path}: data")
+    for name in ("fingerprint", "place"):
+        require(isinstance(data.get(name), str | None), f"{path}: data.{name}", "text", data.get(name))
+    require(isinstance(resumed, list), f"{path}: resumed", "a list", resumed)
+    for process in resumed:
+        mapping(process, f"{path}: resumed")
+    require(fits(parameters, int | None), f"{path}: parameters", "a whole number", parameters)
+    return facts
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError
+from residua.errors import InputError, fits, require
 from residua.records.durable import sync, unlinked, write_bytes
 from residua.records.folder import writable
 from residua.records.reading import parse_json, regular
@@ -28,6 +28,27 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         InputError: another line is not a JSON object, or the file cannot be read.
     """
     return [row for _, row in _lines(Path(path))]
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read the rows of a run: each has its step, and numbers or null under other names.
+
+    Raises:
+        InputError: a row has something else, or as `read`.
+    """
+    rows = read(path)
+    for row in rows:
+        step_of(row, path)
+        for name, value in row.items():
+            require(fits(value, float | None), f"{path}: {name}", "a number or null", value)
+    return rows
+
+
+def step_of(row: Mapping[str, Any], path: str | Path) -> int:
+    """Return the step of a row of a run. Raises InputError if it has none."""
+    step = row.get("step")
+    require(fits(step, int), f"{path}: step", "a whole number in each row", step)
+    return int(step or 0)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -64,6 +85,13 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if hasattr(os, "set_blocking") and os.name != "nt":
+        os.set_blocking(descriptor, True)
+    return descriptor
+
+
 class JsonLines(AbstractContextManager):
     """A file of JSON lines to append to. A context manager; `rows` are those that it had when it was opened.
 
@@ -82,7 +110,8 @@ class JsonLines(AbstractContextManager):
                 self.rows = [row for _, row in lines]
                 if self.path.stat().st_size != sum(len(line) + 1 for line, _ in lines):
                     write_bytes(self.path, b"".join(line + b"\n" for line, _ in lines))
-            self._file = self.path.open("ab", buffering=0)  # so that closing does not repeat a failed write
+            # Without a buffer, closing does not repeat a failed write. Nobody waits for the reader of a pipe.
+            self._file = open(self.path, "ab", buffering=0, opener=_without_waiting)  # noqa: SIM115  # as long as self
 
     def __exit__(self, *error: Any) -> None:
         self._file.close()

@@ -310,3 +310,65 @@ def test_stdlib_is_prepared_into_a_usable_corpus(tmp_path):
     text = data.tokenizer().decode(data.validation.window(0, len(data.validation)))
     ends = text.count("<|endoftext|>") * len("<|endoftext|>")
     assert len(text.encode()) - ends == data.validation_bytes
+
+
+def forged(copy, **changes):
+    path = copy / "index.json"
+    index = json.loads(path.read_text())
+    for name, value in changes.items():
+        *keys, last = name.split("__")
+        part = index
+        for key in keys:
+            part = part[int(key) if key.isdigit() else key]
+        part[last] = value
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(
+            {f"splits__validation__{name}": value}
+            for name in ("bytes", "documents", "tokens")
+            for value in (-1, 0, "1")
+        ),
+        *({"splits__train__tokens": 7}, {"splits__train__shards": []}, {"splits__train__shards__0__tokens": 0}),
+        *({"splits__train__shards__0__tokens": True}, {"splits__train__shards__0__sha256": 3}, {"facts": [1]}),
+        *({"vocab_size": value} for value in (0, -1, "300", 2.5)),
+        *({"eos_token_id": value} for value in (-1, 400, 10**12, None)),
+        *({"splits__train__shards__0__file": name} for name in ("../data/train-00000.bin", "/dev/zero", "", 3)),
+    ],
+    ids=str,
+)
+def test_a_forged_index_is_refused(changes, copy):
+    forged(copy, **changes)
+    with pytest.raises(InputError, match=r"index\.json|in this folder"):
+        PreparedData.open(copy)
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 401}, {"eos_token_id": 3}], ids=str)
+def test_a_vocabulary_that_is_not_the_tokenizers_is_refused(changes, copy):
+    forged(copy, **changes)
+    with pytest.raises(InputError, match="vocab_size and eos_token_id must be those of its tokenizer"):
+        PreparedData.open(copy).tokenizer()
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_where_it_is_read(copy):
+    path = copy / "train-00000.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\xff\xff")
+    forged(copy, splits__train__shards__0__sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    tokens = PreparedData.open(copy).train
+    tokens.window(0, 999)
+    with pytest.raises(InputError, match=r"tokens below 400, .* got 65535"):
+        tokens.window(0, 1000)
+
+
+def test_a_forged_note_of_progress_is_refused(source, tmp_path):
+    """A link in the place of a shard would be cut to its length."""
+    stage = tmp_path / ".out.preparing"
+    for content in ("[]", "{}", '{"plan": 3, "splits": {}}', '{"plan": {}, "splits": {"train": 1}}'):
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir()
+        (stage / "progress.json").write_text(content)
+        with pytest.raises(InputError, match=r"progress\.json must be"):
+            prepare(source, tmp_path / "out", vocab_size=400)

@@ -12,18 +12,18 @@ import bisect
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
-from residua.errors import InputError, extra
+from residua.errors import Count, InputError, Natural, check_types, extra, fits, require
 from residua.lab.data.split import Split
-from residua.lab.data.tokenizer import saved_tokenizer, tokenizer_hash
+from residua.lab.data.tokenizer import saved_tokenizer, tokenizer_hash, vocabulary
 from residua.records.durable import file_sha256
-from residua.records.reading import read_json
+from residua.records.reading import inside, read_json
 from residua.records.tensors import undamaged
 
 with extra("lab"):
@@ -44,18 +44,24 @@ class Shard:
     """A file in the folder, the number of its tokens, and the sha256 of its content."""
 
     file: str
-    tokens: int
+    tokens: Count
     sha256: str
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclass(frozen=True)
 class SplitFiles:
     """The documents of a split, the bytes of their text, their tokens, and the whole shards of these."""
 
-    documents: int = 0
-    bytes: int = 0
-    tokens: int = 0
+    documents: Natural = 0
+    bytes: Natural = 0
+    tokens: Natural = 0
     shards: tuple[Shard, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> "SplitFiles":
@@ -69,8 +75,9 @@ class Tokens:
     `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype):
+    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int | None = None):
         self.folder = folder
+        self.vocab_size = vocab_size
         self.shards = tuple(shards)
         self.dtype = dtype
         self._starts = [0, *accumulate(shard.tokens for shard in self.shards)]
@@ -83,7 +90,10 @@ class Tokens:
         return self.__dict__ | {"_mapped": {}}
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """Return the ids of tokens start, ..., start + length - 1, across shards. Raises IndexError beyond the ends."""
+        """Return the ids of tokens start, ..., start + length - 1, across shards.
+
+        Raises IndexError beyond the ends, and InputError for a token beyond the vocabulary.
+        """
         if not 0 <= start <= start + length <= len(self):
             raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
         window = np.empty(length, dtype=np.int64)
@@ -95,6 +105,9 @@ class Tokens:
             window[position : position + len(part)] = part
             position += len(part)
             number += 1
+        if self.vocab_size is not None and length and window.max() >= self.vocab_size:
+            expected = f"tokens below {self.vocab_size}, the size of its vocabulary"
+            raise InputError(f"{self.folder} must hold {expected}, got {window.max()}; prepare the data again")
         return window
 
     def _shard(self, number: int) -> np.memmap:
@@ -134,7 +147,8 @@ class PreparedData:
         with undamaged(folder / "index.json", "an index of prepared data", "prepare the data again"):
             index = _read_index(folder)
             vocab_size, eos_token_id = index["vocab_size"], index["eos_token_id"]
-            splits = {split: SplitFiles.read(index["splits"][split]) for split in get_args(Split)}
+            splits = read_splits(folder / "index.json", index["splits"])
+            _check_counts(folder / "index.json", vocab_size, eos_token_id, splits)
             tokenizer = None
             with suppress(OSError):
                 tokenizer = tokenizer_hash(folder / "tokenizer")
@@ -153,8 +167,8 @@ class PreparedData:
                 eos_token_id=eos_token_id,
                 fingerprint=fingerprints["fingerprint"],
                 facts=index["facts"] | fingerprints,
-                train=Tokens(folder, splits["train"].shards, DTYPES[index["dtype"]]),
-                validation=Tokens(folder, splits["validation"].shards, DTYPES[index["dtype"]]),
+                train=Tokens(folder, splits["train"].shards, DTYPES[index["dtype"]], vocab_size),
+                validation=Tokens(folder, splits["validation"].shards, DTYPES[index["dtype"]], vocab_size),
                 validation_bytes=splits["validation"].bytes,
             )
         files = data._files()
@@ -167,7 +181,12 @@ class PreparedData:
         return data
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return saved_tokenizer(self.folder / "tokenizer")
+        """Return the tokenizer that made the tokens. Raises InputError if index.json has another vocabulary."""
+        tokenizer = saved_tokenizer(self.folder / "tokenizer")
+        made, said = (vocabulary(tokenizer), tokenizer.eos_token_id), (self.vocab_size, self.eos_token_id)
+        expected = f"those of its tokenizer, {list(made)}"
+        require(made == said, f"{self.folder / 'index.json'}: vocab_size and eos_token_id", expected, said)
+        return tokenizer
 
     def verify(self) -> None:
         """Read every shard. Raises InputError if a sha256 is wrong."""
@@ -180,10 +199,30 @@ class PreparedData:
     def _files(self) -> list[tuple[Path, str, int]]:
         """Return the shards: path, sha256 and bytes of each."""
         return [
-            (self.folder / shard.file, shard.sha256, shard.tokens * tokens.dtype.itemsize)
+            (inside(self.folder, shard.file), shard.sha256, shard.tokens * tokens.dtype.itemsize)
             for tokens in (self.train, self.validation)
             for shard in tokens.shards
         ]
+
+
+def read_splits(path: Path, entries: Mapping[str, Any]) -> dict[Split, SplitFiles]:
+    """Return the splits in a JSON file. Raises InputError, with its path, for a wrong value."""
+    try:
+        return {split: SplitFiles.read(entries[split]) for split in get_args(Split)}
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _check_counts(path: Path, vocab_size: Any, eos_token_id: Any, splits: Mapping[Split, SplitFiles]) -> None:
+    """Raise InputError for numbers in index.json that no preparation writes."""
+    require(fits(vocab_size, int) and vocab_size >= 1, f"{path}: vocab_size", "at least 1", vocab_size)
+    known = fits(eos_token_id, int) and 0 <= eos_token_id < vocab_size
+    require(known, f"{path}: eos_token_id", "a token of the vocabulary", eos_token_id)
+    for name, split in splits.items():
+        in_shards = sum(shard.tokens for shard in split.shards)
+        whole = split.tokens == in_shards >= 2 and 1 <= split.documents <= split.tokens and split.bytes >= 1
+        counts = {"documents": split.documents, "bytes": split.bytes, "tokens": split.tokens}
+        require(whole, f"{path}: {name}", f"documents, bytes and {in_shards} tokens, those of its shards", counts)
 
 
 def _fingerprint(content: list[Any]) -> str:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError, RunError
-from residua.lab.data.shards import SplitFiles
+from residua.lab.data.shards import SplitFiles, read_splits
 from residua.lab.data.split import Split
 from residua.records.durable import publish, remove, sync, unlinked, write_text
-from residua.records.folder import LEASE, LOCK, hold
+from residua.records.folder import LEASE, LOCK, hold, read_object
 from residua.records.progress import say
-from residua.records.reading import read_json
+from residua.records.reading import inside
+from residua.records.tensors import undamaged
 
 PROGRESS = "progress.json"
 
@@ -78,8 +79,13 @@ def _read_progress(folder: Path, plan: dict[str, Any]) -> Mapping[Split, SplitFi
     path = folder / PROGRESS
     if not path.exists():
         return {}
-    progress = read_json(path)
-    old_plan = progress["plan"]
+    with undamaged(path, "the progress of a preparation", f"remove {folder}"):
+        progress = read_object(path)
+        old_plan = dict(progress["plan"])
+        saved = read_splits(path, progress["splits"])
+        for split in saved.values():
+            for shard in split.shards:
+                inside(folder, shard.file)
     different_keys = [key for key in old_plan | plan if old_plan.get(key) != plan.get(key)]
     if different_keys:
         changes = ", ".join(f"{key} {old_plan.get(key)} there, {plan.get(key)} here" for key in different_keys)
@@ -87,4 +93,4 @@ def _read_progress(folder: Path, plan: dict[str, Any]) -> Mapping[Split, SplitFi
             f"{folder}: an unfinished preparation with other settings or another text ({changes}); give the same to "
             "continue it, or remove that folder"
         )
-    return {name: SplitFiles.read(split) for name, split in progress["splits"].items()}
+    return saved

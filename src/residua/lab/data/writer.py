@@ -14,7 +14,7 @@ from residua.lab.data.progress import text_progress
 from residua.lab.data.shards import Shard, SplitFiles
 from residua.lab.data.split import Split, split_documents
 from residua.lab.data.staging import Staging
-from residua.records.durable import file_sha256, sync
+from residua.records.durable import file_sha256, sync, unlinked
 
 with extra("lab"):
     import numpy as np
@@ -153,4 +153,4 @@ class ShardWriter:
         self.shards.append(Shard(path.name, tokens, file_sha256(path)))
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{self.split}-{number:05d}.bin"
+        return unlinked(self.folder / f"{self.split}-{number:05d}.bin")

@@ -11,7 +11,7 @@ from residua.connections.names import label
 from residua.errors import InputError, require
 from residua.lab.evaluation.comparable import Measure, Unit
 from residua.records import jsonlines
-from residua.records.folder import LOGGING_KEYS, RunFolder, flatten, read_object, read_settings
+from residua.records.folder import LOGGING_KEYS, RunFolder, flatten, read_facts, read_settings
 
 
 class Point(NamedTuple):
@@ -56,8 +56,8 @@ class Run:
             if not path.is_file():
                 raise InputError(f"give a run folder, got {folder}, which has no {path.name}: train into it first")
         settings = flatten(read_settings(run.config))
-        facts = read_object(run.facts) if run.facts.is_file() else {}
-        rows = jsonlines.read(run.metrics)
+        facts = read_facts(run.facts)
+        rows = jsonlines.read_metrics(run.metrics)
         require(
             bool(settings.get("model.connection")), f"{run.config}", "a configuration with model.connection", settings
         )

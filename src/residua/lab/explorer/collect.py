@@ -22,6 +22,7 @@ from residua.lab.inspection.trace import Trace, trace_file
 from residua.lab.training import latest_checkpoint
 from residua.records import jsonlines
 from residua.records.progress import say
+from residua.records.tensors import undamaged
 from residua.records.terminal import one_line
 
 with extra("lab"):
@@ -241,12 +242,19 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
     sublayers).
     """
     folder = source.path
-    rows = jsonlines.read(folder / "connections.jsonl") if folder is not None and folder.is_dir() else []
+    if folder is None or not folder.is_dir():
+        return {}
+    path = folder / "connections.jsonl"
+    with undamaged(path, "the gates of a run over its steps", "explore its trace file by itself"):
+        return _gates_over_training(jsonlines.read(path), source.trace.facts["gates"])
+
+
+def _gates_over_training(rows: list[dict[str, Any]], gates: Mapping[str, Any]) -> dict[str, np.ndarray]:
     if len(rows) < 2:
         return {}
     rows = thinned(rows, ROWS)
     arrays: dict[str, np.ndarray] = {}
-    for gate in source.trace.facts["gates"]:
+    for gate in gates:
         arrays[f"training.{gate}.steps"] = np.array([row["step"] for row in rows], dtype=np.float32)
         for quantile in QUANTILES:
             numbers = [[np.nan if x is None else x for x in row[gate][quantile]] for row in rows]

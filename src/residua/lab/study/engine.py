@@ -241,7 +241,7 @@ def train_point(
         if signal.getsignal(result["signal"]) not in (signal.SIG_DFL, None):
             signal.raise_signal(result["signal"])  # training took it; whoever waits for all runs wants it too
         raise KeyboardInterrupt
-    rows = jsonlines.read(folder.metrics)
+    rows = jsonlines.read_metrics(folder.metrics)
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
     facts = read_object(folder.facts)
     facts.get("data", {}).pop("place", None)  # of this folder, which is removed

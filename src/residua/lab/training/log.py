@@ -3,13 +3,14 @@
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residua.errors import InputError
 from residua.records.durable import unlinked, write_text
 from residua.records.folder import RunFolder, flatten
-from residua.records.jsonlines import JsonLines
+from residua.records.jsonlines import JsonLines, step_of
 from residua.records.progress import Progress, say
 from residua.records.reading import read_text
 
@@ -41,7 +42,7 @@ class RunLog:
         if self._wandb:
             stack.callback(self._wandb.finish)
         paths = [run.metrics, *([run.connections] if gates else [])]
-        self._files = [stack.enter_context(JsonLines(path, keep=lambda row: row["step"] <= step)) for path in paths]
+        self._files = [stack.enter_context(JsonLines(path, keep=partial(_until, step, path))) for path in paths]
         self._events = _event_writer(unlinked(run.tensorboard), step) if config.tensorboard else None
         if self._events:
             stack.callback(self._close_events)
@@ -79,6 +80,10 @@ class RunLog:
             self._events.close()
         except OSError as error:  # must not hide the error that ended the run
             say(f"the last TensorBoard events could not be written: {error}")
+
+
+def _until(last: int, path: Path, row: Mapping[str, Any]) -> bool:
+    return step_of(row, path) <= last
 
 
 def _event_writer(folder: Path, step: int) -> Any:

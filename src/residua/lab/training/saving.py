@@ -22,7 +22,7 @@ from residua.lab.training.optimizer import learning_rate_factor
 from residua.lab.training.step import Step
 from residua.records import jsonlines
 from residua.records.durable import write_text
-from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_object, refuse_changes, writable
+from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_facts, refuse_changes, writable
 from residua.records.progress import say
 from residua.records.provenance import circumstances
 from residua.records.reading import write_yaml
@@ -97,7 +97,7 @@ class RunState:
         if self._ranks.first:
             say(f"{self.run.path}: this run is finished ({self.step} steps); more --train.steps train it on")
         with self._ranks.raise_together():
-            rows = {row["step"]: row for row in jsonlines.read(self.run.metrics)}
+            rows = {row["step"]: row for row in jsonlines.read_metrics(self.run.metrics)}
             found = f"{len(rows)} rows without it"
             require(self.step in rows, str(self.run.metrics), f"rows up to step {self.step}", found)
             return rows[self.step]
@@ -130,7 +130,7 @@ class RunState:
             process["steps_before"] = self.newest.settings["train.steps"]
         content = {"parameters": size, "data": self._facts, **process}
         if self.newest and self.run.facts.exists():
-            first_facts = read_object(self.run.facts)
+            first_facts = read_facts(self.run.facts)
             resumed = [*first_facts.get("resumed", []), {"step": self.newest.step, **process}]
             content = {**first_facts, "resumed": resumed}
         write_text(self.run.facts, json.dumps(content, indent=1) + "\n")
