@@ -1,15 +1,20 @@
 """Readouts at every boundary, what is written back there, and the logit lens."""
 
+import copy
+
 import pytest
 import torch
+from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig, StableLmConfig
 
+import residua
 from residua.connections import PRESETS
 from residua.errors import InputError
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.experiment import OpenModel, trace_model
 from residua.lab.inspection import boundaries, logit_lens, pieces, warnings
+from residua.lab.inspection.subject import Subject
 from residua.models.memory import CACHE
-from support.converted_models import IDS, converted
+from support.converted_models import IDS, converted, model_of
 from support.tiny_models import prompt, tiny_model
 
 
@@ -73,6 +78,40 @@ def test_a_converted_llama_is_looked_into_and_patched():
     assert torch.equal(logits(model, IDS), expected)
     chances = logits(model, IDS[:1])[0].float().log_softmax(-1)
     assert torch.equal(logit_lens(model, IDS[0]).probability[-1], chances.topk(5).values.exp())
+
+
+PARALLEL = {
+    "cohere": (CohereConfig, {}),
+    "stablelm": (StableLmConfig, {"use_parallel_residual": True, "num_key_value_heads": 4}),
+    "gpt_neox": (GPTNeoXConfig, {}),
+    "llama": (LlamaConfig, {}),
+}
+
+
+@pytest.mark.parametrize("family", PARALLEL)
+def test_a_vector_is_added_once_at_the_end_of_a_layer(family):
+    """Also where a layer adds attention and MLP one after the other. The plain model is the oracle."""
+    kind, options = PARALLEL[family]
+    plain = model_of(kind, intermediate_size=24, **options).eval()
+    model, rows = residua.convert(copy.deepcopy(plain), "residual"), {}
+    vector = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad(), boundaries(model) as points:
+        for name, point in points.items():
+            point.register_forward_hook(lambda _, arguments, x, name=name: rows.setdefault(name, []).append(x))
+        end = [name for name in points if name.startswith("2 ")][-1]
+        points[end].register_forward_hook(lambda _, arguments, x: x + vector)
+        found = model(IDS, output_hidden_states=True)
+    assert {name: len(seen) for name, seen in rows.items()} == dict.fromkeys(points, 1)
+    layer = plain.base_model.layers[1]
+    layer.register_forward_hook(lambda _, arguments, x: (x[0] + vector, *x[1:]) if isinstance(x, tuple) else x + vector)
+    with torch.no_grad():
+        expected = plain(IDS, output_hidden_states=True)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.hidden_states[2], expected.hidden_states[2], rtol=1e-9, atol=1e-9)
+    lens = logit_lens(model, IDS[0])
+    assert len(lens.names) == len(lens.loss) == 1 + len(Subject.of(model).sublayers)
+    chances = logits(model, IDS[:1])[0].float().log_softmax(-1)
+    assert torch.equal(lens.probability[-1], chances.topk(5).values.exp())
 
 
 def test_the_change_is_the_least_one():

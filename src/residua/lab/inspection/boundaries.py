@@ -5,9 +5,11 @@ model. `boundaries` gives that tensor at every boundary to hooks, and writes wha
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from residua.connections import Carry, Memory
 from residua.connections.base import State
 from residua.connections.ends import Collapse, Same
 from residua.connections.memory import whole_sequence, window_of
+from residua.conversion.flow import Flow, layer_streams
 from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import StandIn, as_written, replaced
@@ -60,10 +63,14 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
                 "the readout looks at earlier tokens"
             )
 
-    connections = enumerate(subject.stream.connections)
+    places, layers = list(points.values()), layer_streams(model)
+    ends = list(accumulate(len(layer.connections) for layer in layers))
     with ExitStack() as stack:
         stack.enter_context(as_written(model))
-        stack.enter_context(replaced([_Passed(c, i, list(points.values()), collapse) for i, c in connections]))
+        stack.enter_context(replaced(_stand_ins(subject.stream.connections, places, ends, collapse)))
+        for layer, end in zip(layers, ends):
+            vars(layer)["leave"] = partial(_leave, layer.leave, places[end], collapse)
+            stack.callback(vars(layer).pop, "leave")
         stack.callback(model.register_forward_pre_hook(check, with_kwargs=True).remove)
         model.add_module("boundaries", points)
         stack.callback(delattr, model, "boundaries")
@@ -82,22 +89,42 @@ def _whole_rows(keywords: dict[str, Any]) -> bool:
 
 
 class _Passed(StandIn):
-    """A connection between two boundaries, `points[index]` and the next."""
+    """A connection with the boundary before its read and that after its write, which are visited there, or None."""
 
-    def __init__(self, connection: Any, index: int, points: Sequence[nn.Module], collapse: nn.Module):
+    def __init__(self, connection: Any, before: nn.Module | None, after: nn.Module | None, collapse: nn.Module):
         super().__init__(connection)
-        self.index, self.points, self.collapse = index, points, collapse
+        self.before, self.after, self.collapse = before, after, collapse
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
-        return self.inner_read(state if self.index else _visit(self.points[0], self.collapse, state), memory)
+        return self.inner_read(_visit(self.before, self.collapse, state), memory)
 
     def write(self, y: Tensor, carry: Carry) -> State:
-        return _visit(self.points[self.index + 1], self.collapse, self.inner_write(y, carry))
+        return _visit(self.after, self.collapse, self.inner_write(y, carry))
 
 
-def _visit(point: nn.Module, collapse: nn.Module, state: State) -> State:
+def _stand_ins(
+    connections: Iterable[Any], points: Sequence[nn.Module], ends: Sequence[int], collapse: nn.Module
+) -> list[_Passed]:
+    """Return what takes the place of the connections: in our models the boundary after each is visited at its write.
+
+    ends: of the layers of transformers, which may add attention and MLP to one read, one after the other. So a boundary
+    inside such a layer is visited at the next read, and that at its end where the layer is left.
+    """
+    if not ends:
+        return [_Passed(c, None if i else points[0], points[i + 1], collapse) for i, c in enumerate(connections)]
+    return [_Passed(c, None if i in ends else points[i], None, collapse) for i, c in enumerate(connections)]
+
+
+def _leave(leave: Callable[..., Any], point: nn.Module, collapse: nn.Module, output: Any, memories: Any) -> Any:
+    """Return what a layer returns, after the hooks of its last boundary."""
+    if isinstance(output, Flow) and output.carry is None and not output.ahead:  # else it is refused
+        output.state = _visit(point, collapse, output.state)
+    return leave(output, memories)
+
+
+def _visit(point: nn.Module | None, collapse: nn.Module, state: State) -> State:
     """Return the state after the hooks of a boundary."""
-    if not point._forward_hooks and not point._forward_pre_hooks:
+    if point is None or not (point._forward_hooks or point._forward_pre_hooks):
         return state
     x = collapse(state, whole_sequence(collapse))
     value = point(x)
