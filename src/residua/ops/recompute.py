@@ -37,14 +37,16 @@ def save_state(
     replay: returns the first result of the function, given `tensors`; readers of the result then need not keep it
     every: for a write, one state in this many is kept along a chain; None for a reader and a cheap function
 
-    Sets on the node: `shapes`, of the inputs to recompute; `age`, the writes to replay for its result; `replay`, None
-    if readers must keep the result; `recomputed`, the result after it was recomputed; `opened`, the saved tensors after
-    they were read; `checkpoint`, the activation checkpoint in which the function ran.
+    Sets on the node: `shapes`, of the inputs to recompute, () in a compiled graph, which keeps all that it needs;
+    `age`, the writes to replay for its result; `replay`, None if readers must keep the result; `recomputed`, the result
+    after it was recomputed; `opened`, the saved tensors after they were read; `checkpoint`, the activation checkpoint
+    in which the function ran.
     """
     if isinstance(ctx, Unrecorded):
         return
     ctx.recomputed = ctx.opened = None
     if torch.compiler.is_compiling():
+        ctx.shapes = ()
         ctx.save_for_backward(*tensors)
         return
     ctx.checkpoint = _checkpoint()
@@ -77,7 +79,7 @@ def _loaded(node: Any, needed: Sequence[bool] = ()) -> list[Any]:
     if node.opened is None:  # activation checkpointing hands out saved tensors only once
         node.opened = node.saved_tensors
     saved = list(node.opened)
-    for i, shape in enumerate(() if torch.compiler.is_compiling() else node.shapes):
+    for i, shape in enumerate(node.shapes):
         if shape is not None and (not needed or needed[i]):
             saved[i] = _recomputed(_behind(node.next_functions[i])).view(shape)
     return saved

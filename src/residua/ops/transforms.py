@@ -19,6 +19,17 @@ class Function(torch.autograd.Function):
     def plain(*args: Any) -> Any:
         raise NotImplementedError
 
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> Any:
+        """Return autograd's own key, when compiled autograd records the backward pass of an eager forward pass.
+
+        It frees saved tensors before the recorded graph runs, so nodes that may be replayed (`ops.recompute`) read
+        theirs now. In an activation checkpoint they can be read only once.
+        """
+        if getattr(ctx, "replay", None) is not None and ctx.checkpoint is None and ctx.opened is None:
+            ctx.opened = ctx.saved_tensors
+        return torch.autograd.Function._compiled_autograd_key(ctx)
+
     if torch.__version__.startswith("2.11."):
         # pytorch/pytorch#180642: compiled, a result that the forward pass has under two names has no gradient, without
         # an error. `x.to(dtype)` of a tensor with that dtype is such a result; a view of it is not.
