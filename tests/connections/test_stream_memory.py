@@ -17,6 +17,7 @@ from support.variants import ALL, LOOKING_BACK, bare_sublayers, normal, perturbe
 
 DIM, SUBLAYERS = 8, 4
 looking_back = pytest.mark.parametrize("name", LOOKING_BACK)
+each_way_to_look_back = pytest.mark.parametrize("name", ["ddl-tc", "ddl-ec", "beta-conv-dv1", "pooled-householder"])
 SUB = bare_sublayers(DIM, SUBLAYERS)
 
 
@@ -198,6 +199,93 @@ def test_padding_between_tokens_is_refused():
     for gap in ([1, 0, 1, 1, 1], [0, 1, 0, 0, 1]):
         with pytest.raises(ValueError, match="got padding between them"):
             stream(x, sublayers, attention_mask=torch.tensor([[1, 1, 1, 1, 1], gap]))
+
+
+HIDE = torch.finfo(torch.float64).min
+MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+MASKS = {
+    "bool": MASK.bool(),
+    "255": (MASK * 255).to(torch.uint8),
+    "documents": MASK * torch.tensor([7, 7, 7, -2, -2]),
+    "float": MASK.float(),
+    "half": MASK.half() / 2,
+    "added": torch.zeros(3, 5).masked_fill(MASK == 0, float("-inf")),
+    "added, lowest": (1.0 - MASK.double()) * HIDE,
+    "added, 10000": ((1 - MASK) * -10000.0).bfloat16(),
+    "added, with a bias": torch.full((3, 5), -0.25).masked_fill(MASK == 0, -1e9) - torch.arange(5) / 8,
+}
+
+
+@torch.no_grad()
+@each_way_to_look_back
+@pytest.mark.parametrize("form", MASKS)
+def test_a_mask_of_any_form_means_the_same(name, form):
+    """At once, in pieces, and if all are tokens."""
+    stream, x, mask = build(name), normal(3, 5, DIM), MASKS[form]
+    expected = stream(x, SUB, attention_mask=MASK)[MASK > 0]
+    assert torch.equal(stream(x, SUB, attention_mask=mask)[MASK > 0], expected)
+    memory = StreamMemory()
+    pieces = [stream(x[:, at], SUB, memory=memory, attention_mask=mask[:, at]) for at in (slice(0, 3), slice(3, 5))]
+    assert_close(torch.cat(pieces, 1)[MASK > 0], expected)
+    if form != "added":
+        whole = stream(x[2:], SUB, attention_mask=mask[2:])
+        assert torch.equal(whole, stream(x[2:], SUB, attention_mask=MASK[2:]))
+
+
+@each_way_to_look_back
+def test_a_mask_that_can_mean_anything_is_refused(name):
+    stream, x = build(name), normal(2, 5, DIM)
+    for wrong in (torch.zeros(2, 5), torch.full((2, 5), float("nan")).copysign(torch.tensor(-1.0))):
+        with pytest.raises(ValueError, match="attention_mask must be"):
+            stream(x, SUB, attention_mask=wrong)
+    for name, shape in {"attention_mask": (2, 1, 5, 5), "documents": (5,)}.items():
+        with pytest.raises(ValueError, match=rf"{name} must be \(batch, seq\), got"):
+            stream(x, SUB, **{name: torch.ones(shape)})
+    stream(x, SUB, attention_mask=torch.zeros(2, 5, dtype=torch.long))
+
+
+@torch.no_grad()
+@looking_back
+def test_what_stands_at_padding_reaches_no_token(name):
+    """NaN and infinity too, at once and in pieces."""
+    stream, x = build(name), normal(3, 5, DIM)
+    expected = stream(x, SUB, attention_mask=MASK)[MASK > 0]
+    for at_padding in (float("nan"), float("inf")):
+        row, memory = x.masked_fill(MASK[..., None] == 0, at_padding), StreamMemory()
+        assert torch.equal(stream(row, SUB, attention_mask=MASK)[MASK > 0], expected)
+        pieces = zip(row.split([2, 3], 1), MASK.split([2, 3], 1))
+        parts = [stream(piece, SUB, memory=memory, attention_mask=mask) for piece, mask in pieces]
+        assert_close(torch.cat(parts, 1)[MASK > 0], expected)
+
+
+@each_way_to_look_back
+@pytest.mark.parametrize("told", [{"attention_mask": MASK}, {"documents": MASK}, {"attention_mask": MASK.bool()}])
+def test_what_is_told_may_be_written_over_before_the_backward_pass(name, told):
+    """As the buffers of a loader are."""
+    stream, found = build(name), []
+    for overwrite in (False, True):
+        x, given = normal(3, 5, DIM).requires_grad_(), {key: value.clone() for key, value in told.items()}
+        out = stream(x, SUB, **given)
+        for value in given.values() if overwrite else ():
+            value.zero_()
+        (out[MASK > 0]).square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*LOOKING_BACK, "pooled-householder", "edelta-cumulative"])
+def test_numbers_of_documents_may_come_again_in_any_order(name):
+    """Neighbours with one number are one document, and its padding may stand between documents."""
+    stream, x = perturbed(ALL[name].build(DIM, SUBLAYERS).double()), normal(1, 7, DIM)
+    if not all(getattr(part, "separates_documents", True) for part in stream.parts if getattr(part, "window", 0)):
+        pytest.skip("the scheme keeps no documents apart")
+    apart = torch.cat([stream(piece, SUB, memory=StreamMemory()) for piece in x.split([2, 1, 3, 1], 1)], 1)
+    for numbers in ([0, 0, 1, 0, 0, 0, 1], [5, 5, -3, 2, 2, 2, -3], [9, 9, 4, 4.5, 4.5, 4.5, 4]):
+        assert_close(stream(x, SUB, documents=torch.tensor([numbers])), apart)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 1]])
+    padded = stream(x, SUB, documents=torch.tensor([[0, 0, 1, 2, 2, 2, 0]]), attention_mask=mask)
+    assert_close(padded[:, mask[0] > 0], apart[:, mask[0] > 0])
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from transformers.cache_utils import StaticCache
 
 from residua.connections.memory import window_of
 from residua.models.memory import CACHE, StreamLayer
+from residua.models.transformer import total_penalty
 from support.tiny_models import left_padded, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import LOOKING_BACK, PRESETS
@@ -142,6 +143,62 @@ def test_positions_count_from_the_first_real_token():
     assert (shifted - model(ids).logits).abs().max() > 1e-3
     relative = tiny_model("residual", qk_norm="pre_rope")
     assert_close(relative(ids, position_ids=torch.arange(5)[None] + 4).logits, relative(ids).logits, factor=100)
+
+
+ROWS = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+FORMS = {
+    "255": (ROWS * 255).to(torch.uint8),
+    "documents": ROWS * torch.tensor([1, 1, 1, 2, 2, -3]),
+    "float": ROWS.double(),
+    "added": (1.0 - ROWS) * torch.finfo(torch.float32).min,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-ec", "edelta"])
+def test_a_mask_of_any_form_means_the_same(name, form):
+    """What is not padding is a token, whatever its number: in positions, attention, convolutions and penalties."""
+    model, ids = tiny_model(name), prompt(2, 6)
+    for mode in (model.train(), model.eval()):
+        expected, found = (mode(ids, attention_mask=mask, labels=ids) for mask in (ROWS, FORMS[form]))
+        assert torch.equal(found.logits[ROWS > 0], expected.logits[ROWS > 0])
+        assert torch.equal(found.loss, expected.loss)
+
+
+def test_a_penalty_at_padding_does_not_count():
+    padding, penalty = ROWS.bool(), torch.rand(2, 6)
+    expected = total_penalty([penalty], padding)
+    assert torch.equal(total_penalty([penalty.masked_fill(~padding, float("nan"))], padding), expected)
+    assert_close(expected, penalty[padding].mean())
+
+
+def of_attention(bias):
+    """A mask of queries and keys to be added: causal, with padding, and a bias where attention may look."""
+    sees = torch.ones(6, 6).tril().bool() & ROWS[:, None, None].bool()
+    return torch.where(sees, bias, torch.finfo(torch.float64).min)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ddl-tc", "ddl-ec", "pooled-householder"])
+def test_a_bias_in_a_mask_hides_no_token(name):
+    """Attention sees no bias that is one number for a query, and a scheme that looks back sees none at all."""
+    model, ids = tiny_model(name), prompt(2, 6)
+    tokens = ROWS > 0
+    expected = model(ids, attention_mask=of_attention(torch.zeros(6, 6).double())).logits[tokens]
+    for bias in (-0.25, 1e-9, 3.0, -99.0, -1000.0):
+        assert_close(
+            model(ids, attention_mask=of_attention(torch.full((6, 6), bias).double())).logits[tokens], expected
+        )
+    ramp = -0.5 * (torch.arange(6)[:, None] - torch.arange(6)).abs().double()  # ALiBi's
+    model(ids, attention_mask=of_attention(ramp))
+    for wrong in (torch.ones(2, 1, 6, 6).tril(), torch.ones(2, 1, 6, 6).tril().long(), torch.ones(2, 1, 5, 5)):
+        with pytest.raises(ValueError, match="attention_mask"):
+            model(ids, attention_mask=wrong)
+    gap = torch.ones(1, 1, 6, 6).tril().bool()
+    gap[..., 2:4, :], gap[..., 2:4], gap[..., 5, :] = False, False, False  # padding between tokens, and at the end
+    with pytest.raises(ValueError, match="got padding between them"):
+        model(ids[:1], attention_mask=gap)
 
 
 LENGTHS = (5, 1, 3)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
@@ -130,6 +131,7 @@ def test_evaluation_of_a_padded_batch_compiles():
     real = mask.bool()
     out = compiled(ids, attention_mask=mask, use_cache=False).logits
     assert_close(out[real], model(ids, attention_mask=mask).logits[real])
+    assert_close(compiled(ids, attention_mask=(1.0 - mask) * -1e9, use_cache=False).logits[real], out[real])
     gap = torch.tensor([[1, 1, 0, 0, 1, 1], [1] * 6])
     with pytest.raises(RuntimeError, match="must have padding only before or after the tokens of a row"):
         compiled(ids, attention_mask=gap, use_cache=False)
@@ -146,6 +148,33 @@ def test_packed_documents_compile():
     assert_close(compiled(ids, position_ids=positions, seq_idx=numbers, use_cache=False).logits, expected)
     with pytest.raises(RuntimeError, match="seq_idx has, got others"):
         compiled(ids, position_ids=torch.arange(6)[None], seq_idx=numbers, use_cache=False)
+
+
+@torch.no_grad()
+def test_compiled_rows_of_documents():
+    """Over batches and lengths that change, and beside a cache refused as they are without a compiler."""
+    model = tiny_model("ddl-tc", num_hidden_layers=1)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for rows, length in ((1, 6), (2, 6), (3, 8)):
+        ids, positions = prompt(rows, length), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])[:, :length].repeat(rows, 1)
+        numbers = {"seq_idx": (torch.arange(length) > 2).long().repeat(rows, 1)} if rows > 1 else {}
+        apart = torch.cat([model(part).logits for part in ids.split((3, length - 3), 1)], 1)
+        assert_close(compiled(ids, position_ids=positions, use_cache=False, **numbers).logits, apart)
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=r"packed documents \(position_ids\), got a cache"):
+        compiled(ids, position_ids=positions, use_cache=True)
+
+
+def test_compiled_autograd_behind_an_eager_forward_pass():
+    """It frees what a node saved before the graph of its backward pass runs, which replays the writes."""
+    stream, loss = stream_alone("ddl-tc")
+    expected = loss_and_gradients(stream, loss)
+    stream.zero_grad(set_to_none=True)
+    found = loss()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        found.backward()
+    for ours, theirs in zip([found, *(parameter.grad for parameter in stream.parameters())], expected, strict=True):
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["beta-conv-dv1", "v1-operator", "attnres-block-s2"])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Connection
-from residua.connections.memory import Memory, documents_in, expect_tokens, masked, positions_in
+from residua.connections.memory import Memory, documents_in, expect_tokens, firsts_in, masked
 from residua.ops import at_least_float32, rms_norm
 from residua.ops.derived import derive
 from residua.ops.shapes import expect_shape
@@ -34,11 +34,10 @@ def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
 def _sums_within(documents: Tensor, x: Tensor) -> Tensor:
     """Return the running sum of x: (batch, seq, features) over each of the documents, (batch, seq) numbers."""
     expect_shape("documents", documents, x.shape[:2], "(batch, seq)")
-    first = torch.arange(x.shape[1], device=x.device) - positions_in(documents)
     # A sum over a document is a difference of sums over the row, which loses digits.
     wide = x.to(torch.float64)
     sums = wide.cumsum(1)
-    return (sums - (sums - wide).gather(1, first.unsqueeze(-1).expand_as(x))).to(x.dtype)
+    return (sums - (sums - wide).gather(1, firsts_in(documents).unsqueeze(-1).expand_as(x))).to(x.dtype)
 
 
 class PooledConnection(Connection):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.ops.conv import consecutive
 from residua.ops.shapes import expect_shape
 from residua.ops.transforms import transformed
 
@@ -22,8 +23,8 @@ class Memory(Protocol):
     """
 
     keeps: bool  # whether anything is kept for later calls; False without a cache
-    padding: Tensor | None  # (batch, seq), 0 at padding and 1 at tokens; None without padding
-    documents: Tensor | None  # (batch, seq), the number of each token's document; None for one in every row
+    padding: Tensor | None  # (batch, seq), boolean, false at padding and true at tokens; None without padding
+    documents: Tensor | None  # (batch, seq), 0, 1, 2, ... along a row, each token's document; None for one in every row
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         """Return up to `window` earlier rows followed by x: (batch, seq, ...), and keep the last `window` of them.
@@ -162,16 +163,16 @@ class StreamMemory:
             )
         self._tokens[number] = had
 
-    def _expect_no_gap(self, number: Any, mask: Tensor | None) -> None:
+    def _expect_no_gap(self, number: Any, tokens: Tensor | None) -> None:
         """Raise ValueError if a row goes on after padding, in this piece of a part or since the pieces before."""
         before = self._ends.get(number)
-        if mask is None:
+        if tokens is None:
             if before is None:
                 return
-            mask = before.new_ones(before.shape[0], 1)
+            tokens = before.new_ones(before.shape[0], 1)
         if before is None:
-            before = mask.new_full((mask.shape[0], 2), number in self._rows, dtype=torch.bool)
-        tokens = torch.cat([before, mask != 0], 1)
+            before = tokens.new_full((tokens.shape[0], 2), number in self._rows)
+        tokens = torch.cat([before, tokens], 1)
         expect_no_gap(tokens)
         self._ends[number] = torch.stack([tokens.any(1), tokens[:, -1]], 1)
 
@@ -213,9 +214,12 @@ def window_of(part: nn.Module) -> int:
 
 
 def memory_of(
-    part: nn.Module, memory: StreamMemory | None, padding: Tensor | None, documents: Tensor | None
+    part: nn.Module, memory: StreamMemory | None, attention_mask: Tensor | None, documents: Tensor | None
 ) -> Memory | None:
     """Return the memory of `part` for this call; None if it needs none, or if it would be empty.
+
+    attention_mask: (batch, seq), of any form that `tokens_of` takes. documents: (batch, seq), as `consecutive` reads
+    them.
 
     Raises:
         ValueError: padding between tokens; documents for a part that cannot separate them, or with a memory; padding
@@ -226,15 +230,18 @@ def memory_of(
     if not getattr(part, "causal", True):
         if memory is not None:
             raise ValueError("memory must be None for a scheme that reads the whole sequence, got one")
-        if padding is not None:
-            expect_none(padding == 0, "attention_mask: this scheme reads the whole sequence; there must be no padding")
-    if not window_of(part) or (memory is None and padding is None and documents is None):
+        if attention_mask is not None:
+            wrong = ~tokens_of(attention_mask)
+            expect_none(wrong, "attention_mask: this scheme reads the whole sequence; there must be no padding")
+    if not window_of(part) or (memory is None and attention_mask is None and documents is None):
         return None
     if documents is not None and memory is not None:
         raise ValueError("documents: packed documents come whole, in one call; memory must be None, got one")
+    padding = None if attention_mask is None else tokens_of(attention_mask)
+    documents = None if documents is None else consecutive(expect_rows("documents", documents))
     if memory is None:
         if padding is not None:
-            expect_no_gap(padding)
+            expect_no_gap(padding, documents)
         return _PartMemory(None, None, padding, documents)
     number = memory._number(part)
     memory._expect_no_gap(number, padding)
@@ -278,14 +285,67 @@ def documents_in(memory: Memory | None) -> Tensor | None:
     return None if memory is None else memory.documents
 
 
-def expect_no_gap(mask: Tensor) -> None:
-    """Raise ValueError for padding between the tokens of a row of mask: (batch, seq), 0 at padding and 1 at tokens.
+def tokens_of(mask: Tensor) -> Tensor:
+    """Return which entries of an attention mask (batch, seq) are tokens, as a new boolean tensor.
 
-    A part that reads earlier tokens would count the padding as tokens.
+    Booleans and integers are numbers: a token has any but 0, such as that of its document. So are floating-point
+    numbers, unless one of them is below 0, -0.0 too: then they are added to scores, and `seen` tells what they hide.
+
+    Raises:
+        ValueError: the mask has other axes, or it is 0.0 everywhere, which as numbers is nothing but padding, and added
+            to scores nothing but tokens.
     """
-    tokens = mask != 0
+    expect_rows("attention_mask", mask)
+    if not mask.is_floating_point():
+        return mask != 0
+    added = mask.signbit().any()
+    if mask.numel():
+        expect_none(
+            (mask == 0).all() & ~added,
+            f"attention_mask must be boolean or of integers where it is 0 everywhere, got {mask.dtype}: as numbers "
+            "all would be padding, and added to scores none",
+        )
+    return torch.where(added, seen(mask), mask != 0)
+
+
+HIDDEN_BELOW, LOWEST_BIAS = 100.0, -5000.0
+
+
+def seen(mask: Tensor) -> Tensor:
+    """Return what attention sees, given entries of one mask, boolean or added to scores; of any shape.
+
+    Whatever lies 100 or more below the largest entry, or below 0 if that is larger, is hidden: softmax gives it less
+    than 1e-43. All other entries are biases. If no entry is above -5000, all are hidden.
+
+    Raises:
+        ValueError: the mask holds NaN.
+    """
+    if mask.dtype == torch.bool or not mask.numel():
+        return mask != 0
+    expect_none(mask.isnan(), "attention_mask must be numbers, got NaN")
+    wide = mask.float()
+    return wide > wide.amax().clamp(LOWEST_BIAS, 0) - HIDDEN_BELOW
+
+
+def expect_rows(name: str, x: Tensor) -> Tensor:
+    """Return x; raise ValueError unless it has the axes (batch, seq)."""
+    if x.dim() != 2:
+        raise ValueError(f"{name} must be (batch, seq), got {tuple(x.shape)}")
+    return x
+
+
+def expect_no_gap(tokens: Tensor, documents: Tensor | None = None) -> None:
+    """Raise ValueError for padding between the tokens of a row, or of one of its documents.
+
+    A part that reads earlier tokens would count the padding as tokens. tokens: (batch, seq), as from `tokens_of`;
+    documents: (batch, seq), as from `consecutive`.
+    """
+    counts = tokens.cumsum(1)
+    if documents is not None:
+        expect_shape("documents", documents, tokens.shape, "(batch, seq) of the attention mask")
+        counts = counts - (counts - tokens.long()).gather(1, firsts_in(documents))
     expect_none(
-        tokens[:, 1:] & ~tokens[:, :-1] & (tokens.cumsum(1) > 1)[:, 1:],
+        tokens[:, 1:] & ~tokens[:, :-1] & (counts > 1)[:, 1:],
         "attention_mask must have padding only before or after the tokens of a row, got padding between them: this "
         "scheme reads earlier tokens; move the padding to the left, and begin with an empty cache or memory",
     )
@@ -307,17 +367,25 @@ def expect_none(wrong: Tensor, message: str) -> None:
 
 def positions_in(documents: Tensor) -> Tensor:
     """Return the position of each token in its document, from 0; documents: (batch, seq), a number per token."""
+    return torch.arange(documents.shape[1], device=documents.device) - firsts_in(documents)
+
+
+def firsts_in(documents: Tensor) -> Tensor:
+    """Return the index of the first token of each token's document; documents: (batch, seq), a number per token."""
     tokens = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents.diff() != 0, (1, 0))
-    return tokens - (begins * tokens).cummax(1).values
+    return (begins * tokens).cummax(1).values
 
 
 def masked(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Return x: (batch, seq, ...) with zeros at padding: (batch, seq), 0 at padding and 1 at tokens, or None."""
+    """Return x: (batch, seq, ...) with zeros at padding, whatever stands there.
+
+    padding: (batch, seq), boolean, false at padding and true at tokens, or None.
+    """
     if padding is None:
         return x
     expect_shape("attention_mask", padding, x.shape[:2], "(batch, seq) of this call")
-    return x * padding.to(x.dtype).view(*padding.shape, *(1,) * (x.dim() - 2))
+    return torch.where(padding.view(*padding.shape, *(1,) * (x.dim() - 2)), x, 0)
 
 
 def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from residua.connections.memory import positions_in
 from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, UnknownUse, layer_in, layer_streams, layers_in
 from residua.models.memory import (
+    attention_mask_of,
     cache_for,
     cache_of,
     documents_of,
@@ -68,7 +69,9 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     config: Any = trunk.config
     expect_no_pages(given)
-    mask = given.get("attention_mask")
+    mask = attention_mask_of(given.get("attention_mask"))
+    if isinstance(mask, Tensor) and given["attention_mask"].is_floating_point() and mask.dim() == 2:
+        given["attention_mask"] = mask.to(given["attention_mask"].dtype)  # its attention would add nothing
     documents = _documents(trunk, tokens, given, placed="position_ids" in names)
     expect_told_apart(parts, mask, documents)
     if trunk.training and given.get("use_cache") is None and "use_cache" in names:

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.memory import expect_no_gap, expect_none, expect_separable, masked, window_of
+from residua.connections.memory import (
+    expect_no_gap,
+    expect_none,
+    expect_separable,
+    masked,
+    seen,
+    tokens_of,
+    window_of,
+)
 from residua.errors import extra
 
 with extra("lab"):
@@ -151,7 +159,7 @@ def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = Fals
 class CacheMemory:
     """The memory of one part of the stream during one forward pass (`connections.Memory`).
 
-    state: of the part in the layer of the cache. padding: (batch, seq), 0 at padding and 1 at tokens, or None.
+    state: of the part in the layer of the cache. padding: (batch, seq), boolean, false at padding, or None.
     documents: (batch, seq), the number of each token's document, or None. Without a layer there are no earlier tokens.
     """
 
@@ -207,11 +215,29 @@ def memories(
     return [CacheMemory(layer, next(states), padding, documents) if looks else None for looks in looks_back]
 
 
+def attention_mask_of(mask: Any) -> Any:
+    """Return an attention mask in the form in which a model passes it on: one of rows as booleans, others as they are.
+
+    mask: of rows, (batch, all tokens), those in the cache too, of any form that `tokens_of` takes; or of queries and
+    keys, (batch, 1 or heads, queries, keys), boolean or added to scores.
+
+    Raises:
+        ValueError: one of queries and keys holds the numbers 0 and 1, which attention would add to its scores.
+    """
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != torch.bool:
+        wrong = "attention_mask of queries and keys must be boolean or added to scores, got"
+        if not mask.is_floating_point():
+            raise ValueError(f"{wrong} {mask.dtype}")
+        if mask.shape[2] > 1:
+            ones, zeros = mask == 1, mask == 0
+            expect_none((ones | zeros).all() & ones.any() & zeros.any(), f"{wrong} 0 and 1: it would hide nothing")
+    return tokens_of(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
+
+
 def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor | None) -> None:
     """Raise ValueError if parts of a stream that read earlier tokens would read across padding or documents.
 
-    mask: (batch, all tokens), those in the cache too, or of the attention, (batch, 1, queries, keys), boolean or to be
-    added; also by kind of layer. documents: as `documents_of` returns them.
+    mask: as from `attention_mask_of`, also by kind of layer. documents: as `documents_of` returns them.
     """
     if documents is not None:
         for part in parts:
@@ -219,11 +245,11 @@ def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor |
         return
     mask = _of_full_attention(mask)
     if isinstance(mask, Tensor) and mask.dim() in (2, 4):
-        expect_no_gap(mask if mask.dim() == 2 else _attended(mask[:, 0, -1]))
+        expect_no_gap(mask if mask.dim() == 2 else seen(mask[:, 0, -1]))
 
 
 def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Tensor | None:
-    """Return the padding among the current tokens, (batch, seq) with 0 at padding, or None without any.
+    """Return the padding among the current tokens, (batch, seq), boolean and false at padding, or None without any.
 
     x: (batch, seq, dim) or (batch, seq), the tokens; mask: as for `expect_told_apart`. A token that may not attend to
     itself is padding.
@@ -238,19 +264,24 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
     if mask is None or length == 1:  # generate() prepares the others, and a generated token is never padding
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 4:
-        raise ValueError(
-            f"attention_mask must be (batch, seq), got {type(mask).__name__}: this scheme needs the padding"
-        )
-    past = 0 if cache is None else cache.get_seq_length()
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must be (batch, seq), got {got}: this scheme needs the padding")
+    past: Any = 0 if cache is None else cache.get_seq_length()
+    if mask.shape[2] != length or mask.shape[3] < length + (past if isinstance(past, int) else 0):
+        expected = f"(batch, 1, {length}, {past + length})"
+        raise ValueError(f"attention_mask must be (batch, seq) or {expected}, got {tuple(mask.shape)}")
     rows = torch.arange(length, device=mask.device)
-    tokens = _attended(mask[:, 0, rows, rows + past])
+    before = mask[:, 0, rows[1:], rows[1:] + past - 1]
+    tokens, sees_before = seen(torch.cat([mask[:, 0, rows, rows + past], before], 1)).tensor_split([length], 1)
+    tokens = tokens.expand(batch, length)
+    expect_no_gap(tokens, documents)
     if documents is None:
         expect_none(
-            tokens[:, 1:] & tokens[:, :-1] & ~_attended(mask[:, 0, rows[1:], rows[1:] + past - 1]),
+            tokens[:, 1:] & tokens[:, :-1] & ~sees_before,
             "attention_mask must let every token see the one before it, got a mask that keeps some apart: this "
             "scheme reads earlier tokens; name packed documents with seq_idx, one number per token",
         )
-    return tokens.expand(batch, length)
+    return tokens
 
 
 def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
@@ -282,7 +313,8 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
 
     They are known from `seq_idx` (batch, seq) or `cu_seq_lens_q` (documents + 1,) over the flattened rows, among the
     options of the call, or from positions (1 or batch, seq) that do not go on by one, if there is no attention mask.
-    A compiler cannot look at values: it gets numbers wherever there are positions and no cache.
+    A compiler cannot look at values: it gets numbers wherever there are positions and no cache, and beside a cache its
+    graph raises RuntimeError for such positions.
 
     x: (batch, seq, dim) or (batch, seq), the tokens; cached: whether this call fills or reads a cache.
 
@@ -301,15 +333,17 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
         begins["cu_seq_lens_q"] = numbers.view(batch, length).diff() != 0
     compiling = torch.compiler.is_compiling()
     positioned = isinstance(position_ids, Tensor) and position_ids.dim() == 2 and mask is None and length > 1
-    if positioned and not (compiling and cached):
+    if positioned:
         jumps = _rows("position_ids", position_ids, batch, length).diff() != 1
-        if begins or compiling or jumps.any():
+        if compiling and cached:
+            expect_none(jumps, COME_WHOLE.format("position_ids"))
+        elif begins or compiling or jumps.any():
             begins["position_ids"] = jumps
     if not begins:
         return None
     names = ", ".join(begins)
     if cached:
-        raise ValueError(f"use_cache must be False with packed documents ({names}), got a cache: they come whole")
+        raise ValueError(COME_WHOLE.format(names))
     if isinstance(mask, Tensor) and mask.dim() == 2:
         raise ValueError(f"attention_mask must be None with packed documents ({names}): attention would mix them")
     (first, borders), *others = begins.items()
@@ -318,18 +352,18 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
     return F.pad(borders.cumsum(1), (1, 0))
 
 
+COME_WHOLE = "use_cache must be False with packed documents ({}), got a cache: they come whole"
+
+
 def _rows(name: str, x: Tensor, batch: int, length: int) -> Tensor:
     """Return x: (1 or batch, seq) expanded to (batch, seq)."""
-    if x.dim() != 2 or x.shape[0] not in (1, batch) or x.shape[1] != length:
+    if x.dim() != 2 or (x.shape[0] != 1 and x.shape[0] != batch) or x.shape[1] != length:  # a graph knows no `in`
         raise ValueError(f"{name} must be (1 or {batch}, {length}), got {tuple(x.shape)}")
     return x.expand(batch, length)
 
 
 def _of_full_attention(mask: Any) -> Any:
     """Return the mask of layers with full attention, if `mask` has one for each kind of layer."""
-    return mask.get("full_attention", next(iter(mask.values()), None)) if isinstance(mask, dict) else mask
-
-
-def _attended(mask: Tensor) -> Tensor:
-    """Return the entries that a mask, boolean or to be added, lets attention see, as a boolean mask."""
-    return mask if mask.dtype == torch.bool else mask == 0
+    if not isinstance(mask, dict):
+        return mask
+    return attention_mask_of(mask.get("full_attention", next(iter(mask.values()), None)))

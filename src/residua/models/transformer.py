@@ -29,6 +29,7 @@ from residua.models.linear import initialise
 from residua.models.memory import (
     CACHE,
     PAGES,
+    attention_mask_of,
     cache_for,
     cache_of,
     documents_of,
@@ -319,6 +320,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             raise ValueError(f"position_ids must be (1 or batch, seq), got {tuple(position_ids.shape)}")
         cache, pages = caches
         cached = bool(use_cache) or cache is not None
+        attention_mask = attention_mask_of(attention_mask)
         documents = documents_of(embeddings, attention_mask, position_ids, options, cached=cached)
         looks_back = any(map(window_of, self.parts))
         self._expect_told_apart(attention_mask, documents, options, looks_back=looks_back)
@@ -376,7 +378,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
 def total_penalty(penalties: list[Tensor], padding: Tensor | None) -> Tensor | None:
     """Return the sum of penalties, the mean over tokens of those that are (batch, seq or 1); None without any.
 
-    padding: (batch, seq), 0 at padding, which does not count, and 1 at tokens; None without padding.
+    padding: (batch, seq), boolean, false at padding, which does not count; None without padding.
     """
     if not penalties:
         return None
@@ -384,7 +386,8 @@ def total_penalty(penalties: list[Tensor], padding: Tensor | None) -> Tensor | N
         return torch.stack([penalty.mean() for penalty in penalties]).sum()
     tokens = padding.to(penalties[0].dtype)
     weights = tokens / tokens.sum().clamp_min(1)
-    return torch.stack([(penalty * weights).sum() if penalty.dim() else penalty for penalty in penalties]).sum()
+    kept = (torch.where(padding, penalty, 0) if penalty.dim() else penalty for penalty in penalties)
+    return torch.stack([(penalty * weights).sum() if penalty.dim() else penalty for penalty in kept]).sum()
 
 
 def chosen_states(request: bool | int | Iterable[int] | None, count: int) -> set[int]:

@@ -4,8 +4,8 @@ The sequence is the third axis from the end of streams, `(..., seq, streams, dim
 taps: (kernel, streams, dim); tap s multiplies the token s steps back; tokens before the first are zero. Expanding one
 sequence into streams and reading one from streams are each other's adjoint, with time reversed.
 
-documents: (..., seq), integers, if several documents are packed into one sequence: a token reads only the tokens with
-its number, so that every document gives the same result as by itself.
+documents: (..., seq), numbers, if several documents are packed into one sequence: neighbours with one number are of one
+document. A token reads only its own document, so that every document gives the same result as by itself.
 """
 
 import torch
@@ -27,6 +27,7 @@ def causal_expand(x: Tensor, taps: Tensor, documents: Tensor | None = None) -> T
     expect_shape("taps", taps, (*taps.shape[:2], x.shape[-1]), "(kernel, streams, dim)")
     if documents is not None:
         expect_shape("documents", documents, x.shape[:-1], "(..., seq)")
+        documents = consecutive(documents)
     return applied(_CausalExpand, x, taps, documents)
 
 
@@ -42,7 +43,17 @@ def causal_read(streams: Tensor, taps: Tensor, mask: Tensor | None = None, docum
     for name, numbers in (("mask", mask), ("documents", documents)):
         if numbers is not None:
             expect_shape(name, numbers, streams.shape[:-2], "(..., seq)")
+    documents = None if documents is None else consecutive(documents)
     return applied(_CausalRead, streams, taps, mask, documents)
+
+
+def consecutive(documents: Tensor) -> Tensor:
+    """Return the documents, (..., seq), numbered 0, 1, 2, ... along the sequence.
+
+    Neighbours with one number are of one document. A number that comes again later is another document.
+    """
+    borders = documents[..., 1:] != documents[..., :-1]
+    return F.pad(borders.cumsum(-1), (1, 0))[..., : documents.shape[-1]]
 
 
 def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -128,7 +139,12 @@ class _CausalRead(Function):
 
 
 def _masked(streams: Tensor, mask: Tensor | None) -> Tensor:
-    return streams if mask is None else streams * mask.to(streams.dtype)[..., None, None]
+    return streams if mask is None else _only(mask != 0, streams)
+
+
+def _only(chosen: Tensor, x: Tensor) -> Tensor:
+    """Return x: (..., seq, streams, dim) with zeros where `chosen`: (..., seq) is false, whatever stands there."""
+    return torch.where(chosen[..., None, None], x, 0)  # a product with 0 would keep NaN and infinity
 
 
 def _exporting() -> bool:
@@ -151,8 +167,8 @@ def _shifted(x: Tensor, kernel: int, documents: Tensor | None, *, ahead: bool) -
     if documents is None:
         return shifts
     pads = [(0, s) if ahead else (s, 0) for s in range(min(kernel, length))]  # zeros beyond the ends
-    keep = [F.pad(_together(documents, s), ends).to(x.dtype)[..., None, None] for s, ends in enumerate(pads)]
-    return [shifted * weight for shifted, weight in zip(shifts, keep)] + shifts[length:]
+    keep = [F.pad(_together(documents, s), ends) for s, ends in enumerate(pads)]
+    return list(map(_only, keep, shifts)) + shifts[length:]
 
 
 def _expand(x: Tensor, taps: Tensor, documents: Tensor | None, *, ahead: bool) -> Tensor:
@@ -175,7 +191,7 @@ def _read(streams: Tensor, taps: Tensor, documents: Tensor | None = None, *, ahe
         into, source = (0, s) if ahead else (s, 0)
         target, reached = x.narrow(-2, into, length - s), streams.narrow(-3, source, length - s)
         if documents is not None and s:
-            reached = reached * _together(documents, s).to(reached.dtype)[..., None, None]
+            reached = _only(_together(documents, s), reached)
         for j in range(s == 0, taps.shape[1]):
             # One stream at a time: a sum over streams would write all its products to memory first.
             target.addcmul_(reached[..., j, :], taps[s, j])
