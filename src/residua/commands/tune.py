@@ -22,6 +22,7 @@ def tune(
     """Tune keys of a configuration over grids, seeds and neighbours.
 
     Keys whose values are not positive numbers, such as model.connection, make groups that are tuned by themselves.
+    So do keys that decide how a loss is measured, such as train.sequence_length and those of the data.
 
     Examples:
         residua study tune --config tiny --over train.lr=1e-3,2e-3 --out sweeps/lr
@@ -59,7 +60,6 @@ def tune(
     parts = [outcome.table(), *(f"note: {note}" for note in outcome.notes), f"written: {Path(out) / 'records.jsonl'}"]
     if outcome.finite:
         parts.append(f"written: {Path(out) / 'sweep.png'}")
-    values = outcome.to_json()
-    if values["command"]:
-        parts.append(f"train the best with: {values['command']}")
-    return Output(values, parts)
+    for group, command in outcome.commands.items():
+        parts.append(f"train the best{'' if outcome.unit else f' of {group}'} with: {command}")
+    return Output(outcome.to_json(), parts)

@@ -62,6 +62,16 @@ def test_no_seed_that_tuned_is_reported_and_only_baselines_are_trained_longer(da
     assert not of(walked(Plan(study(sizes=sizes), data), by_rate(0.008)), "residual", "longer")
 
 
+def test_losses_that_are_not_measured_alike_are_refused(data):
+    masked = {**DOCUMENT["schemes"], "ddl": {"connection": "ddl", "train.document_masks": True}}
+    with pytest.raises(InputError, match=r"schemes\.ddl .*document masks"):
+        Plan(study(schemes=masked), data)
+    Plan(study(set={**DOCUMENT["set"], "train.document_masks": True}), data)
+    over = {"train.lr": [0.004], "train.sequence_length": [8, 16]}
+    with pytest.raises(InputError, match=r"tuning\.over .*train\.sequence_length"):
+        Plan(study(tuning={**DOCUMENT["tuning"], "over": over, "runs": 2, "baseline_runs": 2}), data)
+
+
 def test_a_scheme_of_which_every_run_diverges_is_not_reported(data):
     runs = walked(Plan(study(), data), lambda run: None if run.scheme == "ddl" else 1.0)
     assert of(runs, "ddl", "tune")

@@ -303,6 +303,58 @@ def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp
         assert sorted(dots) == [1.0, 1.1, 2.0, 2.1, 3.0, 3.1, 4.0, 4.1]
 
 
+def outcome_of(over, losses, facts=None, bits=None):
+    """The outcome of a sweep whose runs came to these losses, by the values of their point."""
+    sweep, finished = Sweep(("tiny",), (), over), {}
+    for values, loss in losses.items():
+        point = dict(zip(over, values))
+        data = {"sha256": "text", **(facts or {}).get(values, {})}
+        record = {"point": point, "seed": 0, "val_loss": loss, "facts": {"data": data}}
+        finished[sweep.job(point, None).key] = record | ({"bits_per_byte": bits[values]} if bits else {})
+    return Outcome.of(sweep, finished)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "said"),
+    [
+        ("train.sequence_length", (16, 128), "16 tokens"),
+        ("train.document_masks", (False, True), "document masks"),
+    ],
+)
+def test_values_whose_losses_cannot_be_compared_have_a_best_point_each(key, values, said):
+    """The longer context has the lower losses, and is not recommended for them."""
+    losses = {(value, lr): 4 - place - 100 * lr for place, value in enumerate(values) for lr in (1e-3, 2e-3)}
+    outcome = outcome_of({key: values, **RATES}, losses)
+    assert [(result.point[key], result.point["train.lr"]) for result in outcome.results if result.won] == [
+        (value, 2e-3) for value in values
+    ]
+    assert outcome.best is None
+    assert outcome.to_json()["command"] is None
+    assert [f"--{key}={json.dumps(value)}" in c for value, c in zip(values, outcome.commands.values())] == [True] * 2
+    assert any("cannot be compared" in note and said in note for note in outcome.notes)
+
+
+def test_vocabularies_are_ranked_by_bits_per_byte():
+    """Nats per token favour the small one."""
+    over, losses = {"data.vocab_size": (300, 600)}, {(300,): 2.0, (600,): 2.5}
+    facts = {(size,): {"tokenizer": "bpe", "tokenizer_fingerprint": str(size)} for size in (300, 600)}
+    outcome = outcome_of(over, losses, facts, {(300,): 1.9, (600,): 1.7})
+    assert outcome.best.point == {"data.vocab_size": 600}
+    assert outcome.table().header[-1] == "bits per byte"
+    assert [row[-1] for row in outcome.table().rows] == ["1.7000 (one seed)", "1.9000 (one seed)"]
+    theirs = {place: {**facts[place], "tokenizer": "theirs"} for place in facts}
+    for other in (outcome_of(over, losses, theirs, {(300,): 1.9, (600,): 1.7}), outcome_of(over, losses, facts)):
+        assert other.best is None
+        assert any("cannot be compared" in note and "tokenizers" in note for note in other.notes)
+
+
+def test_points_of_other_lengths_are_marked():
+    outcome = outcome_of({"train.steps": (100, 200)}, {(100,): 3.0, (200,): 2.0})
+    assert outcome.best.point == {"train.steps": 200}
+    assert any("training tokens" in note for note in outcome.notes)
+    assert not any("training tokens" in note for note in outcome_of(RATES, {(1e-3,): 3.0, (2e-3,): 2.0}).notes)
+
+
 def test_points_with_fewer_seeds_stand_below_the_others():
     sweep = Sweep(("tiny",), (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=2, finalists=2)
     losses = {1e-3: (1.5, 2.7), 2e-3: (1.6,), 4e-3: (1.4, 2.9)}

@@ -18,7 +18,7 @@ def decides_measure(key: str) -> bool:
     return key in KEYS or key.startswith("data.")
 
 
-class Measure(NamedTuple):
+class Measurement(NamedTuple):
     """How a validation loss was measured; None for what is not known.
 
     text        digest of the held-out text
@@ -39,7 +39,7 @@ class Measure(NamedTuple):
     tokens: int | None = None
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], data: Mapping[str, Any]) -> "Measure":
+    def of(cls, settings: Mapping[str, Any], data: Mapping[str, Any]) -> "Measurement":
         """Return the measure of a run by its settings with dotted keys and the facts of its data."""
         text = data.get("fingerprint")
         if data.get("sha256") is not None:  # of the text, of which other tokenizers make other data
@@ -72,7 +72,7 @@ class Verdict(NamedTuple):
     marks: tuple[str, ...] = ()
 
 
-def judged(ours: Measure, theirs: Measure) -> Verdict:
+def judged(ours: Measurement, theirs: Measurement) -> Verdict:
     """Say whether the losses of two runs can be compared. What is not known of a run is no reason against it."""
 
     def differ(name: str) -> bool:
@@ -96,16 +96,14 @@ def judged(ours: Measure, theirs: Measure) -> Verdict:
     return Verdict(None if reasons else unit, tuple(reasons), tuple(marks))
 
 
-def common_unit(measures: Iterable[Measure]) -> Verdict:
+def common_unit(measures: Iterable[Measurement]) -> Verdict:
     """Return the verdict on several losses: the unit in which all can be ranked, and everything said of any of them."""
-    first, *others = measures
+    first, *others = [*measures] or [Measurement()]
     verdicts = [judged(other, first) for other in others]
-    reasons, marks = (
-        tuple(dict.fromkeys(text for v in verdicts for text in getattr(v, name))) for name in ("reasons", "marks")
-    )
-    units = [verdict.unit for verdict in verdicts]
+    units = {verdict.unit for verdict in verdicts}
+    unit: Unit | None = "bits per byte" if "bits per byte" in units else "nats per token"
     return Verdict(
-        None if None in units else max(units, default="nats per token", key=lambda unit: unit == "bits per byte"),
-        reasons,
-        marks,
+        None if None in units else unit,
+        tuple(dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons)),
+        tuple(dict.fromkeys(mark for verdict in verdicts for mark in verdict.marks)),
     )

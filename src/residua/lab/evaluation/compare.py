@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from residua.connections.names import label
 from residua.errors import InputError, did_you_mean, extra
-from residua.lab.evaluation.comparable import Measure, Unit, Verdict, judged
+from residua.lab.evaluation.comparable import Measurement, Unit, Verdict, judged
 from residua.lab.evaluation.records import Point, Run
 from residua.records import table
 from residua.records.jsonlines import finite
@@ -69,7 +69,7 @@ class Group(table.Group[Run]):
         return self.estimate(lambda run: run.curve(unit)[-1].loss if run.curve(unit) else None)
 
     @property
-    def measure(self) -> Measure:
+    def measure(self) -> Measurement:
         return self.runs[0].measure
 
     @property

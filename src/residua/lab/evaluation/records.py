@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from residua.connections.names import label
 from residua.errors import InputError, require
-from residua.lab.evaluation.comparable import Measure, Unit
+from residua.lab.evaluation.comparable import Measurement, Unit
 from residua.records import jsonlines
 from residua.records.folder import LOGGING_KEYS, RunFolder, flatten, read_facts, read_settings
 
@@ -41,7 +41,7 @@ class Run:
     validation: tuple[Point, ...]
     tokens_per_second: float | None
     parameters: int | None
-    measure: Measure
+    measure: Measurement
     bits: tuple[Point, ...]
 
     @classmethod
@@ -62,7 +62,7 @@ class Run:
             bool(settings.get("model.connection")), f"{run.config}", "a configuration with model.connection", settings
         )
         seed = settings.pop("train.seed", 0)
-        measure = Measure.of(settings, facts.get("data") or {})
+        measure = Measurement.of(settings, facts.get("data") or {})
         settings = {key: value for key, value in settings.items() if key not in LOGGING_KEYS}
         if (fingerprint := facts.get("data", {}).get("fingerprint")) is not None:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}

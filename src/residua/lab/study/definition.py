@@ -22,6 +22,7 @@ from residua.errors import (
     require,
     shown,
 )
+from residua.lab.evaluation.comparable import Measurement, decides_measure
 from residua.lab.training import load_config
 from residua.records.folder import read_object
 from residua.records.reading import parse_yaml, read_text
@@ -265,6 +266,11 @@ class Study:
     def seeds_at(self, size: str) -> Sequence[int]:
         """The seeds of the reported runs at a size."""
         return self.sizes[size].seeds or self.seeds
+
+    def measure_at(self, size: str, scheme: str) -> Measurement:
+        """How the losses of a scheme at a size are measured, as far as the file of the study says it."""
+        keys = {**self.set, **self.sizes[size].keys, **self.schemes[scheme].keys}
+        return Measurement.of({key: value for key, value in keys.items() if decides_measure(key)}, {})
 
     def searches(self, size: str) -> list[str]:
         """The sizes whose searches give the settings of one, in their order: each starts where the last ended."""

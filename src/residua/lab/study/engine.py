@@ -243,6 +243,8 @@ def train_point(
         raise KeyboardInterrupt
     rows = jsonlines.read_metrics(folder.metrics)
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
+    if "bits_per_byte" in result:
+        names = (*names, "bits_per_byte")
     facts = read_object(folder.facts)
     facts.get("data", {}).pop("place", None)  # of this folder, which is removed
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]

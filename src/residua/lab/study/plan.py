@@ -19,6 +19,7 @@ from residua.conversion.configuration import ConvertedConfig
 from residua.errors import InputError, extra, require
 from residua.lab.cost.counts import parameters
 from residua.lab.data import PreparedData
+from residua.lab.evaluation.comparable import Measurement, decides_measure, judged
 from residua.lab.experiment import build_model, model_config
 from residua.lab.study.definition import Entry, Study
 from residua.lab.study.search import Search
@@ -114,6 +115,7 @@ class Plan:
             if len(errors) == len(study.sizes):
                 raise next(iter(errors.values()))
             self.misfits |= errors
+        self._expect_comparable()
         self.search(next(size.name for size in study.sizes.values() if size.tuned is None), study.baselines[0], {})
 
     @property
@@ -174,6 +176,24 @@ class Plan:
                 yield Part(size, scheme, seeds + len(study.further_seeds(size, scheme)), steps)
                 for factor in study.longer_at(size) if baseline else ():
                     yield Part(size, scheme, seeds, round(factor * steps))
+
+    def _expect_comparable(self) -> None:
+        """Raise InputError if losses that would be ranked are not measured alike."""
+        overs = {"tuning.over": self.study.tuning.over} | {
+            f"sizes.{s.name}.over": s.over for s in self.study.sizes.values()
+        }
+        for place, over in overs.items():
+            for key in filter(decides_measure, over or ()):
+                raise InputError(f"{place} must have no key that decides how a loss is measured, got {key}")
+        for size, scheme in itertools.product(self.study.sizes, self.study.schemes):
+            first = self.study.baselines[0]
+            if {(size, scheme), (size, first)} & self.misfits.keys():
+                continue
+            ours, theirs = (flatten(asdict(self.config(size, name))) for name in (scheme, first))
+            if reasons := judged(Measurement.of(ours, {}), Measurement.of(theirs, {})).reasons:
+                raise InputError(
+                    f"schemes.{scheme} must be comparable with {first} at {size}, got {'; '.join(reasons)}"
+                )
 
     def _misfit(self, size: str, scheme: str) -> InputError | None:
         """Why a scheme cannot be built at a size; None where it can."""

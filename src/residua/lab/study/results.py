@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.errors import require, shown
+from residua.lab.evaluation.comparable import common_unit
 from residua.lab.study.definition import MEASURES, Question, Study, read_folder
 from residua.lab.study.search import at_edge, loss_of, winners
 from residua.records import jsonlines
@@ -298,10 +299,15 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
         _share_noise([row for row in rows.values() if row.size == size], study.sizes[size].noise == "pooled")
     for row, baseline in itertools.product(rows.values(), study.baselines):
         base = rows.get((row.size, baseline))
-        if base is not None and base is not row:
+        if base is not None and base is not row and _comparable(study, row.size, row.scheme, baseline):
             row.differences += _differences(row, base)
     answers = _answers(study, rows)
     return Results(study, list(rows.values()), answers, _primary(study, rows, answers))
+
+
+def _comparable(study: Study, size: str, *schemes: str) -> bool:
+    """Whether losses at a size were measured alike; a plan refuses others, but a folder may hold them."""
+    return common_unit(study.measure_at(size, scheme) for scheme in schemes).unit is not None
 
 
 def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:

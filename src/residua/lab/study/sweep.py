@@ -1,7 +1,8 @@
 """Tune keys of a training configuration: the search of a study, without a baseline and without a comparison.
 
 Every scheme must be tuned by itself before it is compared. Swept keys whose values are numbers are tuned; the others,
-such as `model.connection`, make groups, and each group has a search of its own.
+such as `model.connection`, make groups, and each group has a search of its own. So do keys that decide how a loss is
+measured, such as `train.sequence_length`: a best point is never chosen among losses that cannot be compared.
 """
 
 import itertools
@@ -9,13 +10,14 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.errors import InputError, fits
 from residua.lab.data import PreparedData
+from residua.lab.evaluation.comparable import Measurement, Unit, Verdict, common_unit, decides_measure
 from residua.lab.experiment import open_or_prepare
 from residua.lab.study.engine import train_point
 from residua.lab.study.report import estimate_text
@@ -57,12 +59,16 @@ class Sweep:
         if "train.seed" in self.over:
             raise InputError("--over must be another key than train.seed; --seeds N trains every point N times")
         if self.neighbours and not self.tuned:
-            raise InputError("--neighbours needs --over with a key whose values are numbers, got none")
+            raise InputError("--neighbours needs --over with a key whose values are numbers to tune, got none")
 
     @property
     def tuned(self) -> list[str]:
-        """The keys whose values are all positive numbers."""
-        return [key for key in self.over if all(fits(x, float) and x > 0 for x in self.over[key])]
+        """The keys whose values are all positive numbers, and which do not decide how a loss is measured."""
+        return [
+            key
+            for key, values in self.over.items()
+            if not decides_measure(key) and all(fits(x, float) and x > 0 for x in values)
+        ]
 
     def searches(self) -> dict[str, Search]:
         """The search of each group, by the values that its points share."""
@@ -70,7 +76,7 @@ class Sweep:
         others = [key for key in self.over if key not in self.tuned]
         searches = {}
         for values in itertools.product(*map(self.over.get, others)):
-            searches[", ".join(map(_text, values))] = Search(
+            searches[", ".join(map(_group_text, others, values))] = Search(
                 {key: self.over[key] for key in self.tuned},
                 self.config,
                 {**first, **dict(zip(others, values))},
@@ -123,17 +129,25 @@ class Result(NamedTuple):
     group    the name of its search
     losses   None for a run that diverged
     won      whether it is the best point of its group
+    measure  how the losses were measured
+    bits     the losses in bits per byte; None for a run that diverged, or whose record does not say it
     """
 
     group: str
     point: Mapping[str, Any]
     losses: tuple[float | None, ...]
     won: bool = False
+    measure: Measurement = Measurement()
+    bits: tuple[float | None, ...] = ()
 
     @property
     def loss(self) -> Estimate | None:
-        """The last validation loss over the seeds; None if a run diverged."""
+        """The last validation loss in nats per token over the seeds; None if a run diverged."""
         return None if None in self.losses else Estimate.of(self.losses)
+
+    def loss_in(self, unit: Unit | None) -> Estimate | None:
+        """Return the loss in a unit. It is in nats per token where losses cannot be compared."""
+        return Estimate.of(self.bits) if unit == "bits per byte" and self.loss else self.loss
 
 
 @dataclass(frozen=True)
@@ -150,16 +164,47 @@ class Outcome:
             jobs, best = search.walk(sweep.job, finished)
             records = [finished[job.key] for job in jobs]
             for runs in grouped(records, lambda record: json.dumps(record["point"]), itemgetter("seed")):
-                losses = tuple(run["val_loss"] for run in runs)
-                results.append(Result(group, runs[0]["point"], losses, runs[0]["point"] == best))
-        most = max((len(result.losses) for result in results if result.loss), default=0)
-        order = lambda result: (len(result.losses) < most, result.loss.mean) if result.loss else (2, 0)  # noqa: E731
-        return cls(sweep, tuple(sorted(results, key=order)))
+                point = runs[0]["point"]
+                losses, bits = (tuple(run.get(name) for run in runs) for name in ("val_loss", "bits_per_byte"))
+                data = next((facts["data"] for run in runs if (facts := run.get("facts") or {}).get("data")), {})
+                measure = Measurement.of(flatten(asdict(sweep.config(point))), data)
+                results.append(Result(group, point, losses, point == best, measure, bits))
+        return cls(sweep, tuple(results))._sorted()
+
+    def _sorted(self) -> "Outcome":
+        most = max((len(result.losses) for result in self.results if result.loss), default=0)
+        groups = list(dict.fromkeys(result.group for result in self.results))
+
+        def order(result: Result) -> tuple[float, ...]:
+            place = 0 if self.unit else groups.index(result.group)
+            loss = result.loss_in(self.unit)
+            return (place, len(result.losses) < most, loss.mean) if loss else (place, 2, 0)
+
+        return replace(self, results=tuple(sorted(self.results, key=order)))
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """Whether all finite losses can be compared, see `comparable.common_unit`."""
+        verdict = common_unit(result.measure for result in self.finite)
+        if verdict.unit == "bits per byte" and any(None in (result.bits or (None,)) for result in self.finite):
+            return verdict._replace(unit=None, reasons=("other tokenizers, and records that do not say bits per byte",))
+        return verdict
+
+    @property
+    def unit(self) -> Unit | None:
+        """The unit in which the points are ranked; None if each group has a ranking of its own."""
+        return self.verdict.unit
 
     @property
     def best(self) -> Result | None:
-        """The best point; None if every run diverged."""
-        return next((result for result in self.results if result.won), None)
+        """The best point; None if every run diverged, and if the groups cannot be compared."""
+        return next((result for result in self.results if result.won), None) if self.unit else None
+
+    @property
+    def commands(self) -> dict[str, str]:
+        """What a person types to train the best point, or that of each group if these cannot be compared, by group."""
+        won = [result for result in self.results if result.won]
+        return {result.group: self.sweep.command(result.point) for result in (won[:1] if self.unit else won)}
 
     @property
     def finite(self) -> list[Result]:
@@ -181,6 +226,14 @@ class Outcome:
                 group = f"{best.group}: " if best.group else ""
                 more = "" if self.sweep.neighbours else ", or --neighbours"
                 notes.append(f"{group}the best {', '.join(values)} is at the edge of what was tried; try further{more}")
+        for reason in self.verdict.reasons:
+            notes.append(f"the groups cannot be compared, so each has a best point of its own: {reason}")
+        if self.unit == "bits per byte":
+            notes.append("the tokenizers differ, so points are ranked by bits per byte of the same held-out text")
+        if self.finite and (marks := self.verdict.marks):
+            notes.append(
+                f"points differ in more than what is tuned, which moves the loss by itself: {'; '.join(marks)}"
+            )
         if self.best and len(self.best.losses) == 1 and len(self.results) > 1:
             notes.append("one seed each: the noise is not measured; try --seeds 3")
         return notes
@@ -188,10 +241,21 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values for `json.dumps`."""
         results = [
-            {**result._asdict(), "mean": loss and loss.mean, "half_width": loss and loss.half_width}
+            {
+                **{name: value for name, value in result._asdict().items() if name != "measure"},
+                "mean": loss and loss.mean,
+                "half_width": loss and loss.half_width,
+            }
             for result, loss in ((result, result.loss) for result in self.results)
         ]
-        return {"results": results, "command": self.best and self.sweep.command(self.best.point), "notes": self.notes}
+        command = self.best and self.sweep.command(self.best.point)
+        return {
+            "results": results,
+            "unit": self.unit,
+            "command": command,
+            "commands": self.commands,
+            "notes": self.notes,
+        }
 
     def table(self) -> Table:
         """Return a row for each point."""
@@ -199,11 +263,12 @@ class Outcome:
             [
                 *map(_text, result.point.values()),
                 str(len(result.losses)),
-                estimate_text(result.loss, ".4f") if result.loss else f"diverged: {result.losses.count(None)}",
+                estimate_text(loss, ".4f") if loss else f"diverged: {result.losses.count(None)}",
             ]
-            for result in self.results
+            for result, loss in ((result, result.loss_in(self.unit)) for result in self.results)
         ]
-        return Table([*self.sweep.over, "seeds", "validation loss"], rows)
+        loss = "bits per byte" if self.unit == "bits per byte" else "validation loss"
+        return Table([*self.sweep.over, "seeds", loss], rows)
 
     def draw(self, path: Path) -> None:
         """Draw the loss against each swept key: a dot for every run, and a line through the best points of each group.
@@ -219,16 +284,20 @@ class Outcome:
                 best: dict[int, float] = {}
                 for result in (result for result in self.finite if result.group == group):
                     position = values.index(_text(result.point[key]))
-                    best.setdefault(position, result.loss.mean)
-                    panel.plot([position] * len(result.losses), result.losses, "o", color=colour, alpha=0.4)
+                    best.setdefault(position, result.loss_in(self.unit).mean)
+                    losses = result.bits if self.unit == "bits per byte" else result.losses
+                    panel.plot([position] * len(losses), losses, "o", color=colour, alpha=0.4)
                 panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=group or None)
             panel.set_xticks(range(len(values)), values)
             panel.set_xlabel(key)
-        losses = sorted(loss for result in self.finite for loss in result.losses)
+        by_result = (result.bits if self.unit == "bits per byte" else result.losses for result in self.finite)
+        losses = sorted(itertools.chain.from_iterable(by_result))
         best_loss, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
         span = min(worst - best_loss, 4 * (middle - best_loss)) or 0.1
         panels[0].set_ylim(best_loss - 0.1 * span, best_loss + 1.1 * span)
-        panels[0].set_ylabel("Validation loss (nats per token)")
+        panels[0].set_ylabel(f"Validation loss ({self.unit or 'nats per token'})")
+        if self.unit is None:
+            panels[0].set_title("The groups cannot be compared", loc="left", fontsize=9)
         if len(groups) > 1:
             figures.legend(figure)
         figures.save({path.name: figure}, path.parent)
@@ -299,6 +368,11 @@ def train_sweep(
         with writable(out):
             outcome.draw(Path(out) / "sweep.png")
     return outcome
+
+
+def _group_text(key: str, value: Any) -> str:
+    """A value in the name of a group; a number says of what."""
+    return f"{key}={_text(value)}" if fits(value, float) else _text(value)
 
 
 def _text(value: Any) -> str:
