@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("lm_eval", reason="comes with: pip install 'residua[eval]'")
 
+import lm_eval
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import residua
@@ -142,6 +143,63 @@ def test_the_table_never_mixes_ours_and_published(tasks):
 def test_a_missing_folder_of_task_files_is_refused():
     with pytest.raises(InputError, match="must be a folder of task files"):
         score(build(), byte_tokenizer(), name="m", tasks=["siqa"], include_path="here")
+
+
+KINDS = {
+    "generation": ("generate_until", "exact_match", {"generation_kwargs": {"until": ["."], "max_gen_toks": 4}}),
+    "long": ("generate_until", "exact_match", {"generation_kwargs": {"until": ["."], "max_gen_toks": 256}}),
+    "rolling": ("loglikelihood_rolling", "word_perplexity", {}),
+    "first": ("multiple_choice", "acc", {"tag": "a_tag", "doc_to_choice": "choices", "doc_to_target": "answer"}),
+    "second": ("multiple_choice", "acc", {"tag": "a_tag", "doc_to_choice": "choices", "doc_to_target": "answer"}),
+}
+MEAN = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
+GROUPS = {"with_mean": {"aggregate_metric_list": MEAN}, "without": {}}
+
+
+@pytest.fixture(scope="module")
+def kinds(tasks, tmp_path_factory):
+    """A task of every kind, a tag, a group with an aggregate and one without."""
+    folder = tmp_path_factory.mktemp("kinds")
+    for name, (kind, metric, keys) in KINDS.items():
+        files = {"data_files": {"validation": str(tasks / "documents.jsonl")}}
+        task = {"task": name, "dataset_path": "json", "dataset_kwargs": files, "validation_split": "validation"}
+        task |= {"output_type": kind, "doc_to_text": "{{question}}", "doc_to_target": "{{question}}"}
+        (folder / f"{name}.yaml").write_text(json.dumps({**task, "metric_list": [{"metric": metric}], **keys}))
+    for name, keys in GROUPS.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"group": name, "task": ["first", "second"], **keys}))
+    return folder
+
+
+@pytest.mark.slow
+def test_groups_tags_perplexity_and_generation_are_all_reported(kinds):
+    options = {"name": "m", "include_path": kinds, "batch_size": 4}
+    found = score(build(), byte_tokenizer(), tasks=["with_mean", "rolling", "generation"], **options)
+    group, rolling, generation = found.scores
+    assert [part.task for part in group.subtasks] == ["first", "second"]
+    assert (group.metric, group.documents) == ("acc", 10)
+    assert group.value == pytest.approx(sum(part.value for part in group.subtasks) / 2)
+    assert (rolling.metric, rolling.title) == ("word_perplexity", "rolling (word_perplexity)")
+    assert rolling.value == rolling.results["word_perplexity,none"]
+    assert (generation.metric, generation.documents) == ("exact_match", 5)
+    assert found.average == pytest.approx((group.value + generation.value) / 2)
+    assert len(found.table()[1][0]) == 6
+    json.dumps(found.to_json(), allow_nan=False)
+    for name in ("a_tag", "without"):
+        assert [s.task for s in score(build(), byte_tokenizer(), tasks=[name], **options).scores] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["with_mean", "a_tag"], "every task once, but first is in with_mean too, got 'a_tag'"),
+        (["first", "long"], "fewer than 256 tokens, but long writes 256"),
+        (["first", "nothing"], "nothing"),
+    ],
+)
+def test_tasks_that_cannot_be_scored_are_refused_before_the_first_request(kinds, names, said, monkeypatch):
+    monkeypatch.setattr(lm_eval, "simple_evaluate", None)
+    with pytest.raises(InputError, match=said):
+        score(build(), byte_tokenizer(), name="m", tasks=names, include_path=kinds)
 
 
 @pytest.mark.slow

@@ -1,16 +1,17 @@
-"""Multiple-choice tasks through EleutherAI's lm-evaluation-harness, in the columns of the paper's tables."""
+"""Tasks of EleutherAI's lm-evaluation-harness, in the columns of the paper's tables."""
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residua.conversion.opening import context_of
-from residua.errors import InputError, extra
+from residua.errors import InputError, extra, first_line, require
 from residua.lab.evaluation.published import TASKS, Row
 from residua.models.evaluating import evaluating
+from residua.records.jsonlines import finite
 
 with extra("eval"):
     import lm_eval
@@ -22,12 +23,21 @@ if TYPE_CHECKING:
 
 PAPER = "paper"
 METRICS = ("acc_norm", "acc")
-"""The first one that a task defines is reported. acc_norm divides a choice's likelihood by its length in characters."""
+"""The first one that a task has is reported, or else its own first one. acc_norm divides a choice's likelihood by its
+length in characters."""
+WRITTEN = 256
+"""Tokens that the harness lets a task write if it does not say how many."""
+SHARES = ("acc_norm", "acc", "exact_match", "f1", "em")
+"""Metrics that are given in percent; the others as the harness has them."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of one task in percent, with its standard error, the task's version and the number of documents."""
+    """The result of one task, or of a group of tasks with an aggregate.
+
+    Its metric, in percent if it is one of `SHARES`, its standard error, the task's version and the number of documents.
+    `results` has all metrics of the task as the harness gives them, `subtasks` the scores behind an aggregate.
+    """
 
     task: str
     metric: str
@@ -36,6 +46,18 @@ class Score:
     version: str
     num_fewshot: int
     documents: int
+    results: Mapping[str, Any] = field(default_factory=dict)
+    subtasks: tuple["Score", ...] = ()
+
+    @property
+    def is_share(self) -> bool:
+        return self.metric.partition(",")[0] in SHARES
+
+    @property
+    def title(self) -> str:
+        """The head of a column; it names a metric that is not in percent."""
+        name = TASKS.get(self.task, self.task)
+        return name if self.is_share else f"{name} ({self.metric})"
 
 
 @dataclass(frozen=True)
@@ -47,15 +69,18 @@ class Scores:
     harness: str
 
     @property
-    def average(self) -> float:
-        return statistics.fmean(score.value for score in self.scores)
+    def average(self) -> float | None:
+        """The mean of all scores in percent; None if there are none."""
+        shares = [score.value for score in self.scores if score.is_share]
+        return statistics.fmean(shares) if shares else None
 
     def table(self, published: Sequence[Row] = ()) -> tuple[list[str], list[list[str]]]:
         """Return header and rows: our scores, their standard errors, then the published rows, each with its source."""
-        header = ["", "source", *(TASKS.get(score.task, score.task) for score in self.scores), "Avg"]
+        header = ["", "source", *(score.title for score in self.scores), "Avg"]
         stderr = ["" if score.stderr is None else f"±{score.stderr:.2f}" for score in self.scores]
+        mean = "" if self.average is None else f"{self.average:.2f}"
         rows = [
-            [self.name, "ours", *(f"{score.value:.2f}" for score in self.scores), f"{self.average:.2f}"],
+            [self.name, "ours", *(f"{score.value:.2f}" for score in self.scores), mean],
             ["", "ours: standard error", *stderr, ""],
         ]
         for row in published:
@@ -68,7 +93,7 @@ class Scores:
     def to_json(self, published: Sequence[Row] = ()) -> dict[str, Any]:
         """Return plain values, with the published rows under their own key."""
         return {
-            **asdict(self),
+            **finite(asdict(self)),
             "average": self.average,
             "published": [{**row._asdict(), "scores": dict(zip(TASKS, row.scores))} for row in published],
         }
@@ -90,7 +115,8 @@ def score(
 
     Args:
         name: the name of the model in tables.
-        tasks: names of tasks; "paper" means the paper's eight.
+        tasks: names of tasks, groups or tags; "paper" means the paper's eight. A group with an aggregate has one score,
+            any other group or tag that of each of its tasks.
         num_fewshot: number of solved examples before each question.
         batch_size: requests per batch; affects results only by rounding.
         include_path: a folder with your own task files. If it has every requested task, no others are loaded, and the
@@ -99,11 +125,13 @@ def score(
         bfloat16: compute under autocast, as in bfloat16 training.
 
     Raises:
-        InputError: a task is unknown or has no accuracy, or the folder does not exist.
+        InputError: a task is unknown, has no metric or is named twice, or the folder does not exist. Nothing has been
+            computed then.
     """
     names = [task for given in tasks for task in (TASKS if given == PAPER else [given])]
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = _task_manager(names, include_path)
+    names = list(dict.fromkeys(names))
+    chosen = _loaded(_task_manager(names, include_path), names, context_of(model))
     runner = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
@@ -116,13 +144,13 @@ def score(
     with evaluating(model):
         report = lm_eval.simple_evaluate(
             model=runner,
-            tasks=names,
+            tasks=[task for tasks in chosen.values() for task in tasks],
             num_fewshot=num_fewshot,
-            task_manager=manager,
             limit=limit,
             log_samples=False,
         )
-    return Scores(name, tuple(_score(task, report) for task in names), lm_eval.__version__)
+    scores = (score for tasks in chosen.values() for task in tasks for score in _scores(_name(task), report))
+    return Scores(name, tuple(scores), lm_eval.__version__)
 
 
 def _task_manager(names: Sequence[str], include_path: str | Path | None) -> TaskManager:
@@ -140,18 +168,66 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Task
     return manager
 
 
-def _score(task: str, report: Mapping[str, Any]) -> Score:
-    results = report["results"][task]
-    for metric in METRICS:
-        if f"{metric},none" in results:
-            stderr = results.get(f"{metric}_stderr,none")
-            return Score(
-                task,
-                metric,
-                100 * float(results[f"{metric},none"]),
-                100 * float(stderr) if isinstance(stderr, (int, float)) else None,
-                str(report["versions"][task]),
-                int(report["n-shot"][task]),
-                int(report["n-samples"][task]["effective"]),
-            )
-    raise InputError(f"--tasks must name tasks with an accuracy, got {task} with {', '.join(results)}")
+def _loaded(manager: TaskManager, names: Sequence[str], context: int | None) -> dict[str, list[Any]]:
+    """Return the tasks of the harness behind every name: a group, or the tasks of a tag. Raises InputError."""
+    chosen: dict[str, list[Any]] = {}
+    leaves: dict[str, str] = {}
+    for name in names:
+        try:
+            loaded = manager.load([name])
+        except Exception as error:  # what task files and data sets raise
+            raise InputError(f"--tasks must name tasks that can be loaded, got {name}: {first_line(error)}") from error
+        for leaf, task in loaded["tasks"].items():
+            require(leaf not in leaves, "--tasks", f"every task once, but {leaf} is in {leaves.get(leaf)} too", name)
+            leaves[leaf] = name
+            require(bool(task.get_config("metric_list")), "--tasks", f"tasks with a metric, but {leaf} has none", name)
+            written = _tokens_to_write(task)
+            fits = context is None or written < context
+            require(fits, "--tasks", f"tasks that write fewer than {context} tokens, but {leaf} writes {written}", name)
+        chosen[name] = [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())
+    return chosen
+
+
+def _tokens_to_write(task: Any) -> int:
+    """Return how many tokens a task generates at most, 0 if it measures likelihoods."""
+    if task.OUTPUT_TYPE != "generate_until":
+        return 0
+    return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", WRITTEN))
+
+
+def _name(task: Any) -> str:
+    """Return the name of a task or a group of the harness."""
+    return str(getattr(task, "task_name", None) or task.name)
+
+
+def _scores(task: str, report: Mapping[str, Any]) -> Iterator[Score]:
+    """Yield the score of a task or of a group with an aggregate, or those of a group's own tasks."""
+    results = report["results"].get(task, {})
+    children = report.get("group_subtasks", {}).get(task, ())
+    subtasks = tuple(score for child in children for score in _scores(child, report))
+    metric = _metric(results)
+    if metric is None:
+        yield from subtasks
+        return
+    name, _, filtered = metric.partition(",")
+    factor = 100.0 if name in SHARES else 1.0
+    stderr = results.get(f"{name}_stderr,{filtered}")
+    documents = report["n-samples"].get(task, {}).get("effective")
+    yield Score(
+        task,
+        name if filtered == "none" else metric,
+        factor * float(results[metric]),
+        factor * float(stderr) if isinstance(stderr, (int, float)) else None,
+        str(report["versions"].get(task, "")),
+        int(report["n-shot"].get(task) or 0),
+        sum(score.documents for score in subtasks) if documents is None else int(documents),
+        {key: value for key, value in results.items() if "," in key},
+        subtasks,
+    )
+
+
+def _metric(results: Mapping[str, Any]) -> str | None:
+    """Return the metric of a task that is reported, with its filter: "acc,none"."""
+    found = [key for key, value in results.items() if "," in key and isinstance(value, (int, float))]
+    metrics = [key for key in found if not key.partition(",")[0].endswith("_stderr")]
+    return next((f"{name},none" for name in METRICS if f"{name},none" in metrics), next(iter(metrics), None))
