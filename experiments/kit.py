@@ -1,0 +1,94 @@
+"""Our own connections in our own kit: every preset, every index, in stacks of 4, 8 and 12 sublayers of two widths.
+
+The kit must accept what is right. One JSON line for each preset, number of sublayers and width: how many modules were
+checked, the stack and every connection, how often each check passed, and the reasons where one did not.
+
+    python experiments/kit.py
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections import PRESETS, Scheme
+from residua.records.provenance import circumstances
+from residua.testing import SPECIFICATION, ConnectionAdapter, StreamAdapter
+from residua.testing.checks import run
+from residua.testing.module import CHECKS
+
+RECORD = Path(__file__).with_name("kit.jsonl")
+SUBLAYERS, WIDTHS = (4, 8, 12), (16, 24)
+
+
+class OurStack(StreamAdapter):
+    def __init__(self, scheme: Scheme, dim: int, num_sublayers: int):
+        self.scheme, self.dim, self.num_sublayers = scheme, dim, num_sublayers
+
+    def build(self, dim: int, num_sublayers: int) -> nn.Module:
+        return self.scheme.build(dim, num_sublayers)
+
+    def parameters(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return ours
+
+    def forward(self, module: nn.Module, x: Tensor, sublayers: list) -> Tensor:
+        return module(x, sublayers)
+
+
+class OurConnection(ConnectionAdapter):
+    def __init__(self, scheme: Scheme, dim: int, num_sublayers: int, index: int):
+        self.scheme, self.dim, self.num_sublayers, self.index = scheme, dim, num_sublayers, index
+
+    def build(self, dim: int) -> nn.Module:
+        return self.scheme.build(dim, self.num_sublayers).connections[self.index]
+
+    def parameters(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return ours
+
+    def connect(self, module: nn.Module, state: Any, sublayer: Any) -> Any:
+        return module(state, sublayer)
+
+
+def checked(name: str, count: int, dim: int) -> dict[str, Any]:
+    """Return the line of a preset as a stack of `count` sublayers of width `dim`."""
+    scheme = PRESETS[name]
+    adapters = {"stack": OurStack(scheme, dim, count)}
+    adapters |= {f"connection {i}": OurConnection(scheme, dim, count, i) for i in range(count)}
+    reports = {part: run(CHECKS, adapter) for part, adapter in adapters.items()}
+    failed = {part: report.failed for part, report in reports.items() if report.failed}
+    passed = Counter(check for report in reports.values() for check in report.passed)
+    not_checked = Counter(reason for report in reports.values() for reason in report.not_checked.values())
+    return {
+        "preset": name,
+        "sublayers": count,
+        "dim": dim,
+        "modules": len(reports),
+        "passed": passed,
+        "not_checked": not_checked,
+        "failed": failed,
+        "specification": SPECIFICATION,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RECORD, help="write the lines to this file")
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
+    arguments = parser.parse_args()
+    about = circumstances(torch.device("cpu"))
+    lines = []
+    for name in arguments.presets:
+        for count in SUBLAYERS:
+            lines += [checked(name, count, dim) | about for dim in WIDTHS]
+        failed = sum(len(line["failed"]) for line in lines[-len(SUBLAYERS) * len(WIDTHS) :])
+        print(f"{name:20} {failed} modules fail", flush=True)
+    arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
