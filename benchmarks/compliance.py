@@ -368,6 +368,8 @@ def in_words(record: Mapping[str, Any]) -> str:
     if "forward" in record["failed"]:
         words.append(f"the kit says: {record['failed']['forward']}")
     words += [LIMITS.get(name, reason) for name, reason in record["failed"].items() if name not in SHOWN]
+    if "forward" not in record["failed"]:
+        words += [order for scheme, order in ORDERS.items() if record["scheme"].startswith(scheme)]
     if record["largest_difference_with_large_parameters"] > 0.01 and not record["instead"]:
         gap = record["largest_difference_with_large_parameters"]
         words.append(f"with parameters ten times as large its results differ by {gap:.1g} of the largest entry")
@@ -380,6 +382,12 @@ def in_words(record: Mapping[str, Any]) -> str:
     return "; ".join([*words, f"largest difference {gap:.1g} of the largest entry"]) + "."
 
 
+ORDERS = {
+    "ManifoldHyperConnections(order='columns'": "Sinkhorn divides by columns first, as equation 9 of mHC's paper",
+    "ManifoldHyperConnections()": "Sinkhorn divides by rows first, where equation 9 of mHC's paper divides by columns",
+    "DeepSeekHyperConnections(": "Sinkhorn divides by columns of its H_res first, as equation 9 of mHC's paper",
+}
+"""The order of Sinkhorn's iteration in those that agree with a scheme, by the beginning of the scheme in the record."""
 LIMITS = {
     "float32_mappings": "under `torch.autocast` its mappings or its mixing are computed in bfloat16",
     "large_logits": "with parameters ten times as large values or gradients are not finite, where ours are",
@@ -425,7 +433,9 @@ All of this page is made from `experiments/compliance.jsonl`, which `python -m b
 
 "Right" means that it agrees with our scheme, which has [its own list of deviations](deviations.md) from the paper.
 These are conventions and count as right: an eps inside its norms (the adapter takes it over), a layout of the streams,
-another start, and float32 inside. Speed is not compared: see [other packages](speed.md#beside-other-packages).
+another start, and float32 inside. An mHC is compared with our scheme in its own order of Sinkhorn's iteration
+(`mhc:order=columns` is the paper's), and its row says which one it follows. Speed is not compared: see
+[other packages](speed.md#beside-other-packages).
 Triton kernels ran in Triton's interpreter, which shows what they compute and nothing about a GPU. `torch.compile`
 inside Megatron-LM was switched off.
 

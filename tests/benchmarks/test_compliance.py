@@ -52,6 +52,15 @@ def test_words_hold_what_the_kit_says_and_the_largest_difference():
     assert words == "the kit says: the mixer is transposed; largest difference 0.2 of the largest entry."
 
 
+@pytest.mark.parametrize(
+    ("scheme", "first"),
+    [("ManifoldHyperConnections()", "rows"), ("ManifoldHyperConnections(order='columns')", "columns")],
+)
+def test_a_right_mhc_is_said_to_follow_its_order(scheme, first):
+    assert in_words(record(scheme=scheme)).startswith(f"Sinkhorn divides by {first} first")
+    assert "Sinkhorn" not in in_words(record(scheme=scheme, failed={"forward": "the mixer is transposed"}))
+
+
 def test_what_is_said_of_an_implementation_must_hold():
     class Adapter(compliance.adapters.DeepSeekV4):
         def statements(self):

@@ -43,7 +43,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
                     convergence; "permutations": a mixture of all n! permutations (mHC-lite), exact, n at most 5
     iterations      "sinkhorn": number of pairs of scalings
     order           "sinkhorn": the sums that each pair divides by first, "rows" or "columns". The others are 1 at the
-                    end. Public code divides by rows first; equation 9 of the paper by columns, so that rows are exact
+                    end. Megatron-LM and Liger-Kernel divide by rows first, equation 9 of the paper by columns
     alpha_init      initial factor on the token-dependent part of all logits
     start           of the reads with layout="copies": "prefer": logits of 2 and -2, whose sigmoids sum to 1.24 for four
                     streams, which the norm before a sublayer undoes up to its eps; "residual": they sum to 1, so

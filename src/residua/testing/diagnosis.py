@@ -520,7 +520,7 @@ class Delta:
         """Describe the mistake of a module whose state after the write is `after`, ours being `reference`."""
         gap = _gap(self.pair, after, reference)
         if not self.describes(reference):
-            return Difference("the write", gap)
+            return Difference("the write", _gap(self.pair, after - self.state, reference - self.state))
         taken = after.view_as(self.wide) - self.wide
         step = (taken * self.k.unsqueeze(-2)).sum(-1)
         if not self.pair.agree(self.moved(step), after):
@@ -674,8 +674,9 @@ def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
             return pair.reference({f"part.{name}": value for name, value in ours.items()}, state, sublayer, part)
 
         if agrees(call):
-            words = "the output of the sublayer" if symbol == "y" else symbol
-            return f"{words} is frozen: agrees with {symbol}.detach(), no gradient passes through it"
+            if symbol == "y":
+                return "no gradient passes through the sublayer: its input or its output is detached"
+            return f"{symbol} is frozen: agrees with {symbol}.detach(), no gradient passes through it"
     for kind, modules in _kinds(pair.part).items():
         if not kind or isinstance(modules[0], nn.ModuleList):
             continue
@@ -702,8 +703,12 @@ def _close(pair: Pair, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 
 def _gap(pair: Pair, result: Any, reference: Any) -> str:
     """Return how two states differ, in the first of their tensors that does."""
-    gaps = (pair.disagreement(a, b) for a, b in zip(tensors(result), tensors(reference)))
-    return next((gap for gap in gaps if gap), "it agrees")
+    for a, b in zip(tensors(result), tensors(reference)):
+        gap = pair.disagreement(a, b)
+        if gap:
+            ratio = (a * b).sum() / b.square().sum()
+            return f"{gap}; it is {ratio:.4g} times ours" if pair.agree(a, ratio * b) and b.any() else gap
+    return "it agrees"
 
 
 def _dtype_hint(pair: Pair, result: Any, reference: Any) -> str:
