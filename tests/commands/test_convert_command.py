@@ -24,6 +24,10 @@ def test_a_folder_is_converted_and_computes_what_it_computed(folder, tmp_path, c
     out = tmp_path / "out"
     assert main(["convert", str(folder), "--connection", "ihc", "--out", str(out)]) == 0
     assert "LlamaForCausalLM with ihc" in capsys.readouterr().out
+    card = (out / "README.md").read_text()
+    assert f'base_model: "{folder.name}"' in card
+    assert 'residua.load("out")' in card
+    assert str(tmp_path) not in card
     model, tokenizer = read_model(out)
     assert any(".stream." in name for name in model.state_dict())
     assert tokenizer.decode(tokenizer.encode("text")) == "text"

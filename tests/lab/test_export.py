@@ -10,7 +10,9 @@ import torch
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.experiment import open_run, run
-from residua.lab.export import add_code, export, model_code
+from residua.lab.export import add_code, base_name, export, model_code
+from residua.lab.training.config import BaseModelConfig, DataConfig, RunConfig, TrainConfig
+from support.converted_models import save_base
 from support.full_disk import room
 from support.processes import run_python
 from support.tiny_runs import options, prepare_texts, run_config
@@ -135,6 +137,30 @@ def test_the_card_tells_what_the_records_tell(trained, exported):
     assert "[residua](" not in card, "the paper is of Deep Delta Learning, not of this package"
     assert "[Deep Delta Learning](https://arxiv.org/abs/2601.00417)" in card
     assert str(trained.parent) not in card, "no place on the machine that trained it"
+
+
+def test_the_card_names_the_data_and_the_base_and_no_place(tmp_path):
+    base = save_base(tmp_path / "models" / "small")
+    (base / "README.md").write_text("---\nlicense: apache-2.0\ntags: []\n---\n# Small\n")
+    data = prepare_texts(tmp_path, str(base))
+    training = TrainConfig(steps=1, batch_size=1, sequence_length=16, device="cpu", tensorboard=False)
+    model = BaseModelConfig(str(base), connection="ihc")
+    run(RunConfig(model, DataConfig(path=str(data.folder)), training), tmp_path / "runs" / "ihc", progress=False)
+    card = (export(tmp_path / "runs" / "ihc", tmp_path / "exported") / "README.md").read_text()
+    source = data.facts["source"]
+    front, _, rest = card.removeprefix("---\n").partition("\n---\n")
+    assert {'base_model: "small"', "license: apache-2.0"} <= set(front.splitlines())
+    assert f"| data: source | {source} |" in rest
+    assert f"source: {source}\n" in rest
+    assert "stdlib" not in card
+    assert "place" not in card
+    assert str(tmp_path) not in card
+
+
+def test_the_name_of_a_base_in_the_cache_of_the_hub(tmp_path):
+    folder = tmp_path / "models--owner--small-1.7B" / "snapshots" / "0123"
+    assert base_name(folder) == "owner/small-1.7B"
+    assert base_name(tmp_path / "small") == "small"
 
 
 # Each of `blocks` runs in a process of its own, where transformers is imported and nothing of this package.

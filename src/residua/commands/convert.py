@@ -30,7 +30,7 @@ def convert(
     scheme, folder = canonical(connection), new_folder(out, "--out")  # both raise before torch is imported
     from residua.conversion import convert
     from residua.conversion.opening import read_model
-    from residua.lab.export import add_code, loading, model_folder
+    from residua.lab.export import add_code, converted_card, loading, model_folder
 
     opened, tokenizer = read_model(model)
     size = opened.num_parameters()
@@ -41,5 +41,7 @@ def convert(
         tokenizer.save_pretrained(temporary)
         if remote_code:
             add_code(temporary)
+        card = converted_card(model, scheme, name=folder.name, remote_code=remote_code)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
     print(f"{folder}: {type(opened).__name__} with {scheme}, {growth:,} parameters more than {size:,}")
     print(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}")

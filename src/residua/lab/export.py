@@ -4,11 +4,11 @@ import ast
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from residua import lazy
 from residua.conversion.configuration import MODEL_TYPE, ConvertedConfig
@@ -19,7 +19,7 @@ from residua.lab.experiment import OpenRun, open_run
 from residua.records import jsonlines
 from residua.records.durable import unfinished
 from residua.records.folder import new_folder, read_facts
-from residua.records.reading import read_json, write_yaml
+from residua.records.reading import read_json, read_text, write_yaml
 from residua.records.table import cell
 from residua.records.terminal import printable
 
@@ -150,11 +150,9 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     config = opened.model.config.get_text_config()
     context = context_of(opened.model)
     facts = read_facts(run / "facts.json")
-    data = facts.get("data", {})
-    settings = asdict(opened.config)
-    settings["data"].pop("path")  # a path on the machine that trained it, as the path of a base is
-    if "base" in settings["model"]:
-        settings["model"]["base"] = settings["data"]["tokenizer"] = Path(settings["model"]["base"]).name
+    data = {key: value for key, value in facts.get("data", {}).items() if key != "place"}
+    base = getattr(opened.config.model, "base", None)
+    settings = _settings(opened, data)
     parameters = opened.model.num_parameters()
     rows = [
         ("connection", _connection(opened)),
@@ -172,14 +170,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     needs_residua = remote_code and isinstance(opened.model.config, ConvertedConfig)
     requirement = "# residua must be installed: pip install residua\n" if needs_residua else ""
     trust = ", trust_remote_code=True" if remote_code else ""  # also for the tokenizer, which reads config.json too
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- residua
-- residual-connections
----
-
+    return f"""{_front_matter(base, data.get("dataset"))}
 # {_markdown(name)}
 
 A language model trained with residua: residual connections for PyTorch,
@@ -203,6 +194,66 @@ The settings of the run:
 {settings}
 {fence}
 """
+
+
+def converted_card(base: str | Path, connection: str, *, name: str, remote_code: bool) -> str:
+    """Return the text of README.md in the folder of a model that was converted and not trained."""
+    imports, call = loading(name, remote_code=remote_code)
+    requirement = "# residua must be installed: pip install residua\n" if remote_code else ""
+    return f"""{_front_matter(base, None)}
+# {_markdown(name)}
+
+{_markdown(base_name(base))} with the residual connection {_markdown(connection)}.
+residua converted it, and its connections are not trained.
+
+```python
+{imports}
+{requirement}
+model = {call}
+```
+"""
+
+
+def base_name(folder: str | Path) -> str:
+    """Return the name of the model in a folder: OWNER/NAME in a cache of the hub, else the name of the folder."""
+    path = Path(folder).resolve()
+    owner = re.fullmatch(r"models--([^/]+?)--(.+)", path.parts[-3]) if path.parent.name == "snapshots" else None
+    return "/".join(owner.groups()) if owner else path.name
+
+
+def _front_matter(base: str | Path | None, dataset: str | None) -> str:
+    """Return what the hub reads of a card: the base and its license, where it is known, and the data set of the hub."""
+    lines = ["library_name: transformers", "pipeline_tag: text-generation"]
+    if base is not None:
+        lines.append(f"base_model: {json.dumps(base_name(base))}")
+        lines += _license(Path(base) / "README.md")
+    if dataset:
+        lines += ["datasets:", f"- {json.dumps(dataset)}"]
+    return "\n".join(["---", *lines, "tags:", "- residua", "- residual-connections", "---", ""])
+
+
+def _license(card: Path) -> list[str]:
+    """Return the line of the license in the front matter of a card, if there is one."""
+    try:
+        text = read_text(card)
+    except InputError:
+        return []
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    found = re.search(r"^license: *[\w.-]+ *$", front[1], re.MULTILINE) if front else None
+    return [found[0]] if found else []
+
+
+def _settings(opened: OpenRun, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run with the data that it was trained on, and without paths of the machine."""
+    settings = asdict(opened.config)
+    settings["data"].pop("path")
+    for key in ("source", "tokenizer", "vocab_size", "validation_fraction"):  # a prepared folder has its own
+        settings["data"][key] = data.get(key, settings["data"][key])
+    places = [(settings["model"], "base"), (settings["data"], "tokenizer"), (settings["data"], "further_validation")]
+    for section, key in places:
+        if section.get(key):
+            section[key] = base_name(section[key]) if key == "base" else Path(section[key]).name
+    return settings
 
 
 def _markdown(text: str) -> str:
