@@ -17,6 +17,7 @@ from residua.connections.base import Carry, Connection, Norm, Scheme, State, Str
 from residua.connections.ends import Copies
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.connections.spec import TensorSpec
 from residua.errors import Count
 from residua.ops import at_least_float32, depth_read
@@ -74,7 +75,7 @@ class AttentionResiduals(SourcesScheme):
         return Stream(Copies(1), connections, DepthCollapse(last))
 
 
-class DepthRead(nn.Module):
+class DepthRead(SelfStarting):
     """Attention over the sources by a learned query, with RMSNorm of the keys and a gain. Starts as their mean.
 
     A tuple of n tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (batch, seq, n), or with several heads
@@ -89,6 +90,7 @@ class DepthRead(nn.Module):
         self.gain = nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.query)
         nn.init.ones_(self.gain)

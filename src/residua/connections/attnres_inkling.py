@@ -18,6 +18,7 @@ from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.ends import Copies
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.errors import Count, Natural
 from residua.ops import at_least_float32, depth_read
 
@@ -59,7 +60,7 @@ class InklingAttentionResiduals(SourcesScheme):
         return Stream(Copies(1), connections, InklingCollapse(last))
 
 
-class InklingRead(nn.Module):
+class InklingRead(SelfStarting):
     """One attention over the sources for each of `reads` queries, which start at 0: the mean of normalised sources.
 
     A tuple of n tensors (batch, seq, dim) -> `reads` pairs of (batch, seq, dim) and the weights (batch, seq, n), in at
@@ -72,6 +73,7 @@ class InklingRead(nn.Module):
         self.query = nn.Parameter(torch.empty(reads, dim))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.query)
 

@@ -41,6 +41,7 @@ from residua.connections.norm import RMSNorm
 from residua.connections.options import check_options, require_option
 from residua.connections.phases import as_call, open_to_phases, within
 from residua.connections.projection import WideProjection
+from residua.connections.sharded import SelfStarting
 from residua.connections.spec import TensorSpec
 from residua.errors import require
 from residua.ops.shapes import expect_shape
@@ -56,7 +57,7 @@ class Carry(NamedTuple):
     coefficients: Any
 
 
-class Connection(nn.Module, ABC):
+class Connection(SelfStarting, ABC):
     """One residual connection around one sublayer. `read` and `write` store nothing on the module.
 
     Both run inside a call of the module, whoever calls them: hooks on a connection, such as those that gather, move or

@@ -14,7 +14,7 @@ from residua.connections.gates import logit
 from residua.connections.memory import Memory, documents_in, expect_tokens
 from residua.connections.norm import RMSNorm
 from residua.connections.projection import Projection, WideProjection
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.ops import at_least_float32, causal_read
 
 
@@ -102,7 +102,7 @@ class MLP(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
-class StreamAttention(nn.Module):
+class StreamAttention(SelfStarting):
     """A direction from attention over the streams; the paper leaves the form open.
 
     q = W_q c; keys W_k N_j + e_j and values W_u N_j of the normalised streams N_j = RMSNorm(X_j), where the slot
@@ -137,7 +137,7 @@ class StreamAttention(nn.Module):
         return self.out((weights.unsqueeze(-1) * self.value(normalised)).sum(-2))
 
 
-class Pool(nn.Module):
+class Pool(SelfStarting):
     """G(X): `"mean"` over the streams (dim features), `"flatten"` (streams * dim), or `"conv"`: a causal filter over
     the tokens for every stream and feature, then the mean (dim features), starting as the mean.
 

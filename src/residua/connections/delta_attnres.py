@@ -18,6 +18,7 @@ from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.ends import Copies, LastOf
 from residua.connections.facts import DepthWeights
 from residua.connections.memory import Memory
+from residua.connections.sharded import on_whole_tensors
 from residua.connections.spec import TensorSpec
 from residua.errors import Count
 from residua.ops import at_least_float32
@@ -84,6 +85,7 @@ class DeltaDepthConnection(SourcesConnection):
         self.norm = norm
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.null is not None:
             nn.init.zeros_(self.null)

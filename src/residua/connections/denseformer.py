@@ -16,7 +16,7 @@ from residua.connections.base import Carry, Connection, Norm, Scheme, State, Str
 from residua.connections.ends import Copies
 from residua.connections.facts import EMBEDDING, DepthWeights
 from residua.connections.memory import Memory
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.connections.spec import TensorSpec
 from residua.errors import Count
 from residua.ops import at_least_float32, depth_mix
@@ -70,7 +70,7 @@ def outputs_of(taken: Iterable[int]) -> tuple[range, ...]:
     return tuple(range(2 * j - 2, 2 * j) if j else EMBEDDING for j in taken)
 
 
-class DepthAverage(nn.Module):
+class DepthAverage(SelfStarting):
     """sum_j a_j X_j over the outputs that are taken. Starts as the last one.
 
     A tuple of tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (sources,).

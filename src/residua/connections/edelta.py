@@ -30,7 +30,7 @@ from residua.connections.memory import Memory
 from residua.connections.norm import LayerNorm
 from residua.connections.options import Fraction, SeveralRows, require_option
 from residua.connections.projection import Projection, WideProjection, project
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.errors import Count, NotNegative, Positive
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
 from residua.ops.derived import derive, flattened
@@ -166,7 +166,7 @@ class Identity(Projection):
         nn.init.eye_(self.weight)
 
 
-class Frame(nn.Module):
+class Frame(SelfStarting):
     """Random start of u, v and k, the rows of a (3, n) matrix: u and v are orthonormal, k is a unit vector.
 
     With u = v there would be no rotation: u v^T - v u^T would vanish, and every gradient with it. With `centred`, the

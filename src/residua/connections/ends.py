@@ -19,7 +19,7 @@ from residua.connections.memory import (
     remembered,
     window_of,
 )
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.ops import (
     at_least_float32,
     causal_expand,
@@ -91,7 +91,7 @@ class MeanStreams(nn.Module):
         return streams.mean(-2)
 
 
-class TokenConv(nn.Module):
+class TokenConv(SelfStarting):
     """A causal filter over the tokens for every feature, and for every stream as DDL's embedding convolution (EC).
 
     Starts as a repetition: the tap of the current token is 1, the others are 0.
@@ -132,7 +132,7 @@ def _start_read(read: Tensor, init: CompressStart) -> None:
         nn.init.constant_(read, 1 / read.shape[0])
 
 
-class TokenCompress(nn.Module):
+class TokenCompress(SelfStarting):
     """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
 
     Starts as the average of the current token's streams, or as stream `init` of it; `init="authors"` draws the taps
@@ -182,7 +182,7 @@ class TokenCompress(nn.Module):
         return x
 
 
-class ChannelCompress(nn.Module):
+class ChannelCompress(SelfStarting):
     """DDL's channel-axis compression (CC), pointwise in the tokens.
 
     `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads on

@@ -22,7 +22,7 @@ from residua.connections.facts import GateFacts, RankOne
 from residua.connections.gates import TokenGate
 from residua.connections.memory import Memory
 from residua.connections.options import OnlyIf, only_with, require_option
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.errors import Count, Positive, Range
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
 
@@ -132,7 +132,7 @@ class GatedDelta(ChannelScheme):
         )
 
 
-class Parts(nn.Module):
+class Parts(SelfStarting):
     """Return `rank` products a_r y, with a_r: (dim,) each. At the start they share the features and sum to y.
 
     (..., dim) -> a list of `rank` such tensors, in the dtype of y.

@@ -22,7 +22,7 @@ from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
 from residua.connections.options import only_with
 from residua.connections.projection import Projection, WideProjection, is_plain
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.errors import Count, NotNegative
 from residua.ops.derived import derive
 from residua.ops.precision import linear, promote
@@ -64,7 +64,7 @@ class GatedResidual(ExpandingScheme, MixingScheme):
         return RMSNorm(dim, eps=eps, gain=False, recompute=self.recompute == "replay")
 
 
-class GatedRead(nn.Module):
+class GatedRead(SelfStarting):
     """x = mean_i G_i Z_i, with Z_i = (1 + w_i) norm(X_i) and G = sigmoid(U silu(D vec(Z) / n)).
 
     (batch, seq, n, dim) -> x: (batch, seq, dim) and Z: (batch, seq, n, dim). Sigmoid and mean in at least float32, D

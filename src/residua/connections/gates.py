@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.projection import WideProjection
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.ops import at_least_float32
 
 
@@ -21,7 +22,7 @@ class GateCoefficients(NamedTuple):
     gate: Tensor
 
 
-class Scale(nn.Module):
+class Scale(SelfStarting):
     """A learned scale that starts at `start`: () or, for each feature, (dim,), in at least float32."""
 
     def __init__(self, start: float, dim: int | None = None):
@@ -31,6 +32,7 @@ class Scale(nn.Module):
         self.single = dim is None
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, self.start)
 
@@ -51,7 +53,7 @@ class TokenGate(nn.Module):
         return self.scale * torch.tanh(self.out(context))
 
 
-class StaticGate(nn.Module):
+class StaticGate(SelfStarting):
     """e = scale tanh(b), at the start 0; the same for every context. (..., dim) -> (heads,) in at least float32."""
 
     def __init__(self, heads: int, *, scale: float):
@@ -60,6 +62,7 @@ class StaticGate(nn.Module):
         self.bias = nn.Parameter(torch.empty(heads))
         self.reset_parameters()
 
+    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
 

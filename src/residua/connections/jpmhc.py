@@ -19,7 +19,7 @@ from residua.connections.hyper import MixingCoefficients, MixingConnection, Mixi
 from residua.connections.norm import LayerNorm
 from residua.connections.options import Steps
 from residua.connections.projection import WideProjection, project
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.errors import Positive
 from residua.ops import at_least_float32, cayley_transform, iterative_cayley
 from residua.ops.derived import flattened
@@ -63,7 +63,7 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
         return Stream(self.expander(dim), connections, MeanStreams())
 
 
-class Router(nn.Module):
+class Router(SelfStarting):
     """Logits of the mixing matrices `maps`, such as "pre" and "post": LayerNorm of the state, then a linear map.
 
     Weights and biases start at 0, except the bias of "post", which is drawn from N(0, 1): streams that are written

@@ -23,7 +23,7 @@ from residua.connections.memory import Memory
 from residua.connections.norm import RMSNorm
 from residua.connections.options import only_with, require_option
 from residua.connections.projection import WideProjection
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.errors import Count
 from residua.ops import at_least_float32, depth_mix
 from residua.ops.derived import derive
@@ -110,7 +110,7 @@ class MultiwayDynamicDense(BlocksScheme):
         return Stream(Copies(1), connections, BlockCollapse(last, blocks))
 
 
-class DynamicWeights(nn.Module):
+class DynamicWeights(SelfStarting):
     """W_2 gelu(W_1 rms(x)), 0 at the start: (batch, seq, dim) -> (batch, seq, count) in at least float32."""
 
     def __init__(self, dim: int, hidden: int, count: int, *, eps: float):

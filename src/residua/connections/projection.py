@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.phases import is_unobserved
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.ops.norm import mean_square
 from residua.ops.precision import at_least_float32, linear, linear_at_least_float32, under_autocast
 
@@ -23,7 +23,7 @@ def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     return type(module) is kind and is_unobserved(module)
 
 
-class Projection(nn.Linear):
+class Projection(SelfStarting, nn.Linear):
     """`nn.Linear` whose weights start from N(0, std^2), by default with the authors' std = 0.5 / sqrt(in_features).
 
     Without autocast it computes in the dtype of its weights, even if the residual state has another.

@@ -1,4 +1,4 @@
-"""Start the parameters of a module as its code says, also if an engine has sharded them.
+"""Start the parameters of a module as its code says: also if an engine has sharded them, or a model starts its own.
 
 An engine builds a model on the meta device, shards it with `fully_shard`, gives it memory with `to_empty`, and calls
 `reset_parameters` of every module. The parameters are then `DTensor`s: a part such as `taps[0]` may be a copy, so that
@@ -6,8 +6,10 @@ writing to it changes nothing, and each rank would draw other numbers than one p
 """
 
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +32,7 @@ def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None
         sharded = {name: x for name, x in parameters.items() if hasattr(x, "device_mesh")}
         if not sharded:
             reset(module)
+            mark_start(parameters.values())
             return
         from torch.distributed.tensor import distribute_tensor
 
@@ -43,3 +46,86 @@ def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None
                 x.copy_(distribute_tensor(whole, x.device_mesh, x.placements))  # type: ignore[attr-defined]
 
     return call
+
+
+def mark_start(parameters: Iterable[Any]) -> None:
+    """Note that parameters have their start. Torch counts the changes of a tensor in place."""
+    for parameter in parameters:
+        if not parameter.is_inference():
+            parameter.started_at = parameter._version
+
+
+def is_at_start(parameter: Any) -> bool:
+    """Return whether nothing has changed a parameter since its module started it."""
+    started = getattr(parameter, "started_at", None)
+    return started is not None and not parameter.is_inference() and started == parameter._version
+
+
+class SelfStarting(nn.Module):
+    """A module that starts its own parameters, in `reset_parameters`, and keeps this start in a model that has another.
+
+    Models end their `__init__` with `self.apply(init)`, where `init` fills every linear map, and transformers does so
+    with weights that a checkpoint lacks. Parameters that were loaded or trained change as in every module.
+    """
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
+        """Do as `nn.Module`, but keep the start of parameters that have it; warn if `fn` would have replaced it.
+
+        A function that calls `reset_parameters` starts them again.
+        """
+        started: dict[str, Any] = {name: p for name, p in self._parameters.items() if p is not None and is_at_start(p)}
+        before = {name: (p.detach().clone(), p.started_at) for name, p in started.items()}
+        super().apply(fn)
+        replaced = []
+        for name, (value, mark) in before.items():
+            parameter: Any = self._parameters.get(name)
+            same = parameter is started[name] and parameter.dtype == value.dtype and parameter.shape == value.shape
+            reset = is_at_start(started[name]) and started[name].started_at != mark
+            if same and not reset and not torch.equal(parameter, value.to(parameter.device)):
+                with torch.no_grad():
+                    parameter.copy_(value)
+                mark_start([parameter])
+                replaced.append(name)
+        if replaced:
+            warnings.warn(
+                f"the start of the connections stands: apply({getattr(fn, '__name__', 'fn')}) would have replaced "
+                "it; build the stream after it, or loop over stream.modules() to replace the start",
+                stacklevel=2,
+            )
+        return self
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """Whether transformers leaves this module as it is: it asks before its model's `_init_weights` fills a module.
+
+        The module then starts what no checkpoint has given it.
+        """
+        caller = sys._getframe(1)
+        marked: bool | None = vars(self).get("_hf_initialized")
+        if caller.f_code.co_name != "_initialize_weights" or marked is not None:
+            return bool(marked)
+        if getattr(caller.f_locals.get("self"), "starts_modules", False):  # our own models
+            return False
+        return start_missing(self)
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        vars(self)["_hf_initialized"] = value
+
+
+def start_missing(module: nn.Module) -> bool:
+    """Start the own parameters and buffers of a module that transformers did not load. Return whether it can."""
+    reset: Any = getattr(module, "reset_parameters", None)
+    parameters: list[Any] = [p for p in module._parameters.values() if p is not None]
+    if reset is None:
+        return not parameters
+    started = [p for p in parameters if is_at_start(p)]
+    kept = [p for p in parameters if getattr(p, "_is_hf_initialized", False) or is_at_start(p)]
+    if len(kept) < len(parameters) or module._buffers:
+        values = [p.detach().clone() for p in kept]
+        reset()
+        with torch.no_grad():
+            for parameter, value in zip(kept, values):
+                parameter.copy_(value)
+        mark_start(started)
+    return True

@@ -18,14 +18,14 @@ from residua.connections.hyper import MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.options import Factor, only_with, require_option
 from residua.connections.projection import WideProjection, project_normalised
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.errors import NotNegative
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.derived import flattened
 from residua.ops.dispatch import Implementation
 
 
-class StreamLogits(nn.Module):
+class StreamLogits(SelfStarting):
     """z_g = s_g W_g r + b_g for every group g of rows, with r = vec(X) / sqrt(mean(vec(X)^2) + eps).
 
     (batch, seq, n, dim) -> one tensor (batch, seq, size) for each group, in at least float32. The rows of W start from

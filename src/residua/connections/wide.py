@@ -17,7 +17,7 @@ from residua.connections.gates import logit
 from residua.connections.hyper import MixingCoefficients, MixingConnection, MixingScheme
 from residua.connections.memory import Memory
 from residua.connections.options import Fraction, require_option
-from residua.connections.sharded import on_whole_tensors
+from residua.connections.sharded import SelfStarting, on_whole_tensors
 from residua.connections.stream_logits import even_biases
 from residua.errors import NotNegative
 from residua.ops import at_least_float32, hyper_read
@@ -54,7 +54,7 @@ class WideResidual(ExpandingScheme, MixingScheme):
         return Stream(self.expander(dim), connections, WideCollapse(self.num_streams, self.implementation))
 
 
-class WideRead(nn.Module):
+class WideRead(SelfStarting):
     """The weights s(a) that read n streams, (n,) in at least float32; they start at 1 / n within 1e-3, with sum 1."""
 
     def __init__(self, num_streams: int):

@@ -151,6 +151,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     config: ResiduaConfig
     config_class = ResiduaConfig
     base_model_prefix = "model"
+    starts_modules = True  # `_init_weights` lets every module start its own parameters
     supports_gradient_checkpointing = True
     _no_split_modules = ["Layer"]
     _skip_keys_device_placement = ["cache", "past_key_values"]
