@@ -74,13 +74,15 @@ def sweep_table() -> str:
 
 
 def demo_table() -> str:
+    from residua.connections.names import label
+
     record = json.loads((HERE / "demo.json").read_text(encoding="utf-8"))
     rows = []
     for group in record["groups"]:
         difference = group["difference"]["mean"] if group["name"] != record["baseline"] else None
         rows.append(
             [
-                f"`{group['name']}`",
+                f"`{label(group['name'])}`",
                 f"{group['val_loss']['mean']:.4f}",
                 "baseline" if difference is None else f"{difference:+.4f}",
                 f"{group['parameters']:,}",
@@ -596,10 +598,10 @@ def filled(page: str, text: str) -> str:
 
 def record_demo(folder: Path) -> None:
     """Write demo.json: the comparison of the runs in `folder`, and the metadata of their process."""
-    from residua.lab.demo import RECIPES
+    from residua.lab.demo import RECIPES, place_of
     from residua.lab.evaluation.compare import compare
 
-    comparison = compare([folder / name for name in RECIPES]).to_json()
+    comparison = compare([place_of(folder, name) for name in RECIPES]).to_json()
     for group in comparison["groups"]:
         group.pop("folders")
     facts = json.loads((folder / "residual" / "facts.json").read_text(encoding="utf-8"))

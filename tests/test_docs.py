@@ -317,7 +317,7 @@ def test_the_demo_has_the_settings_that_resbench_found():
     found = results(load_study("resbench"), records("resbench/records.jsonl"), ())
     rows = {row.scheme: row for row in found.rows if row.size == "0.1M"}
     steps = {run["steps"] for row in rows.values() for run in row.runs if run["kind"] == "report"}
-    for name, scheme in (("residual", "residual"), ("ddl-tc", "ddl-tc"), ("residual-tc", "residual+tc")):
+    for name, scheme in (("residual", "residual"), ("ddl-tc", "ddl-tc"), ("residual+tc", "residual+tc")):
         config = load_config(residua.lab.demo.RECIPES[name])
         keys = flatten(asdict(config))
         assert {key: keys[key] for key in rows[scheme].point} == rows[scheme].point, name

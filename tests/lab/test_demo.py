@@ -9,7 +9,8 @@ import pytest
 
 import residua.lab.demo
 from residua.commands.cli import main
-from residua.lab.demo import PROMPT, RECIPES
+from residua.connections.names import label
+from residua.lab.demo import PROMPT, RECIPES, place_of
 from residua.lab.training import load_config
 from residua.lab.training.checkpoint import saved_steps
 from residua.records import jsonlines
@@ -51,6 +52,13 @@ def test_the_recipes_differ_in_nothing_but_what_is_tuned():
         assert {key for key in plain if plain[key] != other[key]} <= TUNED
 
 
+def test_a_folder_that_an_earlier_demo_made_stays_in_use(tmp_path):
+    assert place_of(tmp_path, "residual+tc") == tmp_path / "residual+tc"
+    (tmp_path / "residual-tc").mkdir()
+    assert place_of(tmp_path, "residual+tc") == tmp_path / "residual-tc"
+    assert [label(connection) for connection in CONNECTIONS.values()] == list(RECIPES)
+
+
 @pytest.mark.slow
 def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_path, capsys):
     """And the same again, from what is there; other settings are refused."""
@@ -58,10 +66,10 @@ def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_pat
     argv = ["demo", "--out", str(out), "--steps", "4"]
     assert main(argv) == 0
     printed = capsys.readouterr()
-    assert "training 3 models side by side: residual, ddl-tc, residual-tc" in printed.err
+    assert "training 3 models side by side: residual, ddl-tc, residual+tc" in printed.err
     assert all(f"/3 runs, {name} finished" in printed.err for name in RECIPES)
     for name, connection in CONNECTIONS.items():
-        assert f"\n{connection} " in printed.out
+        assert f"\n{label(connection)} " in printed.out
         assert f"{name} writes:\n  {PROMPT}" in printed.out
     assert all(
         (out / picture).is_file() and str(out / picture) in printed.out for picture in ("loss.png", "difference.png")

@@ -19,8 +19,10 @@ from residua.records.folder import settings_of
 from residua.records.jobs import Job, Records, run_jobs
 from residua.records.progress import say
 
-RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual-tc": "nano-residual-tc"}
+RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual+tc": "nano-residual-tc"}
 """The recipe of each run. They differ only in the connection and the settings tuned for it."""
+EARLIER = {"residual+tc": "residual-tc"}
+"""Names that folders of runs had before; such a folder stays in use."""
 PROMPT = "The function returns"
 SAMPLE_TOKENS = 80
 PAGE = "explorer.html"
@@ -59,10 +61,16 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
     return Demonstration(comparison, draw(comparison, out), page, dict(_texts(out)))
 
 
+def place_of(out: Path, name: str) -> Path:
+    """Return the folder of a run."""
+    earlier = out / EARLIER.get(name, name)
+    return earlier if earlier.exists() else out / name
+
+
 def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
     """Train the runs of `demonstrate`, each in a process of one thread; return their folders."""
     changes = {} if steps is None else {"train.steps": steps}
-    begun = {name: settings_of(out / name / "config.yaml") for name in RECIPES}
+    begun = {name: settings_of(place_of(out, name) / "config.yaml") for name in RECIPES}
     configs = {name: load_config(recipe, changes, begun=begun[name]) for name, recipe in RECIPES.items()}
     data = open_or_prepare(configs["residual"].data, out / "data", progress=True)
     jobs = []
@@ -70,13 +78,13 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
         config = replace(config, data=replace(config.data, path=str(data.folder)))
         if begun[name]:  # more steps would continue a schedule that has ended
             steps_there = begun[name].get("train.steps")
-            expected = f"{steps_there}, as in {out / name / 'config.yaml'}, or --out a new folder"
+            expected = f"{steps_there}, as in {place_of(out, name) / 'config.yaml'}, or --out a new folder"
             require(config.train.steps == steps_there, "--steps", expected, config.train.steps)
-        jobs.append(Job(name, _train, (config, out / name), config.train.steps))
+        jobs.append(Job(name, _train, (config, place_of(out, name)), config.train.steps))
     say(f"training {len(jobs)} models side by side: {', '.join(configs)}")
     with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as runs:
         run_jobs(jobs, runs, processes=len(jobs))
-    return [out / name for name in configs]
+    return [place_of(out, name) for name in configs]
 
 
 def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int], None]) -> dict[str, Any]:
@@ -88,7 +96,7 @@ def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int
 
 def _texts(out: Path) -> Iterator[tuple[str, str]]:
     for name in RECIPES:
-        opened = open_run(out / name)
+        opened = open_run(place_of(out, name))
         continuation = complete(
             opened.model, opened.tokenizer, PROMPT, max_new_tokens=SAMPLE_TOKENS, min_new_tokens=SAMPLE_TOKENS
         )
