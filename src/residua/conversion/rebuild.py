@@ -137,8 +137,14 @@ def stream_of(model: nn.Module) -> Stream:
 
 
 def stack_in(model: Any, conversion: Conversion) -> nn.ModuleList:
-    """Return the list of the layers of a model."""
-    return model.base_model.get_submodule(conversion.stack)
+    """Return the list of the layers of a model. Raises InputError if it has none of this name."""
+    try:
+        return model.base_model.get_submodule(conversion.stack)
+    except AttributeError as error:
+        raise InputError(
+            f"{type(model).__name__} must have its layers in {conversion.stack!r}, and has not: the connections are of "
+            "another model or of a part of one; load them into that with residua.load_connection"
+        ) from error
 
 
 def _width(model: Any, norms: Sequence[nn.Module]) -> int:
