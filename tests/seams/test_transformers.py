@@ -90,7 +90,7 @@ SEAMS = [
     Seam(
         "transformers.PreTrainedModel",
         "our models set or call it",
-        "_can_compile_fullgraph _from_config _init_weights _keep_in_fp32_modules "
+        "_can_compile_fullgraph _from_config _init_weights _initialize_weights _keep_in_fp32_modules "
         "_keep_in_fp32_modules_strict _no_split_modules _set_gradient_checkpointing "
         "_skip_keys_device_placement _supports_attention_backend _supports_flash_attn _supports_flex_attn "
         "_supports_sdpa _tied_weights_keys _tp_plan save_pretrained",
