@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.utils import parametrize
 from transformers import M2M100Config, M2M100Model, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 import residua
 from residua.conversion.flow import UnknownUse
@@ -185,6 +186,14 @@ def test_a_narrowed_model_warns_of_its_gates_as_a_stream_does():
         converted("residual", torch.float32).half()
 
 
+def test_quantizers_of_transformers_leave_the_connections_of_a_folder_alone(tmp_path):
+    converted("mhc", torch.float32).save_pretrained(tmp_path)
+    model = residua.load(tmp_path)
+    names = [name for name, _ in model.named_parameters()]
+    kept = [name for name in names if not should_convert_module(name, list(model._keep_in_fp32_modules))]
+    assert kept == [name for name in names if ".stream." in name]
+
+
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoints_stay_in_one_graph():
@@ -234,3 +243,21 @@ def test_a_model_that_adds_images_between_its_layers_is_asked_for_one():
 def test_a_residual_that_a_dialect_knows_is_refused_with_its_place(family):
     with pytest.raises(InputError, match=r"residua\.models\.dialects"):
         residua.convert(tiny(family), "residual")
+
+
+def test_connections_stay_in_float32_in_units_of_their_own(alone):
+    """The recipe for FSDP2 in mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, seen = converted("mhc", torch.float32).train(), {}
+    for layer in model.model.layers:
+        for part in layer.stream.parts:
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda m, args, name=name: seen.update({name: m.weight.dtype}))
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    assert {dtype for name, dtype in seen.items() if ".stream." in name} == {torch.float32}
+    assert {dtype for name, dtype in seen.items() if ".stream." not in name} == {torch.bfloat16}

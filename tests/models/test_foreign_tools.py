@@ -160,14 +160,15 @@ def test_dynamic_quantisation_takes_the_sublayers_and_leaves_the_connections(nam
 
 
 @every_preset
-def test_quantizers_of_transformers_read_which_maps_to_leave(name):
+@pytest.mark.parametrize("end", ["", ".weight"])  # of a module or of its weight: quantizers ask for either
+def test_quantizers_of_transformers_read_which_maps_to_leave(name, end):
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     model = model_of(name)
     kept = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not should_convert_module(name, list(model._keep_in_fp32_modules))
+        if isinstance(module, nn.Linear) and not should_convert_module(name + end, list(model._keep_in_fp32_modules))
     }
     assert kept == {name for name, module in model.named_modules() if isinstance(module, WideProjection)}
     assert all(isinstance(connection, Connection) for connection in model.model.stream.connections)

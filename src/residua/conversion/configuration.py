@@ -143,6 +143,8 @@ class BuiltConverted(Swapped):
         model: Any = self
         _configure(model, with_conversion(model.config, getattr(config, KEY)), config._name_or_path)
         rebuild(model, conversion_of(model))
+        # Loading in a narrow dtype goes by parts of names; quantizers match a pattern from the start of a name.
+        model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), rf".*\.{STREAM}"}
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:

@@ -196,7 +196,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
             if name in float32_names:  # also if the model is built in a narrow dtype
                 parameter.data = at_least_float32(parameter.data)
         self._keep_in_fp32_modules = {
-            f"stream.{name}" for name, module in self.stream.named_modules() if isinstance(module, WideProjection)
+            rf"(?:.*\.)?stream\.{name}"  # quantizers match it from the start of a name
+            for name, module in self.stream.named_modules()
+            if isinstance(module, WideProjection)
         }
         self.post_init()
 
