@@ -87,3 +87,19 @@ def test_a_link_is_refused_in_one_line(target, tmp_path):
         write_text(tmp_path / "link", "new")
     assert names(tmp_path) == ["link", "victim"]
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows locks no folders")
+def test_what_a_killed_writer_left_of_a_folder_is_removed_by_the_next_one(tmp_path):
+    abandoned, other = tmp_path / ".a[b].0123abcd.partial", tmp_path / ".ab.0123abcd.partial"
+    for folder in (abandoned, other, tmp_path / ".a[b].c.partial"):
+        folder.mkdir()
+        (folder / "file").write_text("half")
+    (tmp_path / ".a[b].89abcdef.partial").symlink_to(other)
+    with unfinished(tmp_path / "a[b]") as held:
+        assert not abandoned.exists()
+        with pytest.raises(RuntimeError), unfinished(tmp_path / "a[b]"):
+            raise RuntimeError
+        (held / "file").write_text("whole")
+    assert names(tmp_path) == [".a[b].89abcdef.partial", ".a[b].c.partial", ".ab.0123abcd.partial", "a[b]"]
+    assert names(other) == names(tmp_path / "a[b]") == ["file"]

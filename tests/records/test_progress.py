@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from residua.records import progress
-from residua.records.progress import Progress
+from residua.records.progress import Progress, say
 
 
 @pytest.fixture
@@ -69,3 +69,8 @@ def test_a_terminal_gets_a_bar_and_markup_is_text(measuring, monkeypatch):
     assert "[red]run" in shown
     assert "step 5/10 [bold]" in shown
     assert "50%" in shown
+
+
+def test_a_name_from_outside_is_said_in_one_line_without_commands_for_the_terminal(capsys):
+    say("runs/\x1b[2J\nresidua: done")
+    assert capsys.readouterr().err == "runs/\\u001b[2J residua: done\n"

@@ -4,6 +4,7 @@ from typing import Literal
 
 from residua.connections.names import canonical
 from residua.records.folder import new_folder
+from residua.records.terminal import one_line
 
 
 def convert(
@@ -43,5 +44,5 @@ def convert(
             add_code(temporary)
         card = converted_card(model, scheme, name=folder.name, remote_code=remote_code)
         (temporary / "README.md").write_text(card, encoding="utf-8")
-    print(f"{folder}: {type(opened).__name__} with {scheme}, {growth:,} parameters more than {size:,}")
-    print(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}")
+    print(f"{one_line(folder)}: {type(opened).__name__} with {scheme}, {growth:,} parameters more than {size:,}")
+    print(one_line(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}"))

@@ -2,6 +2,7 @@
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.records.folder import new_folder
+from residua.records.terminal import one_line
 
 
 def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_code: bool = False) -> None:
@@ -22,4 +23,4 @@ def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_c
     from residua.lab.export import export, loading
 
     folder = export(run, out, checkpoint=checkpoint, remote_code=remote_code)
-    print(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}")
+    print(one_line(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}"))

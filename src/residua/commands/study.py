@@ -6,6 +6,7 @@ from typing import Annotated
 from residua.commands.pool import Pool
 from residua.commands.signature import Output
 from residua.errors import Natural, Positive, Range
+from residua.records.terminal import one_line
 
 
 def run(
@@ -126,6 +127,6 @@ def verify(
     count = wrong = 0
     for rerun in verify(folder, data=data, share=share, schemes=schemes, sizes=sizes, seeds=seeds):
         count, wrong = count + 1, wrong + (not rerun.equal)
-        print(f"{rerun.key}: {rerun.outcome}", flush=True)
+        print(one_line(f"{rerun.key}: {rerun.outcome}"), flush=True)
     print(f"{count - wrong} of {count} runs are equal to the last bit")
     return 1 if wrong else 0

@@ -7,6 +7,7 @@ from typing import Any
 from residua.commands.configuration import Configuration
 from residua.errors import InputError
 from residua.records.folder import settings_of
+from residua.records.terminal import one_line
 
 
 def train(*, run: str | None = None, resume: bool = False, configuration: Configuration) -> int:
@@ -46,7 +47,7 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
         return 128 + result["signal"]
     if is_first():
         print(
-            f"{run}: step {result['step']}, validation loss {result['val_loss']:.4f}, "
+            f"{one_line(run)}: step {result['step']}, validation loss {result['val_loss']:.4f}, "
             f"{result['bits_per_byte']:.4f} bits per byte"
         )
     return 0

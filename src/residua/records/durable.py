@@ -1,21 +1,28 @@
 """Write files so that a kill or a power cut leaves either the old content or the new, never half of it.
 
 New content goes into `.NAME.RANDOM.partial` beside its place and takes the name in one step. What a killed writer left
-is removed by the next holder of the folder, see `folder.hold`.
+is removed by the next holder of the folder, see `folder.hold`, and what it left of a whole folder by the next writer of
+that folder, see `unfinished`.
 """
 
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from residua.errors import InputError
 from residua.records.reading import regular
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def unlinked(path: Path) -> Path:
@@ -98,22 +105,55 @@ def is_new(path: Path) -> bool:
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Make an empty folder beside `path`, which takes that name when the body ends; after a failure nothing stays.
+    """Make an empty folder beside `path`, which takes that name when the body ends; after a failure nothing stays. What
+    killed processes left of the same folder is removed.
 
     Raises OSError, also where `path` is there and not a new folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
     temporary = partial(path)
     temporary.mkdir()
+    with _held(temporary):
+        try:
+            yield temporary
+            for written in temporary.rglob("*"):
+                sync(written)
+            sync(temporary)
+            publish(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove unfinished folders of the name `path` that no process holds, as far as this system tells."""
+    form = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
+    with suppress(OSError):
+        for stale in [entry for entry in path.parent.iterdir() if form.fullmatch(entry.name)]:
+            if stale.is_dir() and not stale.is_symlink():
+                with _held(stale) as held:
+                    if held:
+                        shutil.rmtree(stale, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Lock a folder until the body or this process ends; yield whether it could be locked. Some network file systems,
+    and Windows, lock no folders."""
+    if fcntl is None:
+        yield False
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield temporary
-        for written in temporary.rglob("*"):
-            sync(written)
-        sync(temporary)
-        publish(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except OSError:
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
 
 
 def remove_partials(folder: Path) -> None:

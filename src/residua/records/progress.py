@@ -7,14 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 from residua.errors import extra
-from residua.records.terminal import printable
+from residua.records.terminal import one_line
 
 LINE_SECONDS = 10.0
 
 
 def say(message: str) -> None:
     """Print one line for the user on standard error; a progress bar makes room for it."""
-    print(printable(message), file=sys.stderr, flush=True)
+    print(one_line(message), file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -57,7 +57,7 @@ class Progress:
                 refresh_per_second=4,
                 speed_estimate_period=120,
             )
-            self._task = self._bar.add_task(title, total=total or None, text="")
+            self._task = self._bar.add_task(one_line(title), total=total or None, text="")
             self._bar.update(self._task, completed=done)
 
     def __enter__(self) -> "Progress":
@@ -83,7 +83,7 @@ class Progress:
         """
         self._done, self.total = done, self.total if total is None else total
         if self._bar:
-            self._bar.update(self._task, completed=done, total=self.total or None, text=text)
+            self._bar.update(self._task, completed=done, total=self.total or None, text=one_line(text))
             if self._measuring:
                 self._bar.refresh()
         elif self._lines:

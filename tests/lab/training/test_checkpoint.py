@@ -191,3 +191,24 @@ def test_a_checkpoint_with_other_settings_is_refused(tmp_path, fit):
     shutil.copytree(tmp_path / "one" / "checkpoints", tmp_path / "two" / "checkpoints")
     with pytest.raises(InputError, match=r"step-12: .*train\.lr was 0\.01, is 0\.02"):
         fit(tmp_path / "two", resume=True, lr=0.02)
+
+
+@pytest.mark.parametrize(
+    "files", [{"../x": {"sha256": ""}}, {"/dev/zero": {"sha256": ""}}, {"model.safetensors": 3}], ids=str
+)
+def test_a_manifest_names_nothing_but_files_of_its_folder(files, tmp_path, fit):
+    fit(tmp_path / "run")
+    path = latest_checkpoint(tmp_path / "run").path
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+    with pytest.raises(InputError, match=r"in this folder|a mapping"):
+        open_checkpoint(path)
+
+
+def test_a_manifest_of_a_step_beyond_the_run_is_refused(tmp_path, fit):
+    fit(tmp_path / "run")
+    path = latest_checkpoint(tmp_path / "run").path
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"step": 10**30}))
+    with pytest.raises(InputError, match=r"step-12 must be at most train\.steps, 12, got 1000"):
+        fit(tmp_path / "run", resume=True)

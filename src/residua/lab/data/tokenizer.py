@@ -99,7 +99,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Return the sha256 of a saved tokenizer. Raises OSError."""
+    """Return the sha256 of a saved tokenizer. Raises OSError, and InputError for a file that is larger than any."""
+    expect_regular(folder)
     return file_sha256(folder / "tokenizer.json")
 
 

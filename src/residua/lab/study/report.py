@@ -32,6 +32,7 @@ from residua.records.jobs import Record
 from residua.records.jsonlines import finite
 from residua.records.statistics import Contrast, Estimate
 from residua.records.table import Table
+from residua.records.terminal import printable
 
 FILES = ("report.md", "results.csv", "index.html")
 TEMPLATE = Path(__file__).parent / "assets" / "page.html"
@@ -354,8 +355,9 @@ def _markdown(table: Table) -> str:
 
 
 def _text(value: Any) -> str:
-    """A text in one line, of which Markdown makes no tag."""
-    return " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
+    """A text in one line, of which Markdown makes no tag and no link, and a terminal no command."""
+    text = " ".join(printable(value).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace("](", "]\\(")
 
 
 def _list(values: Iterable[Any]) -> str:

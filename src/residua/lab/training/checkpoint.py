@@ -186,12 +186,14 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
     Prints one line for each damaged checkpoint that it skips.
     """
     attempts: set[Path] = set()
-    while path := next((x for x in _saved(Path(folder) / "checkpoints").values() if x not in attempts), None):
-        attempts.add(path)
-        try:
-            return open_checkpoint(path)
-        except InputError as error:
-            if path.exists():
+    while paths := [path for path in _saved(Path(folder) / "checkpoints").values() if path not in attempts]:
+        for path in paths:
+            attempts.add(path)
+            try:
+                return open_checkpoint(path)
+            except InputError as error:
+                if not path.exists():
+                    break  # the run dropped it, and has saved a newer one
                 say(f"skipping a damaged checkpoint: {error}")
     return None
 

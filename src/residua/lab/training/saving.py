@@ -83,6 +83,8 @@ class RunState:
             return None
         more = more_steps(newest.step, newest.settings, self._settings)
         refuse_changes(newest.settings, self._settings, newest.path, free=FREE_KEYS | more)
+        last = f"at most train.steps, {self._config.steps}"
+        require(newest.step <= self._config.steps, f"the step of {newest.path}", last, newest.step)
         if more:
             peak = f"{learning_rate_factor(newest.step + 1, self._config):.0%} of the peak"
             say(
