@@ -164,6 +164,9 @@ def test_a_mask_of_any_form_means_the_same(name, form):
         expected, found = (mode(ids, attention_mask=mask, labels=ids) for mask in (ROWS, FORMS[form]))
         assert torch.equal(found.logits[ROWS > 0], expected.logits[ROWS > 0])
         assert torch.equal(found.loss, expected.loss)
+    options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected, found = (model.generate(ids, attention_mask=mask, **options).logits for mask in (ROWS, FORMS[form]))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_penalty_at_padding_does_not_count():

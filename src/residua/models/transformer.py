@@ -442,6 +442,12 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         # An assistant may have drawn the id that fills a batch: after the first token, it is a token like others.
         return mask.cummax(1).values if generation_config.is_assistant else mask
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+        mask = model_kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:  # positions are sums of it, and it grows by ones
+            model_kwargs["attention_mask"] = attention_mask_of(mask).long()
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         cache, _ = cache_of(model_kwargs)
