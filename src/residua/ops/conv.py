@@ -144,7 +144,15 @@ def _masked(streams: Tensor, mask: Tensor | None) -> Tensor:
 
 def _only(chosen: Tensor, x: Tensor) -> Tensor:
     """Return x: (..., seq, streams, dim) with zeros where `chosen`: (..., seq) is false, whatever stands there."""
-    return torch.where(chosen[..., None, None], x, 0)  # a product with 0 would keep NaN and infinity
+    wide = chosen[..., None, None]  # a product with 0 would keep NaN and infinity
+    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or batched(x)
+    if recorded or type(x) is not Tensor or x.device.type != "cpu" or x.dtype.itemsize not in _BITS:
+        return torch.where(wide, x, 0)
+    bits = _BITS[x.dtype.itemsize]  # on a CPU three times as fast
+    return (x.view(bits) & -wide.to(bits)).view(x.dtype)
+
+
+_BITS = {4: torch.int32, 8: torch.int64}
 
 
 def _exporting() -> bool:
