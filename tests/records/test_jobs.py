@@ -1,5 +1,6 @@
 """The engine of sweeps. That kills and resumes change no number is tested where runs have numbers: tests/lab/study."""
 
+import json
 import os
 import subprocess
 import sys
@@ -194,3 +195,12 @@ def test_a_result_that_cannot_be_written_is_told_and_the_earlier_ones_stay(tmp_p
             run_jobs([Job(2, double, (2,))], records, progress=False)
         assert list(records.finished) == [1]
     assert jsonlines.read(path)[0] == {"number": 1, "double": 2}
+
+
+@pytest.mark.parametrize("key", [[1], {}])
+def test_a_record_whose_key_is_none_is_refused(key, tmp_path):
+    with open_runs(tmp_path / "out", {}):
+        pass
+    (tmp_path / "out" / "records.jsonl").write_text(json.dumps({"key": key}) + "\n")
+    with pytest.raises(InputError, match=r"records\.jsonl: key must be"), open_runs(tmp_path / "out", {}):
+        pass

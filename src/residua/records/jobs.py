@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from residua.errors import InputError, RunError
+from residua.errors import InputError, RunError, require
 from residua.records.durable import remove, remove_partials, unlinked, write_text
 from residua.records.folder import hold, read_object, refuse_changes, writable
 from residua.records.jsonlines import JsonLines, finite
@@ -67,6 +67,11 @@ def file_name(name: str) -> str:
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
+def _hashable(value: Any) -> bool:
+    """Return whether a value of JSON may be a key, which lists and mappings may not."""
+    return not isinstance(value, list | dict)
+
+
 class Records(JsonLines):
     """The finished runs of a file of JSON lines.
 
@@ -78,6 +83,8 @@ class Records(JsonLines):
     def __init__(self, path: str | Path, key: Key, *, places: Path | None = None, drop: bool = True):
         super().__init__(path)
         self._key, self._places, self._drop = key, places, drop
+        for row in self.rows:
+            require(_hashable(key(row)), f"{self.path}: key", "a text or a number", row.get("key"))
         self.finished = {key(row): row for row in self.rows}
         self.finished.pop(None, None)
 

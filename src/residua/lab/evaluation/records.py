@@ -8,7 +8,7 @@ from statistics import median_high
 from typing import Any, NamedTuple
 
 from residua.connections.names import label
-from residua.errors import InputError, require
+from residua.errors import InputError, fits, require
 from residua.lab.evaluation.comparable import Measurement, Unit
 from residua.records import jsonlines
 from residua.records.folder import LOGGING_KEYS, RunFolder, flatten, read_facts, read_settings
@@ -62,6 +62,7 @@ class Run:
             bool(settings.get("model.connection")), f"{run.config}", "a configuration with model.connection", settings
         )
         seed = settings.pop("train.seed", 0)
+        require(fits(seed, int), f"{run.config}: train.seed", "a whole number", seed)
         measure = Measurement.of(settings, facts.get("data") or {})
         settings = {key: value for key, value in settings.items() if key not in LOGGING_KEYS}
         if (fingerprint := facts.get("data", {}).get("fingerprint")) is not None:
