@@ -1,7 +1,8 @@
 """Our own connections in our own kit: every preset, every index, in stacks of 4, 8 and 12 sublayers of two widths.
 
 The kit must accept what is right. One JSON line for each preset, number of sublayers and width: how many modules were
-checked, the stack and every connection, how often each check passed, and the reasons where one did not.
+checked, the stack and every connection, how often each check passed, and the reasons where one did not. Lines that the
+record has are kept: delete it to begin again.
 
     python experiments/kit.py
 """
@@ -10,6 +11,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +79,16 @@ def checked(name: str, count: int, dim: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RECORD, help="write the lines to this file")
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=list(PRESETS))
-    arguments = parser.parse_args()
-    about = circumstances(torch.device("cpu"))
-    lines = []
-    for name in arguments.presets:
-        for count in SUBLAYERS:
-            lines += [checked(name, count, dim) | about for dim in WIDTHS]
-        failed = sum(len(line["failed"]) for line in lines[-len(SUBLAYERS) * len(WIDTHS) :])
-        print(f"{name:20} {failed} modules fail", flush=True)
-    arguments.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    parser.add_argument("--out", type=Path, default=RECORD, help="append the lines to this file")
+    out = parser.parse_args().out
+    lines = map(json.loads, out.read_text(encoding="utf-8").splitlines() if out.exists() else [])
+    done = {(line["preset"], line["sublayers"], line["dim"]) for line in lines}
+    for count, dim, name in product(SUBLAYERS, WIDTHS, PRESETS):
+        if (name, count, dim) not in done:
+            line = checked(name, count, dim) | circumstances(torch.device("cpu"))
+            with out.open("a", encoding="utf-8") as record:
+                record.write(json.dumps(line) + "\n")
+            print(f"{name:20} {count:3} {dim:3} {len(line['failed'])} of {line['modules']} modules fail", flush=True)
 
 
 if __name__ == "__main__":
