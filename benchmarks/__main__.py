@@ -21,9 +21,9 @@ from benchmarks.peers import PeerSettings
 from residua.commands.base import BAD_INPUT, FAILED, fail
 from residua.commands.signature import Output, run_function
 from residua.errors import InputError, RunError
-from residua.records.jsonlines import JsonLines
-from residua.records.progress import Progress, say
-from residua.records.terminal import one_line
+from residua.lab.records.jsonlines import JsonLines
+from residua.lab.records.progress import Progress, say
+from residua.lab.records.terminal import one_line
 
 
 def run_ops(settings: OpSettings, *, out: Path | None = None) -> Output:

@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import adapters, compliance_adapters
-from residua.records.provenance import version
+from residua.lab.records.provenance import version
 from residua.testing import SPECIFICATION
 from residua.testing.adapter import Adapter, Pair
 from residua.testing.checks import run

@@ -14,10 +14,10 @@ from residua.connections.names import PRESETS, canonical
 from residua.errors import Count, InputError, Natural, RunError, extra
 from residua.lab.cost.steps import many_graphs
 from residua.lab.cost.timing import Timing, compare
+from residua.lab.jobs.pool import threads
+from residua.lab.records.provenance import circumstances
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.memory import CACHE
-from residua.records.provenance import circumstances
-from residua.records.threads import threads
 
 with extra("lab"):
     from transformers import StaticCache

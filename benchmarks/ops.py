@@ -17,9 +17,9 @@ from benchmarks.settings import Measuring
 from residua.connections import TensorSpec, resolve
 from residua.errors import InputError, RunError, require
 from residua.lab.cost.timing import Clock, Quartiles, Timing, compare, cuda_clock
+from residua.lab.jobs.pool import threads
+from residua.lab.records.provenance import circumstances
 from residua.ops.dispatch import choose
-from residua.records.provenance import circumstances
-from residua.records.threads import threads
 
 Implementation = Literal["auto", "reference", "compiled", "triton"]
 Pass = Literal["forward", "forward+backward"]

@@ -16,8 +16,8 @@ from benchmarks.settings import Measuring, Precision
 from residua.errors import require
 from residua.lab.cost.measured_memory import storages_kept
 from residua.lab.cost.timing import Timing, compare
-from residua.records.provenance import circumstances, version
-from residua.records.threads import threads
+from residua.lab.jobs.pool import threads
+from residua.lab.records.provenance import circumstances, version
 from residua.testing.checks import Report, run
 from residua.testing.inputs import normal
 from residua.testing.module import CHECKS

@@ -16,8 +16,8 @@ from torch._inductor import config, metrics
 
 from residua.lab.cost.steps import MeasuredStep
 from residua.lab.experiment import model_config
+from residua.lab.records.provenance import circumstances
 from residua.lab.training import load_config
-from residua.records.provenance import circumstances
 
 RECORD = Path(__file__).with_name("compiled-bytes.jsonl")
 PRESETS = ("residual", "ddl", "ddl-cc", "ddl-tc", "hc", "mhc")

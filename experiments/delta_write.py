@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
+from residua.lab.records.figures import COLOURS, save
 from residua.ops import delta_write as write
-from residua.records.figures import COLOURS, save
 
 BLUE, RED, GREEN, PURPLE = COLOURS[0], "#C62828", COLOURS[2], COLOURS[3]
 GATES = {0.0: "β = 0 keeps x", 1.0: "β = 1 replaces the part along k", 2.0: "β = 2 mirrors x at the line kᵀx = v"}

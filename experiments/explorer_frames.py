@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from residua.lab.explorer.page import write_page
-from residua.records.provenance import circumstances
+from residua.lab.records.provenance import circumstances
 
 HERE = Path(__file__).parent
 OUT = HERE / "explorer-frames.jsonl"

@@ -19,7 +19,7 @@ import torch
 from residua.lab.geometry.published import README, RESEARCH, published
 from residua.lab.geometry.references import references
 from residua.lab.geometry.tasks import TASKS, task
-from residua.records.provenance import circumstances
+from residua.lab.records.provenance import circumstances
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "src" / "residua" / "lab" / "explorer" / "results.json"

@@ -196,7 +196,7 @@ def _file(step: str, suffix: str) -> str:
 
 def run(place: Place, wanted: Sequence[Step], seconds: float) -> None:
     """Run the steps that have not passed yet, within so many seconds altogether; append a line for each."""
-    from residua.records.jsonlines import JsonLines
+    from residua.lab.records.jsonlines import JsonLines
 
     place.path("logs").mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + seconds
@@ -283,7 +283,7 @@ def _environment(place: Place) -> dict[str, str]:
 def _conditions(place: Place) -> dict[str, Any]:
     import torch
 
-    from residua.records.provenance import circumstances, version
+    from residua.lab.records.provenance import circumstances, version
 
     here = circumstances(torch.device(place.device))
     kept = {name: here[name] for name in ("date", "commit", "python", "torch", "transformers", "device")}
@@ -297,7 +297,7 @@ def _last_line(log: Path) -> str:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines, without a torn last one."""
-    from residua.records.jsonlines import read
+    from residua.lab.records.jsonlines import read
 
     return read(path)
 
@@ -389,7 +389,7 @@ def _check_all(names: Sequence[str], check: Callable[[str], Any]) -> int:
 
 def check_ddp(place: Place) -> int:
     """Train a few steps in one process and under torchrun with one rank; the losses must agree."""
-    from residua.records import jsonlines
+    from residua.lab.records import jsonlines
 
     model = "--model.hidden_size 64 --model.num_hidden_layers 2 --model.num_attention_heads 2 --model.head_dim 32"
     train = "--train.steps 8 --train.batch_size 4 --train.sequence_length 64 --train.warmup_steps 2 --train.lr 1e-3"

@@ -157,7 +157,7 @@ def lane(target: str) -> dict[str, float]:
 def append(record: dict[str, Any]) -> None:
     import torch
 
-    from residua.records.provenance import circumstances
+    from residua.lab.records.provenance import circumstances
 
     here = circumstances(torch.device("cpu"))
     record |= {name: here[name] for name in ("date", "python", "torch", "cpu", "load")}

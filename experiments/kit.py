@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections import PRESETS, Scheme
-from residua.records.provenance import circumstances
+from residua.lab.records.provenance import circumstances
 from residua.testing import SPECIFICATION, ConnectionAdapter, StreamAdapter
 from residua.testing.checks import run
 from residua.testing.module import CHECKS

@@ -182,7 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from torch import device
 
-    from residua.records.provenance import circumstances
+    from residua.lab.records.provenance import circumstances
 
     measures = {
         "step": lambda: [steps(arguments.rounds, arguments.steps, warmup=5)],

@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from residua.errors import InputError, require
+from residua.lab.records.figures import plain, save
+from residua.lab.records.table import print_table
 from residua.lab.training import TrainConfig, make_optimizer
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.records.figures import plain, save
-from residua.records.table import print_table
 
 VOCABULARY, SEQUENCES, LENGTH, LAYERS, HEAD_DIM = 256, 8, 64, 2, 32
 PARAMETERISATIONS = {"muP": True, "standard": False}

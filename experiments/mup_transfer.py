@@ -14,8 +14,8 @@ from pathlib import Path
 
 from throwaway import embedded_corpus, throwaway_run
 
-from residua.records import jsonlines
-from residua.records.jobs import Job, Records, run_jobs
+from residua.lab.jobs.pool import Job, Records, run_jobs
+from residua.lab.records import jsonlines
 
 WIDTHS = (64, 128, 256)
 RATES = tuple(0.002 * 2**i for i in range(7))

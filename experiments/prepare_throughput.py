@@ -26,7 +26,7 @@ import torch
 
 from residua.lab.data import open_corpus, train_bpe
 from residua.lab.data.tokenizer import save_tokenizer
-from residua.records.provenance import circumstances
+from residua.lab.records.provenance import circumstances
 
 DOCUMENT = 4_000
 FILES = 8

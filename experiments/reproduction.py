@@ -16,8 +16,8 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from residua.records import jsonlines
-from residua.records.statistics import Estimate
+from residua.lab.records import jsonlines
+from residua.lab.records.statistics import Estimate
 
 RECORD = Path(__file__).with_name("reproduction.jsonl")
 SPEED = Path(__file__).with_name("reproduction-speed.jsonl")
@@ -130,7 +130,7 @@ def draw(found: list[Result], path: Path) -> None:
     """The differences with their confidence intervals, best at equal tokens on top."""
     from matplotlib.figure import Figure
 
-    from residua.records.figures import COLOURS, plain, save
+    from residua.lab.records.figures import COLOURS, plain, save
 
     rows = sorted((row for row in found if row.variant != "residual"), key=lambda row: -statistics.mean(row.at_tokens))
     figure = Figure(figsize=(9, 0.42 * len(rows) + 1.5), dpi=130, layout="constrained")

@@ -27,8 +27,8 @@ from resbench_rows import (
 from resbench_tables import HERE, decided_alike, ordered_alike, records, share_alike, span, study
 from scipy.stats import spearmanr
 
+from residua.lab.records.statistics import Noise, paired
 from residua.lab.study.results import Row
-from residua.records.statistics import Noise, paired
 
 GATED = "gated-orthogonal"
 FAILED = "0.1M-deep", "lambdas-gated+tc"

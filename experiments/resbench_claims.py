@@ -42,8 +42,8 @@ from resbench_tables import (
     study,
 )
 
+from residua.lab.records.statistics import Contrast, holm, welch
 from residua.lab.study.results import Difference, _error
-from residua.records.statistics import Contrast, holm, welch
 
 WIDTH = 140
 

@@ -22,12 +22,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from residua.lab.jobs.pool import Job, Record, open_runs, run_jobs
+from residua.lab.records import jsonlines
 from residua.lab.study.definition import read_folder
 from residua.lab.study.engine import train_run
 from residua.lab.study.plan import Plan, Run
 from residua.lab.study.verify import Verified
-from residua.records import jsonlines
-from residua.records.jobs import Job, Record, open_runs, run_jobs
 
 SHIPPED = {"0.3M": Path(__file__).with_name("resbench"), "1M": Path(__file__).with_name("resbench-1M")}
 SCHEMES = (

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from residua.lab.records import jsonlines
+from residua.lab.records.figures import COLOURS, plain, save
 from residua.lab.study.results import Results, read_results
-from residua.records import jsonlines
-from residua.records.figures import COLOURS, plain, save
 
 RECORDS = Path(__file__).with_name("resbench")
 HEADLINE = Path(__file__).with_name("resbench-headline.jsonl")

@@ -22,17 +22,16 @@ from matplotlib.figure import Figure
 
 from residua.lab.experiment import evaluate, open_run
 from residua.lab.inspection import Trace, sublayer_statistics, trace
+from residua.lab.jobs.pool import Record, threads
+from residua.lab.records import jsonlines
+from residua.lab.records.figures import COLOURS, plain, save
+from residua.lab.records.jsonlines import JsonLines, finite
+from residua.lab.records.progress import Progress
+from residua.lab.records.provenance import circumstances
 from residua.lab.study.engine import open_study, train_run
 from residua.lab.study.plan import Run
 from residua.lab.study.verify import Verified
 from residua.lab.training.checkpoint import saved_steps
-from residua.records import jsonlines
-from residua.records.figures import COLOURS, plain, save
-from residua.records.jobs import Record
-from residua.records.jsonlines import JsonLines, finite
-from residua.records.progress import Progress
-from residua.records.provenance import circumstances
-from residua.records.threads import threads
 
 WINDOWS = 8
 """Held-out sequences on which gates are measured."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from resbench_tables import SPLIT, records, study
 
+from residua.lab.records.statistics import Contrast, Estimate, welch
 from residua.lab.study.results import Difference, Row
-from residua.records.statistics import Contrast, Estimate, welch
 
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
 """Of four layers, two and eight."""

@@ -12,8 +12,8 @@ import numpy as np
 from resbench_picture import BASELINE, SCHEMES
 from scipy.stats import binomtest
 
+from residua.lab.records.statistics import welch
 from residua.lab.study.results import ALPHA, Results, Row, read_results
-from residua.records.statistics import welch
 
 HERE = Path(__file__).parent
 

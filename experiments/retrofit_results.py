@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residua.records import jsonlines
-from residua.records.statistics import Estimate, holm, paired
+from residua.lab.records import jsonlines
+from residua.lab.records.statistics import Estimate, holm, paired
 
 FOLDER = Path(__file__).with_name("retrofit")
 MODES = {"connections": "norms", "all": "residual"}
@@ -126,7 +126,7 @@ def draw(found: list[Row], path: Path) -> None:
     """Draw the differences at equal tokens, a panel for each mode; bars are the intervals over documents."""
     from matplotlib.figure import Figure
 
-    from residua.records.figures import COLOURS, plain, save
+    from residua.lab.records.figures import COLOURS, plain, save
 
     modes = {"connections": "connections alone, to the norms' gains", "all": "all weights, to the plain residual"}
     compared = [row for row in found if row.tokens is not None]

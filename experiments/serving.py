@@ -69,7 +69,7 @@ def main() -> None:
     import torch
 
     from residua.lab.cost.timing import compare
-    from residua.records.provenance import circumstances
+    from residua.lab.records.provenance import circumstances
 
     context = multiprocessing.get_context("spawn")
     pipes, parameters = {}, {}

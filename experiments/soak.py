@@ -90,7 +90,7 @@ def failing_disk(fault: str) -> Iterator[None]:
 
 
 def last_step(folder: Path) -> int:
-    from residua.records import jsonlines
+    from residua.lab.records import jsonlines
 
     rows = jsonlines.read(folder / "metrics.jsonl")
     return rows[-1]["step"] if rows else 0
@@ -168,9 +168,9 @@ def main() -> int:
 
     from residua.lab.data import prepare
     from residua.lab.experiment import open_run, run
+    from residua.lab.records import jsonlines
+    from residua.lab.records.provenance import circumstances
     from residua.lab.training import load_config
-    from residua.records import jsonlines
-    from residua.records.provenance import circumstances
 
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:

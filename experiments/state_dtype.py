@@ -12,8 +12,8 @@ from pathlib import Path
 
 from throwaway import embedded_corpus, throwaway_run
 
-from residua.records.jobs import Job, Records, run_jobs
-from residua.records.statistics import paired
+from residua.lab.jobs.pool import Job, Records, run_jobs
+from residua.lab.records.statistics import paired
 
 RECIPES = ("tiny", "tiny-ddl", "tiny-ddl-cc-ec")
 DTYPES = ("float32", "bfloat16")

@@ -130,7 +130,7 @@ def main() -> None:
     import torch
 
     from residua.lab.data import prepare
-    from residua.records.provenance import circumstances
+    from residua.lab.records.provenance import circumstances
 
     with tempfile.TemporaryDirectory() as home:
         data = Path(home) / "data"

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from throwaway import embedded_corpus, throwaway_run
 
-from residua.records import jsonlines
-from residua.records.jobs import Job, Records, run_jobs
-from residua.records.statistics import Estimate
+from residua.lab.jobs.pool import Job, Records, run_jobs
+from residua.lab.records import jsonlines
+from residua.lab.records.statistics import Estimate
 
 AXES = ("lr", "embedding_init_std", "hidden_init_std_factor")
 GRIDS = {

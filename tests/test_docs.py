@@ -20,10 +20,10 @@ import residua.lab.demo
 from experiments.drawings import PICTURES
 from residua.commands.cli import main
 from residua.connections import PRESETS, SCHEMES
+from residua.lab.records.folder import flatten
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
-from residua.records.folder import flatten
 from support.pages import DOCS, EXPERIMENTS, ROOT, blocks, records, script
 from support.processes import run_python
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from residua.commands.cli import main
-from residua.records.reading import write_yaml
+from residua.files.reading import write_yaml
 from support.planted_study import DOCUMENT
 from support.tiny_runs import options
 

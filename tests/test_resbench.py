@@ -10,10 +10,10 @@ from datetime import datetime
 import pytest
 
 from residua.connections import resolve
+from residua.lab.records.statistics import paired, welch
 from residua.lab.study.definition import load_study
 from residua.lab.study.report import table
 from residua.lab.study.results import read_results
-from residua.records.statistics import paired, welch
 from support.pages import EXPERIMENTS, records, script
 
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"

@@ -35,7 +35,7 @@ def test_equal_seconds_reads_the_curve_where_the_baseline_ends(results):
 
 
 def test_a_scheme_is_better_only_where_the_interval_over_seeds_says_so(results):
-    from residua.records.statistics import Estimate
+    from residua.lab.records.statistics import Estimate
 
     empty = results.Row("all", "", 32, 3, 0, None, None, Estimate.of([1.0]), None, None, None, None)
     values = {"a": [-0.10, -0.11, -0.105], "b": [0.10, 0.11, 0.105], "c": [-0.1, 0.2, 0.05], "d": [-0.4]}

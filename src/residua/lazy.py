@@ -2,7 +2,7 @@
 
 Their names stand once, in a stub that imports each of them, as type checkers need it:
 
-    from residua.connections.norm import RMSNorm as RMSNorm
+    from residua.connections.parts.norm import RMSNorm as RMSNorm
 """
 
 import re

@@ -102,7 +102,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
     ],
 )
 def test_what_the_machine_refuses_is_one_line(error, status, said, capsys, monkeypatch):
-    monkeypatch.setattr("residua.connections.schemes", Mock(side_effect=error))
+    monkeypatch.setattr("residua.connections.registry.schemes", Mock(side_effect=error))
     assert main(["schemes"]) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("residua: ")
@@ -118,7 +118,7 @@ def test_a_command_may_be_started_without_its_outputs(closed, monkeypatch):
 
 
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr("residua.connections.schemes", Mock(side_effect=RuntimeError("a defect")))
+    monkeypatch.setattr("residua.connections.registry.schemes", Mock(side_effect=RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         main(["schemes"])
 
@@ -133,7 +133,7 @@ def test_a_signal_ends_a_command_in_one_line_and_cleans_up(number, capsys, monke
         finally:
             cleaned.append(number)
 
-    monkeypatch.setattr("residua.connections.schemes", work)
+    monkeypatch.setattr("residua.connections.registry.schemes", work)
     before = signal.getsignal(number)
     assert main(["schemes"]) == 128 + number
     assert capsys.readouterr().err == "residua: interrupted\n"

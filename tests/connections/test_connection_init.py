@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua import DeepDelta
 from residua.connections import Projection
-from residua.connections.branches import Value
+from residua.connections.parts.delta_maps import Value
 from support.tolerances import assert_close
 from support.variants import ALL, DEEP_DELTA, NON_CAUSAL, bare_sublayers, normal
 

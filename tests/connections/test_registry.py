@@ -27,7 +27,7 @@ from torch import nn
 
 from residua import Carry, Connection, Scheme, Stream
 from residua.connections import RMSNorm
-from residua.connections.ends import Same
+from residua.connections.parts.ends import Same
 
 
 class ScaledConnection(Connection):
@@ -219,7 +219,9 @@ def test_an_option_must_not_have_the_name_of_a_key():
         residua.register("bad", Bad)
 
 
-@pytest.mark.parametrize("name", ["antigravity", "os.path:join", "residua.connections.hyper:HyperConnections", "../x"])
+@pytest.mark.parametrize(
+    "name", ["antigravity", "os.path:join", "residua.connections.schemes.hyper:HyperConnections", "../x"]
+)
 @pytest.mark.parametrize("key", ["preset", "scheme"])
 def test_a_configuration_never_imports_what_it_names(name, key):
     """`antigravity` would open a browser."""

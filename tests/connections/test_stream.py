@@ -9,7 +9,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import residua
 from residua import DeepDelta, Residual
-from residua.connections.memory import reads_other_tokens
+from residua.connections.parts.memory import reads_other_tokens
 from residua.lab.training.optimizer import parameter_groups
 from support.variants import ALL, NON_CAUSAL, bare_sublayers, perturbed
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import residua
-from residua.connections.residual import ResidualConnection
+from residua.connections.schemes.residual import ResidualConnection
 from residua.conversion.rebuild import stream_of
 from residua.errors import InputError
 from support.converted_models import ENCODED, SOUND, STARTS, WINDOWED, lively, model_of, whisper

@@ -11,9 +11,9 @@ import residua.lab.demo
 from residua.commands.cli import main
 from residua.connections.names import label
 from residua.lab.demo import PROMPT, RECIPES, place_of
+from residua.lab.records import jsonlines
 from residua.lab.training import load_config
 from residua.lab.training.checkpoint import saved_steps
-from residua.records import jsonlines
 from support.tiny_runs import write_texts
 
 # What may be tuned for a scheme; in all else the comparison holds the runs equal.

@@ -11,7 +11,7 @@ from torch import Tensor
 from residua import Carry, Connection, Residual, Scheme, Stream
 from residua.commands.cli import main
 from residua.connections import PRESETS, SCHEMES, RMSNorm
-from residua.connections.ends import Same
+from residua.connections.parts.ends import Same
 from residua.errors import InputError
 from residua.lab.data import PreparedData, prepare
 from residua.lab.evaluation.records import Run
@@ -118,7 +118,7 @@ def test_a_connection_becomes_an_object_once(prepared, monkeypatch):
 
 def test_a_function_is_told_the_steps_and_nothing_is_shown(config, text, tmp_path, monkeypatch, capsys):
     """Not even how far the preparation of the data is."""
-    monkeypatch.setattr("residua.lab.data.progress.UPDATE_SECONDS", 0)
+    monkeypatch.setattr("residua.lab.data.writer.UPDATE_SECONDS", 0)
     data, seen = DataConfig(source=str(text), tokenizer="byte"), []
     run(replace(config, data=data), tmp_path / "run", progress=seen.append)
     assert seen[-1] == STEPS

@@ -107,7 +107,7 @@ def test_it_loads_generates_trains_and_saves_without_the_package(trained, export
 
 def test_the_code_is_the_packages_own_and_names_it_nowhere_in_imports():
     files = model_code()
-    assert {"modeling_residua", "configuration_residua", "connections_deep_delta", "ops_delta"} <= files.keys()
+    assert {"modeling_residua", "configuration_residua", "connections_schemes_deep_delta", "ops_delta"} <= files.keys()
     for name, text in files.items():
         compile(text, name, "exec")
         imports = [line.strip() for line in text.splitlines() if line.strip().startswith(("import ", "from "))]

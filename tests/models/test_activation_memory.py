@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from residua.connections import context, edelta, pooled_householder
+from residua.connections.families import pooled as context
+from residua.connections.schemes import edelta, pooled_householder
 from residua.lab.cost.measured_memory import storages_kept
 from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.ops import norm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.models.attention import Attention, AttentionContext, Rotary
-from residua.models.mlp import MLP
+from residua.models.linear import MLP
 from support.references import rms_norm
 from support.tiny_models import prompt, tiny_config, tiny_model
 from support.tolerances import assert_close

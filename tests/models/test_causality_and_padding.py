@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
 
-from residua.connections.memory import window_of
+from residua.connections.parts.memory import window_of
 from residua.models.memory import CACHE, StreamLayer
 from residua.models.transformer import total_penalty
 from support.tiny_models import left_padded, prompt, tiny_model

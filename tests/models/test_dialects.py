@@ -496,7 +496,7 @@ def test_the_page_lists_the_models_with_their_schemes():
 
 
 def test_the_parameters_of_deepseek_v41_have_their_names_and_shapes():
-    """Its layers are in no release of transformers yet. One site: tests/connections/test_mhc_deepseek.py."""
+    """Its layers are in no release of transformers yet. One site: tests/connections/schemes/test_mhc_deepseek.py."""
     scheme = dialects.scheme(SimpleNamespace(**ANY, model_type="deepseek_v41_text"))
     stream = perturbed(scheme.build(16, 4))
     expected = {

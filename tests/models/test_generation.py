@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import residua
-from residua.connections.memory import window_of
+from residua.connections.parts.memory import window_of
 from residua.models.memory import CACHE, stream_layer
 from support.converted_models import llama
 from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model

@@ -43,7 +43,7 @@ def test_padding_has_no_share(name):
 
 def test_a_scalar_is_added_as_it_is():
     """As a scheme may have it that knows no tokens: a penalty of its weights."""
-    mask, scalar = torch.tensor([[0, 1], [1, 1]]), torch.tensor(0.3)
+    mask, scalar = torch.tensor([[False, True], [True, True]]), torch.tensor(0.3)
     tokens = torch.tensor([[9.0, 1.0], [2.0, 3.0]])
     assert total_penalty([], mask) is None
     assert torch.equal(total_penalty([scalar], mask), scalar)

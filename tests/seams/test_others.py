@@ -43,7 +43,7 @@ def test_accelerate_puts_the_forward_of_its_hooks_into_the_module():
     """By that we see that a module is not plain, and keep what it makes instead of recomputing it."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
-    from residua.connections.projection import is_plain
+    from residua.connections.parts.projection import is_plain
 
     module = nn.Linear(2, 2)
     assert is_plain(module, nn.Linear)

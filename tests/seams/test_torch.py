@@ -20,6 +20,7 @@ SEAMS = [
     Seam("torch.utils._python_dispatch.TorchDispatchMode", "memory and time are counted operation by operation"),
     Seam("torch._subclasses.FakeTensor", "kernels launch nothing on fake tensors"),
     Seam("torch._subclasses.fake_tensor.FakeTensorMode", "memory is counted without memory"),
+    Seam("torch.autograd.Function._compiled_autograd_key", "states are replayed under compiled autograd"),
     Seam("torch._C._are_functorch_transforms_active", TRANSFORMS),
     Seam("torch._C._functorch.is_legacy_batchedtensor", TRANSFORMS),
     Seam("torch.autograd.forward_ad._current_level", TRANSFORMS),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections import Carry, Connection, Scheme, Stream, remembered, remembered_tokens
-from residua.connections.ends import Same
+from residua.connections.parts.ends import Same
 from residua.ops import at_least_float32
 
 

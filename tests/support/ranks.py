@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from residua.commands import cli
+from residua.files import durable
 from residua.lab import experiment
 from residua.lab.data import Batches, PreparedData
 from residua.lab.training import checkpoint, saving
-from residua.records import durable
 from support.tiny_runs import run_config
 
 

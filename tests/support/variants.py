@@ -7,7 +7,7 @@ import torch
 
 from residua import DeepDelta, MultiwayDynamicDense, Scheme
 from residua.connections import PRESETS, resolve
-from residua.connections.memory import window_of
+from residua.connections.parts.memory import window_of
 from residua.testing import bare_sublayers, normal, perturbed
 
 __all__ = [

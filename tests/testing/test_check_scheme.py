@@ -19,7 +19,7 @@ from residua import (
     Stream,
 )
 from residua.connections import DepthWeights, TensorSpec, register, registry
-from residua.connections.ends import Same
+from residua.connections.parts.ends import Same
 from residua.testing import CONTRACT, CheckFailed, assert_close, check_scheme
 from residua.testing.contract import checks
 from support.looking import CountsAllRows, CountsKeptRows, Look

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from residua.errors import InputError, Natural
-from residua.records.terminal import one_line
+from residua.lab.records.terminal import one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses. After a signal, 128 is added to its number, as shells do."""

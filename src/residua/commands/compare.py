@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from residua.commands.signature import Output
 from residua.errors import extra
-from residua.records.terminal import one_line
+from residua.lab.records.terminal import one_line
 
 if TYPE_CHECKING:
     from residua.lab.evaluation.compare import Comparison
@@ -33,8 +33,8 @@ def compare(runs: tuple[str, ...], *, baseline: str | None = None, out: Path | N
     comparison = compare(runs, baseline=baseline)
     files = []
     if out is not None:
+        from residua.files.durable import write_text
         from residua.lab.evaluation.plots import draw
-        from residua.records.durable import write_text
 
         files = [*draw(comparison, out), out / "comparison.md", out / "comparison.json"]
         write_text(out / "comparison.md", comparison.to_markdown())

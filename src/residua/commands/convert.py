@@ -3,8 +3,8 @@
 from typing import Literal
 
 from residua.connections.names import canonical
-from residua.records.folder import new_folder
-from residua.records.terminal import one_line
+from residua.lab.records.folder import new_folder
+from residua.lab.records.terminal import one_line
 
 
 def convert(

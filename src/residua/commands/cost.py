@@ -64,8 +64,8 @@ def step(
     if config is None:
         return None
     from residua.lab.cost.steps import WARMUP, measure_schemes, table
-    from residua.records.jsonlines import JsonLines
-    from residua.records.progress import Progress
+    from residua.lab.records.jsonlines import JsonLines
+    from residua.lab.records.progress import Progress
 
     with ExitStack() as stack:
         lines = None

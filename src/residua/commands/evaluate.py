@@ -92,7 +92,7 @@ def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None
 
 def _validated(run: str, checkpoint: Checkpoint | None, data: str | None) -> Output:
     from residua.lab.experiment import evaluate, is_model_folder, open_run
-    from residua.records.jsonlines import finite
+    from residua.lab.records.jsonlines import finite
 
     if is_model_folder(run):
         raise InputError(f"{run}: this model has no validation text of its own; give --tasks paper")

@@ -1,8 +1,8 @@
 """The command `residua export`."""
 
 from residua.commands.base import Checkpoint, expect_path
-from residua.records.folder import new_folder
-from residua.records.terminal import one_line
+from residua.lab.records.folder import new_folder
+from residua.lab.records.terminal import one_line
 
 
 def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_code: bool = False) -> None:

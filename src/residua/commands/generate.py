@@ -4,7 +4,7 @@ from typing import Annotated
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.errors import Count, Natural, Range
-from residua.records.terminal import printable
+from residua.lab.records.terminal import printable
 
 COLDEST, HOTTEST = 1e-6, 1e6
 """Outside this range logits overflow, or all tokens are equally probable."""

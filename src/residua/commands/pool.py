@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from residua.errors import Count, require
 
 if TYPE_CHECKING:
-    from residua.records.jobs import Executor
+    from residua.lab.jobs.pool import Executor
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,6 @@ class Pool:
         if self.executor == "local":
             require(not self.slurm, "--slurm", "given with --executor slurm", self.slurm)
             return None
-        from residua.records.slurm import Slurm
+        from residua.lab.jobs.slurm import Slurm
 
         return Slurm.of(self.slurm, self.processes)

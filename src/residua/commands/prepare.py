@@ -5,8 +5,8 @@ from typing import Annotated
 
 from residua.commands.signature import Output
 from residua.errors import at_most
-from residua.records.folder import new_folder
-from residua.records.table import cell
+from residua.lab.records.folder import new_folder
+from residua.lab.records.table import cell
 
 DIGESTS = ("sha256", "fingerprint", "tokenizer_fingerprint")
 

@@ -38,7 +38,7 @@ def schemes(name: str | None = None) -> Output:
     """
     if name is not None:
         return _explained(name)
-    from residua.connections import schemes
+    from residua.connections.registry import schemes
 
     records = [_record(name, scheme) for name, scheme in schemes().items()]
     rows = [

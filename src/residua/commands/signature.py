@@ -25,8 +25,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from residua.errors import InputError, Range, did_you_mean, fits, ranges_of, shown, types_of, words
-from residua.records.table import print_table
-from residua.records.terminal import printable
+from residua.lab.records.table import print_table
+from residua.lab.records.terminal import printable
 
 HELP = {"-h", "--help", "--help-all"}
 RARELY = "Rarely"

@@ -6,7 +6,7 @@ from typing import Annotated
 from residua.commands.pool import Pool
 from residua.commands.signature import Output
 from residua.errors import Natural, Positive, Range
-from residua.records.terminal import one_line
+from residua.lab.records.terminal import one_line
 
 
 def run(

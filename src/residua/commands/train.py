@@ -6,8 +6,8 @@ from typing import Any
 
 from residua.commands.configuration import Configuration
 from residua.errors import InputError
-from residua.records.folder import settings_of
-from residua.records.terminal import one_line
+from residua.lab.records.folder import settings_of
+from residua.lab.records.terminal import one_line
 
 
 def train(*, run: str | None = None, resume: bool = False, configuration: Configuration) -> int:

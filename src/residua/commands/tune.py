@@ -44,8 +44,8 @@ def tune(
         return None
     if out is None:
         raise InputError("give --out DIR, the folder of the sweep")
+    from residua.lab.records.folder import read_object
     from residua.lab.study.sweep import Sweep, parse_over, train_sweep
-    from residua.records.folder import read_object
 
     sweep = Sweep(
         configuration.config,

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from residua.connections.facts import DepthWeights, GateFacts, Mixing, RankOne
-from residua.connections.memory import (
+from residua.connections.parts.facts import DepthWeights, GateFacts, Mixing, RankOne
+from residua.connections.parts.memory import (
     Memory,
     Place,
     StreamMemory,
@@ -37,12 +37,12 @@ from residua.connections.memory import (
     no_sequence,
     reads_other_tokens,
 )
-from residua.connections.norm import RMSNorm
-from residua.connections.options import check_options, require_option
-from residua.connections.phases import as_call, open_to_phases, within
-from residua.connections.projection import WideProjection
-from residua.connections.sharded import SelfStarting
-from residua.connections.spec import TensorSpec
+from residua.connections.parts.norm import RMSNorm
+from residua.connections.parts.options import check_options, require_option
+from residua.connections.parts.phases import as_call, open_to_phases, within
+from residua.connections.parts.projection import WideProjection
+from residua.connections.parts.sharded import SelfStarting
+from residua.connections.parts.spec import TensorSpec
 from residua.errors import require
 from residua.ops.shapes import expect_shape
 

@@ -8,7 +8,7 @@ from inspect import cleandoc
 import torch
 
 from residua.connections.base import Scheme
-from residua.connections.residual import Residual
+from residua.connections.schemes.residual import Residual
 from residua.errors import ranges_of, types_of, words
 
 PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from residua.connections.options import named
+from residua.connections.parts.options import named
 from residua.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:

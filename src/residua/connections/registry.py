@@ -13,32 +13,32 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from residua.connections import names
-from residua.connections.altup import AlternatingUpdates
-from residua.connections.attnres import AttentionResiduals
-from residua.connections.attnres_inkling import InklingAttentionResiduals
 from residua.connections.base import Norm, Scheme, Stream
-from residua.connections.deep_delta import DeepDelta
-from residua.connections.delta_attnres import DeltaAttentionResiduals
-from residua.connections.denseformer import DenseFormer
-from residua.connections.edelta import EDelta, EDeltaStream
-from residua.connections.frac import FracConnections
-from residua.connections.gated_delta import GatedDelta
-from residua.connections.gated_orthogonal import GatedOrthogonal
-from residua.connections.gated_residual import GatedResidual
-from residua.connections.hyper import HyperConnections
-from residua.connections.ihc import IndependentHyperConnections
-from residua.connections.jpmhc import JacobianHyperConnections
-from residua.connections.krom import KroneckerHyperConnections
-from residua.connections.lambdas import Lambdas
-from residua.connections.mhc import ManifoldHyperConnections
-from residua.connections.mhc_deepseek import DeepSeekHyperConnections
-from residua.connections.mudd import MultiwayDynamicDense
 from residua.connections.names import entry_points, package_of
-from residua.connections.options import check_options, named
-from residua.connections.pooled_householder import PooledHouseholder
-from residua.connections.residual import Residual
-from residua.connections.siamese import SiameseNorm
-from residua.connections.wide import WideResidual
+from residua.connections.parts.options import check_options, named
+from residua.connections.schemes.altup import AlternatingUpdates
+from residua.connections.schemes.attnres import AttentionResiduals
+from residua.connections.schemes.attnres_inkling import InklingAttentionResiduals
+from residua.connections.schemes.deep_delta import DeepDelta
+from residua.connections.schemes.delta_attnres import DeltaAttentionResiduals
+from residua.connections.schemes.denseformer import DenseFormer
+from residua.connections.schemes.edelta import EDelta, EDeltaStream
+from residua.connections.schemes.frac import FracConnections
+from residua.connections.schemes.gated_delta import GatedDelta
+from residua.connections.schemes.gated_orthogonal import GatedOrthogonal
+from residua.connections.schemes.gated_residual import GatedResidual
+from residua.connections.schemes.hyper import HyperConnections
+from residua.connections.schemes.ihc import IndependentHyperConnections
+from residua.connections.schemes.jpmhc import JacobianHyperConnections
+from residua.connections.schemes.krom import KroneckerHyperConnections
+from residua.connections.schemes.lambdas import Lambdas
+from residua.connections.schemes.mhc import ManifoldHyperConnections
+from residua.connections.schemes.mhc_deepseek import DeepSeekHyperConnections
+from residua.connections.schemes.mudd import MultiwayDynamicDense
+from residua.connections.schemes.pooled_householder import PooledHouseholder
+from residua.connections.schemes.residual import Residual
+from residua.connections.schemes.siamese import SiameseNorm
+from residua.connections.schemes.wide import WideResidual
 from residua.errors import did_you_mean
 
 RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from residua.connections import Carry, Scheme, describe, resolve
-from residua.connections.residual import ResidualCoefficients
+from residua.connections.schemes.residual import ResidualCoefficients
 from residua.conversion.flow import (
     STREAM,
     ConvertedLayer,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections import Scheme
-from residua.connections.residual import Residual
+from residua.connections.schemes.residual import Residual
 from residua.conversion.anatomy import Conversion, observe, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
 from residua.conversion.flow import UnknownUse

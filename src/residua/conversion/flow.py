@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State, WideParts
-from residua.connections.compressing import BranchCoefficients
-from residua.connections.residual import ResidualCoefficients
+from residua.connections.families.convolved import BranchCoefficients
+from residua.connections.schemes.residual import ResidualCoefficients
 from residua.errors import InputError, extra
 from residua.ops.precision import under_autocast
 from residua.ops.recompute import cut

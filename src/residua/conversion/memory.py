@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from residua.connections.memory import positions_in
+from residua.connections.parts.memory import positions_in
 from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, UnknownUse, layer_in, layer_streams, layers_in
 from residua.models.memory import (
     attention_mask_of,

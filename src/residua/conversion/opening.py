@@ -10,8 +10,8 @@ import torch
 
 from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # it knows converted models
 from residua.errors import InputError, extra, first_line
+from residua.files.reading import expect_regular, read_json
 from residua.models.configuration import usable
-from residua.records.reading import expect_regular, read_json
 
 with extra("lab"):
     from transformers import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from residua.connections import Stream
-from residua.connections.memory import window_of
+from residua.connections.parts.memory import window_of
 from residua.conversion.anatomy import Conversion
 from residua.conversion.flow import (
     STREAM,

@@ -21,9 +21,9 @@ from residua.conversion.convert_model import Model, expect_convertible
 from residua.conversion.flow import STREAM
 from residua.conversion.rebuild import is_converted, new_streams, rebuild, streams_of
 from residua.errors import InputError, extra, first_line, shown
-from residua.records.durable import write_text
-from residua.records.reading import expect_regular, read_json
-from residua.records.tensors import read_tensors, write_tensors
+from residua.files.durable import write_text
+from residua.files.reading import expect_regular, read_json
+from residua.files.tensors import read_tensors, write_tensors
 
 with extra("lab"):
     from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel

@@ -26,7 +26,7 @@ from torch.func import functional_call
 
 from residua.connections import resolve
 from residua.connections.base import as_inputs
-from residua.connections.memory import whole_sequence
+from residua.connections.parts.memory import whole_sequence
 from residua.conversion.anatomy import Conversion, Sublayer
 from residua.conversion.configuration import with_conversion
 from residua.conversion.rebuild import expect_one_input

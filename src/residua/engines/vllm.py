@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from residua.connections import describe, schemes
-from residua.connections.memory import window_of
+from residua.connections import describe
+from residua.connections.parts.memory import window_of
+from residua.connections.registry import schemes
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import ARCHITECTURE, KEY
 from residua.errors import extra

@@ -14,10 +14,10 @@ from residua.lab.evaluation.plots import draw
 from residua.lab.experiment import open_or_prepare, open_run, run
 from residua.lab.explorer import write_page
 from residua.lab.explorer.collect import collect, page_of
+from residua.lab.jobs.pool import Job, Records, run_jobs
+from residua.lab.records.folder import settings_of
+from residua.lab.records.progress import say
 from residua.lab.training import RunConfig, load_config
-from residua.records.folder import settings_of
-from residua.records.jobs import Job, Records, run_jobs
-from residua.records.progress import say
 
 RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual+tc": "nano-residual-tc"}
 """The recipe of each run. They differ only in the connection and the settings tuned for it."""

@@ -17,22 +17,17 @@ from typing import Any, Literal
 import torch
 
 from residua.connections import describe
-from residua.conversion.base_model import (
-    base_connection,
-    base_sha256,
-    expect_digest,
-    freeze_base,
-    open_base,
-    rebuild_base,
-)
 from residua.conversion.configuration import ConvertedConfig
 from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
+from residua.files.durable import remove, unfinished
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.lab.data.tokenizer import load_tokenizer, save_tokenizer, saved_tokenizer, vocabulary
 from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_batches
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
+from residua.lab.jobs.pool import threads
+from residua.lab.records.folder import read_facts, writable
 from residua.lab.training import (
     BaseModelConfig,
     DataConfig,
@@ -45,13 +40,18 @@ from residua.lab.training import (
     pick_device,
     train,
 )
+from residua.lab.training.base_model import (
+    base_connection,
+    base_sha256,
+    expect_digest,
+    freeze_base,
+    open_base,
+    rebuild_base,
+)
 from residua.lab.training.checkpoint import Checkpoint, find_checkpoint, saved_steps
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, join
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.models.documents import documents_apart
-from residua.records.durable import remove, unfinished
-from residua.records.folder import read_facts, writable
-from residua.records.threads import threads
+from residua.models.memory import documents_apart
 
 with extra("lab"):
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast

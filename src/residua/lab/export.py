@@ -14,14 +14,14 @@ from residua import lazy
 from residua.conversion.configuration import MODEL_TYPE, ConvertedConfig
 from residua.conversion.opening import context_of, quiet
 from residua.errors import InputError, RunError, extra, first_line
+from residua.files.durable import unfinished
+from residua.files.reading import read_json, read_text, write_yaml
 from residua.lab.data.tokenizer import save_tokenizer
 from residua.lab.experiment import OpenRun, open_run
-from residua.records import jsonlines
-from residua.records.durable import unfinished
-from residua.records.folder import new_folder, read_facts
-from residua.records.reading import read_json, read_text, write_yaml
-from residua.records.table import cell
-from residua.records.terminal import printable
+from residua.lab.records import jsonlines
+from residua.lab.records.folder import new_folder, read_facts
+from residua.lab.records.table import cell
+from residua.lab.records.terminal import printable
 
 with extra("lab"):
     from safetensors import SafetensorError

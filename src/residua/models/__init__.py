@@ -4,8 +4,7 @@ import logging
 
 from residua.errors import extra
 from residua.models.authors import load_authors_checkpoint
-from residua.models.configuration import ResiduaConfig
-from residua.models.sizes import SIZES
+from residua.models.configuration import SIZES, ResiduaConfig
 from residua.models.transformer import ResiduaForCausalLM, ResiduaModel
 
 with extra("lab"):

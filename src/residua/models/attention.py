@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.connections import Memory, RMSNorm
-from residua.connections.ends import TokenConv
+from residua.connections.parts.ends import TokenConv
 from residua.errors import extra
 from residua.models.configuration import ResiduaConfig
 from residua.models.linear import linear

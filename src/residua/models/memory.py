@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residua.connections.memory import (
+from residua.connections.parts.memory import (
     expect_no_gap,
     expect_none,
     expect_separable,
     masked,
+    positions_in,
     seen,
     tokens_of,
     window_of,
@@ -367,3 +368,14 @@ def _of_full_attention(mask: Any) -> Any:
     if not isinstance(mask, dict):
         return mask
     return attention_mask_of(mask.get("full_attention", next(iter(mask.values()), None)))
+
+
+def documents_apart(input_ids: Tensor, end_of_text: int | None) -> dict[str, Any]:
+    """Return the arguments with which a model reads each document of a row by itself; none if end_of_text is None.
+
+    input_ids: int64 (batch, seq). They are the positions (batch, seq), which start again at every `end_of_text`: that
+    token begins the document after it, so the first label of a document is predicted from it alone.
+    """
+    if end_of_text is None:
+        return {}
+    return {"position_ids": positions_in((input_ids == end_of_text).cumsum(1)), "use_cache": False}

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from residua.connections import Connection, Memory, Projection, RMSNorm, WideProjection
 from residua.connections.base import as_inputs
-from residua.connections.memory import positions_in, window_of
+from residua.connections.parts.memory import positions_in, window_of
 from residua.errors import extra
 from residua.models.attention import PACKED, PAGED, Attention, AttentionContext, Rotary
 from residua.models.configuration import ResiduaConfig
-from residua.models.linear import initialise
+from residua.models.linear import MLP, initialise
 from residua.models.memory import (
     CACHE,
     PAGES,
@@ -41,7 +41,6 @@ from residua.models.memory import (
     padding_of,
     stream_layer,
 )
-from residua.models.mlp import MLP
 from residua.ops import at_least_float32
 from residua.ops.recompute import cut
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from residua.connections import Connection, Scheme, Stream
-from residua.connections.phases import Borrowed
+from residua.connections.parts.phases import Borrowed
 from residua.errors import did_you_mean
 from residua.testing.agreement import TOLERANCES, disagreement
 from residua.testing.checks import CheckFailed, expect, tensors

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from residua.connections import Carry, Residual, Scheme, Stream, StreamMemory
 from residua.connections.base import as_inputs
-from residua.connections.memory import window_of
+from residua.connections.parts.memory import window_of
 from residua.connections.registry import written
 from residua.testing.agreement import assert_close
 from residua.testing.checks import (

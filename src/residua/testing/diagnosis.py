@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from residua.connections import Carry, Connection, KroneckerHyperConnections, Mixing, RankOne
 from residua.connections.base import as_inputs
-from residua.connections.norm import RMSNorm
-from residua.connections.stream_logits import StreamLogits
+from residua.connections.families.stream_logits import StreamLogits
+from residua.connections.parts.norm import RMSNorm
 from residua.errors import types_of
 from residua.ops import rms_norm
 from residua.testing.adapter import Adapter, Pair, holding, named_once

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from residua.connections import Scheme
-from residua.connections.memory import window_of
+from residua.connections.parts.memory import window_of
 from residua.testing import diagnosis
 from residua.testing.adapter import (
     ROUNDINGS,

@@ -17,12 +17,11 @@ import pytest
 
 from residua.commands.cli import main
 from residua.errors import InputError, RunError
-from residua.lab.data import PreparedData, open_corpus, prepare, progress, writer
+from residua.lab.data import PreparedData, open_corpus, prepare, writer
 from residua.lab.data.encode import Encoder
-from residua.lab.data.staging import Staging
 from residua.lab.data.tokenizer import byte_tokenizer
-from residua.lab.data.writer import ShardWriter
-from residua.records import progress as runs_progress
+from residua.lab.data.writer import ShardWriter, Staging
+from residua.lab.records import progress as runs_progress
 from support.tiny_runs import contents
 
 SMALL = {"SAVE_TEXT": 12_000, "ENCODE_TEXT": 2_000, "WRITE_TOKENS": 200}
@@ -239,7 +238,7 @@ def test_damage_to_what_is_unfinished_is_noticed(unfinished, damage, name):
 
 @pytest.mark.slow
 def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "UPDATE_SECONDS", 0.0)
     monkeypatch.setattr(runs_progress, "LINE_SECONDS", 0.0)
     prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
     line = capsys.readouterr().err.splitlines()[2]

@@ -21,7 +21,7 @@ from residua.lab.data.corpus import Document
 from residua.lab.data.shards import Shard
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.split import split_documents
-from residua.records.folder import hold
+from residua.lab.records.folder import hold
 from support.full_disk import room
 from support.tiny_runs import contents
 

@@ -2,7 +2,7 @@ import pytest
 
 from residua.lab.evaluation.compare import compare
 from residua.lab.evaluation.plots import RESIDUAL_COLOUR, _differences, _losses, _styles, draw
-from residua.records.figures import COLOURS
+from residua.lab.records.figures import COLOURS
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from residua import EDelta, PooledHouseholder
-from residua.connections.deep_delta import DeltaCoefficients
+from residua.connections.schemes.deep_delta import DeltaCoefficients
 from residua.errors import InputError
 from residua.lab.cost.memory import _Live
 from residua.lab.inspection import Trace, trace

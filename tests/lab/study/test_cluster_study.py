@@ -7,11 +7,12 @@ import sys
 import pytest
 
 from residua.commands.cli import main
+from residua.lab.jobs import slurm
+from residua.lab.jobs.slurm import Slurm
+from residua.lab.records import jsonlines
 from residua.lab.study import engine
 from residua.lab.study.engine import measure_costs, run_study, train_run
 from residua.lab.study.plan import Plan
-from residua.records import jsonlines, slurm
-from residua.records.slurm import Slurm
 from support.planted_study import SMALLEST, costs, planted, study
 
 LOCAL = Slurm({"time": 5}, cluster="local")

@@ -6,12 +6,12 @@ import pytest
 
 from residua.commands.cli import main
 from residua.errors import InputError
+from residua.files.reading import write_yaml
 from residua.lab.cost.counts import parameters, products_per_token
 from residua.lab.cost.steps import measure
+from residua.lab.records import jsonlines
 from residua.lab.study.definition import load_study
 from residua.lab.study.plan import Plan
-from residua.records import jsonlines
-from residua.records.reading import write_yaml
 from support.converted_models import data_of_base, save_base
 from support.planted_study import studies_of_the_page
 

@@ -3,10 +3,10 @@
 import pytest
 
 from residua.lab.data import PreparedData
+from residua.lab.records.statistics import Estimate
 from residua.lab.study.definition import load_study
 from residua.lab.study.engine import forecast
 from residua.lab.study.plan import Plan
-from residua.records.statistics import Estimate
 from support.pages import EXPERIMENTS, records
 
 

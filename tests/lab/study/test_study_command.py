@@ -10,12 +10,12 @@ import torch
 
 from residua.commands.cli import main
 from residua.errors import InputError
+from residua.files.reading import write_yaml
 from residua.lab.cost import steps as cost
 from residua.lab.cost.steps import measure
+from residua.lab.records import jsonlines
 from residua.lab.study.engine import joined, measure_costs
 from residua.lab.study.plan import Plan
-from residua.records import jsonlines
-from residua.records.reading import write_yaml
 from support.planted_study import DOCUMENT, SMALLEST, study
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from residua.connections import PRESETS
-from residua.connections.options import named
+from residua.connections.parts.options import named
 from residua.errors import InputError
 from residua.lab.study.definition import load_study
 from residua.lab.study.report import markdown, payload

@@ -9,8 +9,7 @@ import pytest
 from scipy.stats import ttest_ind
 
 from residua.errors import InputError
-from residua.lab.study.picture import draw
-from residua.lab.study.report import markdown, payload, table, write_report
+from residua.lab.study.report import draw, markdown, payload, table, write_report
 from residua.lab.study.results import read_results
 from support.planted_study import (
     DOCUMENT,

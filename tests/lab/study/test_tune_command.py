@@ -16,11 +16,11 @@ from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab import experiment
 from residua.lab.data import prepare
+from residua.lab.jobs.pool import Job
+from residua.lab.records import figures, jsonlines
 from residua.lab.study.search import Search
 from residua.lab.study.sweep import Outcome, Result, Sweep, parse_over, train_sweep
 from residua.lab.training import load_config
-from residua.records import figures, jsonlines
-from residua.records.jobs import Job
 
 OPTIONS = (
     "--model.num_hidden_layers=1",

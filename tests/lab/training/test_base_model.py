@@ -13,9 +13,7 @@ import residua
 from residua import Residual
 from residua.commands.cli import main
 from residua.connections import registry
-from residua.connections.residual import ResidualConnection
-from residua.conversion import base_model as base_model
-from residua.conversion.base_model import base_sha256, rebuild_base
+from residua.connections.schemes.residual import ResidualConnection
 from residua.conversion.configuration import conversion_of
 from residua.errors import InputError
 from residua.lab import experiment
@@ -23,8 +21,10 @@ from residua.lab.data import prepare
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.evaluation.records import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run
+from residua.lab.records.folder import flatten
 from residua.lab.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, load_config
-from residua.records.folder import flatten
+from residua.lab.training import base_model as base_model
+from residua.lab.training.base_model import base_sha256, rebuild_base
 from support.converted_models import data_of_base, save_base
 from support.ranks import assert_same_run, run_ranks
 from support.tiny_runs import options, run_config, write_texts
@@ -192,10 +192,6 @@ def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
     [
         [],
         {"model_type": "residua-converted", "attn_implementation": "somebody/kernel"},
-        {
-            "model_type": "residua-converted",
-            "residua": {"base": {"model_type": "llama", "auto_map": {"AutoConfig": "evil.Config"}}},
-        },
         {"model_type": "residua-converted", "auto_map": {"AutoModelForCausalLM": "evil.Model"}},
     ],
 )

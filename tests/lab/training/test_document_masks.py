@@ -9,8 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from residua.lab.evaluation.loss import held_out_loss, repeated
 from residua.lab.experiment import evaluate, open_run, run, trace_model
+from residua.lab.records import jsonlines
 from residua.lab.training.step import next_token_loss
-from residua.records import jsonlines
 from support.converted_models import converted
 from support.tiny_models import tiny_model
 from support.tiny_runs import options, run_config

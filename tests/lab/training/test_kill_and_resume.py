@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from residua.files import durable
+from residua.lab.records import jsonlines
 from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import train
 from residua.lab.training.loop import STOPPING
-from residua.records import durable, jsonlines
 from support.ranks import at_call, die
 from support.toy_language_model import ToyBatches, ToyModel, evaluate, toy_config
 

@@ -3,10 +3,10 @@ import dataclasses
 import pytest
 
 from residua.errors import InputError
+from residua.lab.records.progress import say_once
 from residua.lab.training import DataConfig, ModelConfig, RunConfig, TrainConfig, load_config
 from residua.lab.training.config import recipe_names
 from residua.models import SIZES, ResiduaConfig
-from residua.records.progress import say_once
 
 
 def write(folder, text):

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from residua.errors import InputError, RunError
+from residua.files.durable import remove
+from residua.lab.records.folder import hold
 from residua.lab.training import claim, latest_checkpoint, log
 from residua.lab.training import folder as folder_module
-from residua.records.durable import remove
-from residua.records.folder import hold
 from support.toy_language_model import ToyBatches
 
 

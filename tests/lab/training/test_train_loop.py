@@ -13,9 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from residua.errors import InputError, RunError
+from residua.files import durable
+from residua.lab.records import jsonlines
 from residua.lab.training import checkpoint as checkpoint_module
 from residua.lab.training import loop
-from residua.records import durable, jsonlines
 from support.full_disk import room
 from support.toy_language_model import BATCH, LENGTH, ToyBatches, ToyModel
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from textwrap import fill
 from typing import Any
 
-from residua.connections.expanding import RecomputingScheme
+from residua.connections.families.streams import RecomputingScheme
 from residua.errors import require
 from residua.lab.cost.counts import flops_per_token, parameters
 from residua.lab.cost.memory import step_memory
+from residua.lab.records.table import Table
 from residua.lab.training import RunConfig, TrainConfig
 from residua.lab.training.distributed import BatchShard, Ranks
 from residua.models import ResiduaConfig
-from residua.records.table import Table
 
 __all__ = ["Estimate", "estimate"]
 

@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.conversion.base_model import freeze_base
 from residua.conversion.opening import new_model
 from residua.errors import extra
 from residua.lab.cost.counts import elementwise, products_per_token
 from residua.lab.cost.measured_memory import peak_of, storages_kept
 from residua.lab.cost.timing import Quartiles, compare, cuda_clock, process_clock
 from residua.lab.experiment import model_config
+from residua.lab.jobs.pool import Record, threads
+from residua.lab.records.provenance import circumstances
+from residua.lab.records.table import Table
 from residua.lab.training import BaseModelConfig, RunConfig, pick_device
+from residua.lab.training.base_model import freeze_base
 from residua.lab.training.step import Step
-from residua.records.jobs import Record
-from residua.records.provenance import circumstances
-from residua.records.table import Table
-from residua.records.threads import threads
 
 with extra("lab"):
     from transformers import PreTrainedConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from residua.errors import InputError, extra, first_line, shown
+from residua.files.reading import regular
 from residua.lab.data.corpus import Corpus, Document
-from residua.records.reading import regular
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 PIECE = 8192

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError, extra, require
+from residua.files.durable import write_text
 from residua.lab.data import writer
 from residua.lab.data.corpus import Corpus
-from residua.lab.data.progress import text_progress
 from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData, SplitFiles
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.split import Split, split_documents
-from residua.lab.data.staging import staging
 from residua.lab.data.tokenizer import (
     byte_tokenizer,
     check_vocab_size,
@@ -31,8 +30,8 @@ from residua.lab.data.tokenizer import (
     train_bpe,
     vocabulary,
 )
-from residua.records.durable import write_text
-from residua.records.folder import new_folder
+from residua.lab.data.writer import staging, text_progress
+from residua.lab.records.folder import new_folder
 
 with extra("lab"):
     from transformers import PreTrainedTokenizerFast

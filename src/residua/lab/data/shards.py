@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from residua.errors import Count, InputError, Natural, check_types, extra, fits, require
+from residua.files.durable import file_sha256
+from residua.files.reading import inside, read_json
+from residua.files.tensors import undamaged
 from residua.lab.data.split import Split
 from residua.lab.data.tokenizer import saved_tokenizer, tokenizer_hash, vocabulary
-from residua.records.durable import file_sha256
-from residua.records.reading import inside, read_json
-from residua.records.tensors import undamaged
 
 with extra("lab"):
     import numpy as np

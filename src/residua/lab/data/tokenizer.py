@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from residua.errors import InputError, extra, first_line, require
+from residua.files.durable import file_sha256
+from residua.files.reading import expect_regular, read_json, regular
 from residua.lab.data.hub import download_tokenizer
-from residua.records.durable import file_sha256
-from residua.records.reading import expect_regular, read_json, regular
 
 with extra("lab"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

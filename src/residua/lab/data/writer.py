@@ -1,24 +1,150 @@
 """Write a corpus into shards, document by document, continuing where an earlier call ended."""
 
+import json
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from residua.errors import InputError, RunError, extra
+from residua.files.durable import publish, remove, sync, unlinked, write_text
+from residua.files.reading import inside
+from residua.files.tensors import undamaged
+from residua.lab.data.corpus import Document
+from residua.lab.data.shards import SplitFiles, read_splits
+from residua.lab.data.split import Split
+from residua.lab.records.folder import LEASE, LOCK, hold, read_object
+from residua.lab.records.progress import Progress, say
+
+with extra("lab"):
+    from rich.filesize import decimal
+
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from residua.errors import InputError, extra
-from residua.lab.data.corpus import Corpus, Document
+from residua.errors import extra
+from residua.files.durable import file_sha256
+from residua.lab.data.corpus import Corpus
 from residua.lab.data.encode import Encoded, Encoder
-from residua.lab.data.progress import text_progress
-from residua.lab.data.shards import Shard, SplitFiles
-from residua.lab.data.split import Split, split_documents
-from residua.lab.data.staging import Staging
-from residua.records.durable import file_sha256, sync, unlinked
+from residua.lab.data.shards import Shard
+from residua.lab.data.split import split_documents
 
 with extra("lab"):
     import numpy as np
     from transformers import PreTrainedTokenizerFast
+
+
+PROGRESS = "progress.json"
+
+
+@dataclass
+class Staging:
+    """The folder of an unfinished preparation, and the part of every split that `save` noted, empty at first."""
+
+    folder: Path
+    plan: dict[str, Any]
+    saved: Mapping[Split, SplitFiles]
+
+    def save(self, splits: Mapping[Split, SplitFiles]) -> None:
+        parts = {name: asdict(split) for name, split in splits.items()}
+        write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, "splits": parts}))
+        self.saved = splits
+
+    def close(self) -> None:
+        """Say what is kept for the next call, or remove the folder."""
+        if not self.saved:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            tokens = sum(split.tokens for split in self.saved.values())
+            say(f"prepare: {tokens:,} tokens are kept in {self.folder}: the same command continues from there")
+
+
+@contextmanager
+def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
+    """Yield a folder to write into, which becomes `out` if all goes well; otherwise it stays if it holds progress.
+
+    The progress of an earlier preparation with the same `plan` is kept. Raises InputError if it has another plan,
+    another process is preparing `out`, or `out` cannot be made; RunError if writing fails.
+    """
+    folder = unlinked(out.with_name(f".{out.name}.preparing"))
+    with hold(folder, markers=None):
+        stage = Staging(folder, plan, _read_progress(folder, plan))
+        try:
+            if not stage.saved:
+                for path in folder.iterdir():
+                    if path.name not in (LOCK, LEASE):
+                        remove(path)
+            yield stage
+            for path in folder.rglob("*"):
+                if path.is_file():
+                    sync(path)
+            publish(folder, out)
+            for name in (PROGRESS, LOCK, LEASE):
+                (out / name).unlink(missing_ok=True)
+            stage.saved = {}
+        except OSError as error:
+            raise RunError(f"{out}: writing failed: {error.strerror}") from error
+        finally:
+            stage.close()
+
+
+def _read_progress(folder: Path, plan: dict[str, Any]) -> Mapping[Split, SplitFiles]:
+    """Return what an earlier preparation noted, if any. Raises InputError if it has another plan."""
+    path = folder / PROGRESS
+    if not path.exists():
+        return {}
+    with undamaged(path, "the progress of a preparation", f"remove {folder}"):
+        progress = read_object(path)
+        old_plan = dict(progress["plan"])
+        saved = read_splits(path, progress["splits"])
+        for split in saved.values():
+            for shard in split.shards:
+                inside(folder, shard.file)
+    different_keys = [key for key in old_plan | plan if old_plan.get(key) != plan.get(key)]
+    if different_keys:
+        changes = ", ".join(f"{key} {old_plan.get(key)} there, {plan.get(key)} here" for key in different_keys)
+        raise InputError(
+            f"{folder}: an unfinished preparation with other settings or another text ({changes}); give the same to "
+            "continue it, or remove that folder"
+        )
+    return saved
+
+
+UPDATE_SECONDS = 1.0
+"""Time between two updates; a shorter preparation shows nothing."""
+
+
+@contextmanager
+def text_progress(
+    title: str, documents: Iterable[Document], total: int, done: int, enabled: bool
+) -> Iterator[Iterator[Document]]:
+    """Show how much of `total` bytes of text (0 if unknown) is read, after `done` bytes of an earlier call.
+
+    Yields an iterator over the documents.
+    """
+    start = last_update = time.monotonic()
+    earlier_bytes = done
+
+    def reading() -> Iterator[Document]:
+        nonlocal done, last_update
+        for document in documents:
+            yield document
+            done += document.size
+            now = time.monotonic()
+            if now - last_update >= UPDATE_SECONDS:
+                last_update = now
+                share = f" of {decimal(total)} ({done / total:.1%})" if total else ""
+                speed = decimal(int((done - earlier_bytes) / (now - start)))
+                bar.update(done, f"prepare: {title}: {decimal(done)} of text{share}, {speed}/s")
+
+    with Progress("", total, done=done, enabled=enabled) as bar:
+        yield reading()
+
 
 ENCODE_TEXT = 1_000_000
 """Bytes of text to tokenize at once."""

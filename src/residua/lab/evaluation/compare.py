@@ -20,9 +20,9 @@ from residua.connections.names import label
 from residua.errors import InputError, did_you_mean, extra
 from residua.lab.evaluation.comparable import Measurement, Unit, Verdict, judged
 from residua.lab.evaluation.records import Point, Run
-from residua.records import table
-from residua.records.jsonlines import finite
-from residua.records.statistics import Estimate, paired
+from residua.lab.records import table
+from residua.lab.records.jsonlines import finite
+from residua.lab.records.statistics import Estimate, paired
 
 with extra("lab"):
     import numpy

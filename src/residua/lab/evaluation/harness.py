@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from residua.conversion.opening import context_of
 from residua.errors import InputError, extra, first_line, require
 from residua.lab.evaluation.published import TASKS, Row
+from residua.lab.records.jsonlines import finite
 from residua.models.evaluating import evaluating
-from residua.records.jsonlines import finite
 
 with extra("eval"):
     import lm_eval

@@ -9,7 +9,7 @@ from typing import Any
 from residua.errors import extra
 from residua.lab.evaluation.compare import Axis, Comparison, Group
 from residua.lab.evaluation.records import Point
-from residua.records import figures
+from residua.lab.records import figures
 
 with extra("lab"):
     from matplotlib.axes import Axes

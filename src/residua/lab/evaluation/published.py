@@ -74,7 +74,7 @@ def comparable(config: Any, tasks: Collection[str], num_fewshot: int, *, size: s
     size: of the published models, "small" or "medium"; None takes the one with the depth and width of `config`.
     """
     if size is None:
-        from residua.models.sizes import SIZES  # needs transformers, and `residua schemes` shows the rows without
+        from residua.models.configuration import SIZES
 
         shape = ("num_hidden_layers", "hidden_size")
         alike = (name for name in SIZES if all(getattr(config, key, None) == SIZES[name][key] for key in shape))

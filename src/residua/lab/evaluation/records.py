@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from residua.connections.names import label
 from residua.errors import InputError, fits, require
 from residua.lab.evaluation.comparable import Measurement, Unit
-from residua.records import jsonlines
-from residua.records.folder import LOGGING_KEYS, RunFolder, flatten, read_facts, read_settings
+from residua.lab.records import jsonlines
+from residua.lab.records.folder import LOGGING_KEYS, RunFolder, flatten, read_facts, read_settings
 
 
 class Point(NamedTuple):

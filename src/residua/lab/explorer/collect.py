@@ -15,15 +15,15 @@ from typing import Any, Literal
 import torch
 
 from residua.errors import InputError, extra
+from residua.files.tensors import undamaged
 from residua.lab.experiment import is_model_folder, open_model, trace_model
 from residua.lab.explorer.comparison import comparison_payload, thinned
 from residua.lab.inspection.summary import checks, overview, sublayer_statistics, summary, warnings
 from residua.lab.inspection.trace import Trace, trace_file
+from residua.lab.records import jsonlines
+from residua.lab.records.progress import say
+from residua.lab.records.terminal import one_line
 from residua.lab.training import latest_checkpoint
-from residua.records import jsonlines
-from residua.records.progress import say
-from residua.records.tensors import undamaged
-from residua.records.terminal import one_line
 
 with extra("lab"):
     import numpy as np

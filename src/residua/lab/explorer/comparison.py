@@ -7,7 +7,7 @@ from typing import Any
 
 from residua.lab.evaluation.compare import AXES, Comparison, Group, compare
 from residua.lab.evaluation.records import Point
-from residua.records.jsonlines import finite
+from residua.lab.records.jsonlines import finite
 
 POINTS = 200
 """Largest number of points in a loss curve; a screen shows no more."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from residua.errors import extra
-from residua.records.durable import write_text
+from residua.files.durable import write_text
 
 if TYPE_CHECKING:
     import numpy

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from residua.errors import extra
+from residua.files.reading import read_json
 from residua.lab.geometry.references import references
 from residua.lab.geometry.report import table, write_tables
 from residua.lab.geometry.tasks import Task
-from residua.records.jobs import Job, open_runs, run_jobs
-from residua.records.provenance import available_cores, circumstances
-from residua.records.reading import read_json
+from residua.lab.jobs.pool import Job, open_runs, run_jobs
+from residua.lab.records.provenance import available_cores, circumstances
 
 
 def run_experiment(

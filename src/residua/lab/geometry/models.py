@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from residua.connections import Projection, Scheme, named, resolve
 from residua.connections.base import as_inputs
-from residua.connections.memory import whole_sequence
 from residua.connections.names import key, meaning
+from residua.connections.parts.memory import whole_sequence
 from residua.errors import InputError, did_you_mean
 from residua.models.transformer import total_penalty
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from residua.errors import extra
 from residua.lab.geometry.report import TITLES, Record, groups, is_causal
-from residua.records.figures import curve, legend, line_style, panels, save
-from residua.records.table import Group
+from residua.lab.records.figures import curve, legend, line_style, panels, save
+from residua.lab.records.table import Group
 
 with extra("lab"):
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ into streams. Losses are mean squared errors; whether the best or the last of a 
 
 from typing import Any, NamedTuple
 
-from residua.records.statistics import Estimate
+from residua.lab.records.statistics import Estimate
 
 REPOSITORY = "arash-shahmansoori/edelta at 783e727"
 README = f"arXiv:2605.06729; README of {REPOSITORY}"

@@ -23,12 +23,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from residua.files.durable import write_text
 from residua.lab.geometry.published import README, RESEARCH, published
 from residua.lab.geometry.tasks import TASKS
-from residua.records.durable import write_text
-from residua.records.jsonlines import finite
-from residua.records.statistics import Estimate
-from residua.records.table import Group, Table, cell, grouped
+from residua.lab.records.jsonlines import finite
+from residua.lab.records.statistics import Estimate
+from residua.lab.records.table import Group, Table, cell, grouped
 
 Record = dict[str, Any]
 OURS, PUBLISHED, REFERENCE = "ours", "published", "reference"

@@ -15,10 +15,10 @@ from residua.lab.geometry import measure
 from residua.lab.geometry.models import Architecture, match
 from residua.lab.geometry.operators import Gates, operator
 from residua.lab.geometry.tasks import Data, Task, task
+from residua.lab.jobs.pool import Job
+from residua.lab.records.jsonlines import finite
 from residua.lab.training import TrainConfig
 from residua.lab.training.step import Step
-from residua.records.jobs import Job
-from residua.records.jsonlines import finite
 
 REPORT_STEPS = 10  # between two looks at the loss, which make a GPU wait
 Report = Callable[[int], None]

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from residua.connections import Carry, Memory
 from residua.connections.base import State
-from residua.connections.ends import Collapse, Same
-from residua.connections.memory import whole_sequence, window_of
+from residua.connections.parts.ends import Collapse, Same
+from residua.connections.parts.memory import whole_sequence, window_of
 from residua.conversion.flow import Flow, layer_streams
 from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from residua.lab.inspection.trace import Trace
-from residua.records.jsonlines import finite
-from residua.records.table import Table
+from residua.lab.records.jsonlines import finite
+from residua.lab.records.table import Table
 
 STUCK = 1e-3
 """Mean distance of a gate from its initial value below which it has not moved."""

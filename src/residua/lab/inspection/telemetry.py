@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from residua.connections import Stream
 from residua.connections.base import as_inputs
-from residua.connections.memory import whole_sequence
+from residua.connections.parts.memory import whole_sequence
 from residua.lab.inspection.measure import gates
 from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import ConnectionRecord

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from residua.connections import PRESETS, GateFacts, Mixing, RankOne, describe
 from residua.errors import InputError
+from residua.files.durable import unlinked
+from residua.files.tensors import read_tensors, write_tensors
 from residua.lab.inspection.depth import DepthReads
 from residua.lab.inspection.measure import gates, measured, norm, stream_similarity
 from residua.lab.inspection.spectrum import alignment, effective_rank, matrix_products, rank_one_products
 from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import ConnectionRecord
-from residua.records.durable import unlinked
-from residua.records.progress import say
-from residua.records.provenance import circumstances
-from residua.records.tensors import read_tensors, write_tensors
+from residua.lab.records.progress import say
+from residua.lab.records.provenance import circumstances
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

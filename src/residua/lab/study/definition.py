@@ -22,10 +22,10 @@ from residua.errors import (
     require,
     shown,
 )
+from residua.files.reading import parse_yaml, read_text
 from residua.lab.evaluation.comparable import Measurement, decides_measure
+from residua.lab.records.folder import read_object
 from residua.lab.training import load_config
-from residua.records.folder import read_object
-from residua.records.reading import parse_yaml, read_text
 
 Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)

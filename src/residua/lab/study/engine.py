@@ -18,23 +18,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.errors import Diverged, require, shown
+from residua.files.durable import remove, write_text
 from residua.lab.cost.counts import products_per_token
 from residua.lab.cost.steps import ROUNDS, WARMUP, measure, rate
 from residua.lab.evaluation.loss import transition
 from residua.lab.experiment import losses_by_document, open_run
 from residua.lab.experiment import run as train
+from residua.lab.jobs.pool import Executor, Job, Record, Records, open_runs, run_jobs
+from residua.lab.records import jsonlines
+from residua.lab.records.folder import RunFolder, read_object, refuse_changes, writable
+from residua.lab.records.jsonlines import finite
+from residua.lab.records.progress import say
+from residua.lab.records.statistics import Estimate
+from residua.lab.records.table import Table, cell
 from residua.lab.study.definition import Study, read_folder
 from residua.lab.study.plan import Plan, Run
 from residua.lab.study.results import read_runs
 from residua.lab.training import RunConfig
-from residua.records import jsonlines
-from residua.records.durable import remove, write_text
-from residua.records.folder import RunFolder, read_object, refuse_changes, writable
-from residua.records.jobs import Executor, Job, Record, Records, open_runs, run_jobs
-from residua.records.jsonlines import finite
-from residua.records.progress import say
-from residua.records.statistics import Estimate
-from residua.records.table import Table, cell
 
 
 def run_study(

@@ -14,20 +14,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from residua.conversion.base_model import base_sha256
 from residua.conversion.configuration import ConvertedConfig
 from residua.errors import InputError, extra, require
 from residua.lab.cost.counts import parameters
 from residua.lab.data import PreparedData
 from residua.lab.evaluation.comparable import Measurement, decides_measure, judged
 from residua.lab.experiment import build_model, model_config
+from residua.lab.jobs.pool import Record
+from residua.lab.records.folder import FREE_KEYS, flatten
 from residua.lab.study.definition import Entry, Study
 from residua.lab.study.search import Search
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
+from residua.lab.training.base_model import base_sha256
 from residua.lab.training.config import KEYS
 from residua.models import ResiduaConfig
-from residua.records.folder import FREE_KEYS, flatten
-from residua.records.jobs import Record
 
 with extra("lab"):
     from transformers import PreTrainedConfig

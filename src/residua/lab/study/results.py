@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from residua.errors import require, shown
 from residua.lab.evaluation.comparable import common_unit
+from residua.lab.jobs.pool import Record
+from residua.lab.records import jsonlines
+from residua.lab.records.folder import read_object
+from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, welch
 from residua.lab.study.definition import MEASURES, Question, Study, read_folder
 from residua.lab.study.search import at_edge, loss_of, winners
-from residua.records import jsonlines
-from residua.records.folder import read_object
-from residua.records.jobs import Record
-from residua.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, welch
 
 BELOW = 0.9
 """A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share; beyond the

@@ -9,9 +9,9 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from residua.errors import InputError
+from residua.lab.jobs.pool import Record
+from residua.lab.records.folder import flatten
 from residua.lab.training import RunConfig
-from residua.records.folder import flatten
-from residua.records.jobs import Record
 
 Point = tuple[float, ...]
 """A number for each key of a search."""

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.errors import InputError, fits
+from residua.files.reading import parse_yaml
 from residua.lab.data import PreparedData
 from residua.lab.evaluation.comparable import Measurement, Unit, Verdict, common_unit, decides_measure
 from residua.lab.experiment import open_or_prepare
+from residua.lab.jobs.pool import Executor, Job, Record, open_runs, run_jobs
+from residua.lab.records import figures
+from residua.lab.records.folder import FREE_KEYS, flatten, writable
+from residua.lab.records.statistics import Estimate
+from residua.lab.records.table import Table, grouped
 from residua.lab.study.engine import train_point
 from residua.lab.study.report import estimate_text
 from residua.lab.study.search import Search, at_edge
 from residua.lab.training import RunConfig, load_config
 from residua.lab.training.config import STEPS, parse_overrides, recipe_shares
-from residua.records import figures
-from residua.records.folder import FREE_KEYS, flatten, writable
-from residua.records.jobs import Executor, Job, Record, open_runs, run_jobs
-from residua.records.reading import parse_yaml
-from residua.records.statistics import Estimate
-from residua.records.table import Table, grouped
 
 
 @dataclass

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from residua.errors import InputError
+from residua.lab.jobs.pool import Record, threads
+from residua.lab.records.jsonlines import finite
+from residua.lab.records.progress import Progress
 from residua.lab.study.definition import check_names
 from residua.lab.study.engine import open_study, train_run
 from residua.lab.study.plan import Run
-from residua.records.jobs import Record
-from residua.records.jsonlines import finite
-from residua.records.progress import Progress
-from residua.records.threads import threads
 
 SAME = ("device", "torch")
 """Facts of a run with which its last bits can change."""

@@ -1,3 +1,4 @@
+from residua.lab.records.folder import RunFolder as RunFolder
 from residua.lab.training.checkpoint import latest_checkpoint as latest_checkpoint
 from residua.lab.training.checkpoint import load_checkpoint as load_checkpoint
 from residua.lab.training.config import BaseModelConfig as BaseModelConfig
@@ -11,4 +12,3 @@ from residua.lab.training.loop import pick_device as pick_device
 from residua.lab.training.loop import train as train
 from residua.lab.training.optimizer import hidden_matrices as hidden_matrices
 from residua.lab.training.optimizer import make_optimizer as make_optimizer
-from residua.records.folder import RunFolder as RunFolder

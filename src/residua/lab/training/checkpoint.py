@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError, check_types, decoded, extra, mapping
+from residua.files.durable import file_sha256, partial, remove, unfinished
+from residua.files.reading import inside, regular
+from residua.files.tensors import undamaged
+from residua.lab.records.folder import read_object
+from residua.lab.records.progress import say
 from residua.lab.training.distributed import Ranks
-from residua.records.durable import file_sha256, partial, remove, unfinished
-from residua.records.folder import read_object
-from residua.records.progress import say
-from residua.records.reading import inside, regular
-from residua.records.tensors import undamaged
 
 with extra("lab"):
     from safetensors import SafetensorError, safe_open

@@ -29,9 +29,9 @@ from residua.errors import (
     types_of,
     words,
 )
+from residua.files.reading import parse_yaml, read_text, write_yaml
+from residua.lab.records.progress import say_once
 from residua.model_fields import ModelFields, setting
-from residua.records.progress import say_once
-from residua.records.reading import parse_yaml, read_text, write_yaml
 
 if TYPE_CHECKING:
     from residua.connections import Scheme

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from residua.errors import InputError
-from residua.lab.training.checkpoint import runs_of_checkpoints, saved_steps
-from residua.records.durable import remove, remove_partials, write_text
-from residua.records.folder import (
+from residua.files.durable import remove, remove_partials, write_text
+from residua.files.reading import write_yaml
+from residua.lab.records.folder import (
     FREE_KEYS,
     LOCK,
     RunFolder,
@@ -18,7 +18,7 @@ from residua.records.folder import (
     refuse_changes,
     writable,
 )
-from residua.records.reading import write_yaml
+from residua.lab.training.checkpoint import runs_of_checkpoints, saved_steps
 
 PATIENCE_SECONDS = 3.0  # the workers of a killed sweep hold their runs for a moment, until they end
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residua.errors import InputError
-from residua.records.durable import unlinked, write_text
-from residua.records.folder import RunFolder, flatten
-from residua.records.jsonlines import JsonLines, step_of
-from residua.records.progress import Progress, say
-from residua.records.reading import read_text
+from residua.files.durable import unlinked, write_text
+from residua.files.reading import read_text
+from residua.lab.records.folder import RunFolder, flatten
+from residua.lab.records.jsonlines import JsonLines, step_of
+from residua.lab.records.progress import Progress, say
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig

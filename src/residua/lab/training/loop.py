@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import InputError
+from residua.lab.records.folder import RunFolder
+from residua.lab.records.progress import say
 from residua.lab.training.distributed import ALONE, Ranks
 from residua.lab.training.folder import claim
 from residua.lab.training.optimizer import learning_rate_factor, set_learning_rate
 from residua.lab.training.saving import RunState
 from residua.lab.training.step import Step, next_token_loss
 from residua.models.evaluating import evaluating
-from residua.records.folder import RunFolder
-from residua.records.progress import say
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig

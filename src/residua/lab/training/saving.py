@@ -6,6 +6,12 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from residua.errors import InputError, RunError, require
+from residua.files.durable import write_text
+from residua.files.reading import write_yaml
+from residua.lab.records import jsonlines
+from residua.lab.records.folder import FREE_KEYS, RunFolder, flatten, read_facts, refuse_changes, writable
+from residua.lab.records.progress import say
+from residua.lab.records.provenance import circumstances
 from residua.lab.training.checkpoint import (
     Checkpoint,
     drop_later,
@@ -20,12 +26,6 @@ from residua.lab.training.folder import more_steps
 from residua.lab.training.log import RunLog
 from residua.lab.training.optimizer import learning_rate_factor
 from residua.lab.training.step import Step
-from residua.records import jsonlines
-from residua.records.durable import write_text
-from residua.records.folder import FREE_KEYS, RunFolder, flatten, read_facts, refuse_changes, writable
-from residua.records.progress import say
-from residua.records.provenance import circumstances
-from residua.records.reading import write_yaml
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig

@@ -1,0 +1,1 @@
+"""What several schemes are built on."""

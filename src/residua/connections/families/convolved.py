@@ -1,0 +1,186 @@
+"""The convolutions of Deep Delta Learning, for its own state and for single streams: what reads, writes and expands."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from residua.connections.base import Carry, Connection, Scheme, State, Stream
+from residua.connections.parts.ends import Collapse, Copies, Same, TokenCompress, TokenConv
+from residua.connections.parts.facts import Mixing, RankOne
+from residua.connections.parts.memory import Memory, whole_sequence, window_of
+from residua.connections.parts.options import OnlyIf, Taps, only_with, require_option
+from residua.connections.parts.phases import Borrowed
+
+
+class CompressingConnection(Connection):
+    """A connection that reads the state through a compressor.
+
+    compress: the map from the state to x_in: (batch, seq, dim), or an earlier connection, whose map it borrows.
+    """
+
+    separates_documents = True
+
+    def __init__(self, compress: nn.Module):
+        super().__init__()
+        borrowed = isinstance(compress, CompressingConnection)
+        self.compress: Any = Borrowed(compress, "compressor") if borrowed else compress
+        self.window = window_of(self.compressor)
+
+    @property
+    def compressor(self) -> nn.Module:
+        return self.compress.module if isinstance(self.compress, Borrowed) else self.compress
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressingScheme(Scheme):
+    """A scheme with the convolutions of Deep Delta Learning over the tokens: before, behind and beside its sublayers.
+
+    branch            None: a sublayer's output is written as it is; "conv": with a causal convolution of it over the
+                      tokens added, which starts at 0
+    branch_kernel     taps of that convolution
+    compress_sharing  one compressor for the two sublayers of a "block", or "separate" ones
+    expand            "repeat" the embedding, or "conv": a causal convolution of it that starts as "repeat"
+    expand_kernel     taps of that convolution
+    """
+
+    branch: Literal["conv"] | None = None
+    branch_kernel: Annotated[Taps, only_with(branch="conv")] = 4
+    compress: Literal["token", "channel"] | None = None
+    compress_kernel: Taps | None = None
+    compress_sharing: Annotated[
+        Literal["block", "separate"], OnlyIf("compress is not null", lambda scheme: scheme.compresses)
+    ] = "block"
+    expand: Literal["repeat", "conv"] = "repeat"
+    expand_kernel: Annotated[Taps, only_with(expand="conv")] = 4
+
+    @property
+    def compresses(self) -> bool:
+        """Whether sublayers read the state through a learned compressor."""
+        return self.compress is not None
+
+    def stack(
+        self,
+        expand: nn.Module,
+        dim: int,
+        num_sublayers: int,
+        compressor: Callable[[int], nn.Module],
+        connection: Callable[..., CompressingConnection],
+        readout: Callable[[nn.Module], nn.Module] = Collapse,
+    ) -> Stream:
+        """Return the stream of `connection(i, compress)` for each sublayer, between `expand` and `readout(compress)`.
+
+        compressor: makes compressor j, that of the readout as the last. If a block shares one, its second sublayer gets
+        the connection of the first, to borrow from.
+        """
+        connections: list[CompressingConnection] = []
+        count = 0
+        for i in range(num_sublayers):
+            if i % 2 and self.compresses and self.compress_sharing == "block":
+                compress: nn.Module = connections[-1]
+            else:
+                compress, count = compressor(count), count + 1
+            made = connection(i, compress)
+            if self.branch is not None:  # a connection has one memory
+                require_option(self, "branch", not made.window, "null if reads are convolved over the tokens too")
+                made = BranchConnection(made, dim, self.branch_kernel)
+            connections.append(made)
+        return Stream(expand, connections, readout(compressor(count)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleStreamScheme(CompressingScheme):
+    """A scheme of one stream, (batch, seq, dim), with the convolutions over tokens of Deep Delta Learning if wanted.
+
+    The options are named as in `DeepDelta` and mean the same. They show how much of its gain needs no delta write. The
+    convolutions start as the identity, so that the scheme starts as it does without them.
+
+    compress          None: a sublayer reads the stream; "token": it reads a causal convolution of it over the tokens,
+                      as does the readout, and writes to the stream itself. The Canon layers of arXiv 2512.17351 before
+                      attention and MLP are such convolutions behind the norm, one for each sublayer
+    compress_kernel   taps of that convolution
+    """
+
+    compress: Literal["token"] | None = None
+    compress_kernel: Annotated[Taps, only_with(compress="token")] = 4
+
+    def stream(
+        self,
+        dim: int,
+        num_sublayers: int,
+        connection: Callable[..., CompressingConnection],
+        *,
+        copies: int = 1,
+        readout: Callable[[nn.Module], nn.Module] = Collapse,
+    ) -> Stream:
+        """Return the stream of `connection(i, compress)` for each sublayer and `readout(compress)`.
+
+        copies: how many times the state holds the embedding.
+        """
+
+        def compressor(_: int) -> nn.Module:
+            return TokenCompress(dim, None, self.compress_kernel) if self.compresses else Same()
+
+        expand: nn.Module = Same() if copies == 1 else Copies(copies)
+        if self.expand == "conv":
+            expand = ConvEmbedding(dim, self.expand_kernel, copies)
+        return self.stack(expand, dim, num_sublayers, compressor, connection, readout)
+
+
+class ConvEmbedding(TokenConv):
+    """The embedding convolution of a state without a stream axis: (batch, seq, dim), or a tuple of copies of it."""
+
+    def __init__(self, dim: int, kernel: int, copies: int):
+        super().__init__(dim, kernel)
+        self.copies = copies
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> State:
+        x = super().forward(x, memory)
+        return x if self.copies == 1 else (x,) * self.copies
+
+
+class BranchCoefficients(NamedTuple):
+    """inner: the coefficients of the connection inside. memory: of earlier outputs of the sublayer, or None."""
+
+    inner: Any
+    memory: Memory | None
+
+
+class BranchConnection(CompressingConnection):
+    """A connection that convolves the sublayer's output before `inner` writes it: y <- y + conv(y).
+
+    As the short convolutions of Inkling behind attention and MLP (`attn_sconv`, `mlp_sconv` in transformers). The tap
+    of the token itself is in the convolution and starts at 1, the others at 0.
+    """
+
+    def __init__(self, inner: CompressingConnection, dim: int, kernel: int):
+        super().__init__(inner)
+        self.inner = inner
+        self.convolution = TokenConv(dim, kernel)
+        self.window = self.convolution.window
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.inner.norm  # type: ignore[return-value]
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        x, (residual, coefficients) = self.inner.read(state)
+        return x, Carry(residual, BranchCoefficients(coefficients, memory))
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        coefficients, memory = carry.coefficients
+        return self.inner.write(self.convolution(y, memory), Carry(carry.residual, coefficients))
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
+        """Return the map of the connection inside, of a whole sequence: its memory would take y a second time."""
+        coefficients, _ = carry.coefficients
+        return self.inner.shortcut(
+            state, Carry(carry.residual, coefficients), self.convolution(y, whole_sequence(self))
+        )
+
+    def streams(self, state: State) -> Tensor | None:
+        return self.inner.streams(state)
+
+    def penalty(self, coefficients: BranchCoefficients) -> Tensor | None:
+        return self.inner.penalty(coefficients.inner)

@@ -1,0 +1,106 @@
+"""Let `read` and `write` run inside a call of the connection's module, so that hooks run around them.
+
+FSDP gathers a module's parameters, and accelerate's offload brings them back, in hooks on the call of the module. Two
+methods that somebody calls directly would run without them, so each is turned into such a call: the module is called
+with the method in the sublayer's place. During a call around a sublayer the two run without such calls of their own, so
+that a hook that changes the result changes it once.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.modules import module as modules
+
+from residua.connections.parts.memory import expect_memory, reads_other_tokens
+from residua.connections.parts.spec import expect_state
+
+
+class Phase:
+    """A function of a connection, such as `read`, that runs inside a call of it in place of the sublayer."""
+
+    def __init__(self, method: Callable[..., Any]):
+        self.method = method
+
+    def __call__(self, connection: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.method(connection, *args, **kwargs)
+
+
+class ReadPhase(Phase):
+    """The `read` of a connection, which raises ValueError for what is no state, and for a token without a memory."""
+
+    def __call__(self, connection: Any, *args: Any, **kwargs: Any) -> Any:
+        if connection.takes is not None:
+            state = args[0] if args else kwargs["state"]
+            expect_state(state, connection.takes, sequence=reads_other_tokens(connection))
+        x, carry = self.method(connection, *args, **kwargs)
+        memory = args[1] if len(args) > 1 else kwargs.get("memory")
+        expect_memory(connection, memory, x[0] if isinstance(x, tuple) else x)
+        return x, carry
+
+
+def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method `name` of a connection as a call of it, so that hooks on the module run around it."""
+    phase = ReadPhase(method) if name == "read" else Phase(method)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(type(self), name) is not call:  # super().read(...), which is inside a call
+            return method(self, *args, **kwargs)
+        if is_unobserved(self):  # a call would only cost its frames
+            return phase(self, *args, **kwargs)
+        return self((args, kwargs), phase)
+
+    call.phase = phase  # type: ignore[attr-defined]
+    return call
+
+
+def within(connection: Any, name: str) -> Callable[..., Any]:
+    """Return the method `name` of a connection, to be run inside a call of it around a sublayer."""
+    method = getattr(connection, name)
+    phase = getattr(method, "phase", None)
+    return method if phase is None else functools.partial(phase, connection)
+
+
+def is_unobserved(module: Any) -> bool:
+    """Return whether a call of `module` would run its forward and nothing else: no hook, and nothing in its place."""
+    attributes = vars(module)
+    return not (
+        attributes["_forward_pre_hooks"]
+        or attributes["_forward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or "forward" in attributes
+        or module._compiled_call_impl is not None
+        or modules._has_any_global_hook()
+    )
+
+
+def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `forward` of a connection: given a phase it runs that instead, with the arguments in `state`."""
+
+    @functools.wraps(forward)
+    def call(self: Any, state: Any, sublayer: Any, **options: Any) -> Any:
+        if isinstance(sublayer, Phase):
+            args, kwargs = state
+            return sublayer(self, *args, **kwargs)
+        return forward(self, state, sublayer, **options)
+
+    return call
+
+
+class Borrowed:
+    """The module `name` of another connection, the owner, under which alone its parameters are registered.
+
+    It runs inside a call of the owner, whose hooks may gather or load them.
+    """
+
+    def __init__(self, owner: Any, name: str):
+        self.owner, self.name = owner, name
+
+    @property
+    def module(self) -> Any:
+        return getattr(self.owner, self.name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.owner((args, {}), Phase(lambda _, *inputs: self.module(*inputs)))

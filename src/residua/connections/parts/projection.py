@@ -1,0 +1,95 @@
+"""Linear maps with their own initialisation."""
+
+import math
+from typing import Literal, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections.parts.phases import is_unobserved
+from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.ops.norm import mean_square
+from residua.ops.precision import at_least_float32, linear, linear_at_least_float32, under_autocast
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
+    """Return whether a call of `module` runs the forward of this class, and nothing else.
+
+    False for an adapter or a quantised map in its place, a parametrisation (both have other types), and a hook, such as
+    those that prune or gather parameters; some libraries put theirs in place of `forward`.
+    """
+    return type(module) is kind and is_unobserved(module)
+
+
+class Projection(SelfStarting, nn.Linear):
+    """`nn.Linear` whose weights start from N(0, std^2), by default with the authors' std = 0.5 / sqrt(in_features).
+
+    Without autocast it computes in the dtype of its weights, even if the residual state has another.
+
+    bias: its initial value, "uniform" for PyTorch's U(-1/sqrt(in_features), 1/sqrt(in_features)), or
+    None for no bias.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        std: float | None = None,
+        bias: float | Literal["uniform"] | None = None,
+    ):
+        self.std = 0.5 / math.sqrt(in_features) if std is None else std
+        self.bias_start = bias
+        super().__init__(in_features, out_features, bias=bias is not None)
+
+    @on_whole_tensors
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias_start == "uniform":
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+        elif self.bias_start is not None:
+            nn.init.constant_(self.bias, self.bias_start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x if under_autocast(x.device) else x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class WideProjection(Projection):
+    """The linear map of a gate or a mapping: inputs and weights in at least float32, also inside autocast.
+
+    Its weights must stay in float32 if a model is narrowed or quantised (`Stream.float32_parameters`).
+    """
+
+    def forward(self, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Return W (gain x) + bias: (..., in_features) -> (..., out_features), in at least float32.
+
+        gain: (in_features,), folded into the weights, which are smaller than x; bias: (out_features,), in place of
+        its own.
+        """
+        weight = self.weight if gain is None else at_least_float32(self.weight) * at_least_float32(gain)
+        return linear_at_least_float32(x, weight, self.bias if bias is None else bias)
+
+
+def project(module: nn.Module, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Return module(gain x) + bias, folding gain and bias into the product if `module` is a `WideProjection`.
+
+    Anything else that stands in its place, such as an adapter around it, is a map of only its input.
+    """
+    if isinstance(module, WideProjection):
+        return module(x, gain=gain, bias=bias)
+    y = module(x if gain is None else at_least_float32(x) * at_least_float32(gain))
+    return y if bias is None else y + at_least_float32(bias)
+
+
+def project_normalised(module: nn.Module, x: Tensor, eps: float, *, gain: Tensor | None = None) -> Tensor:
+    """Return W (gain x) / sqrt(mean(x^2) + eps) in at least float32: (..., in_features) -> (..., out_features).
+
+    W is the linear map `module`; gain: (in_features,).
+
+    Dividing after the product avoids a normalised copy of a state that is several times as wide as the model
+    (arXiv 2512.24880 equations 14 to 16).
+    """
+    return project(module, x, gain=gain) * torch.rsqrt(mean_square(x) + eps)

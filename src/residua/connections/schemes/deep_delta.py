@@ -1,0 +1,205 @@
+"""Deep Delta Learning (arXiv 2601.00417): the residual addition becomes a rank-1 delta write.
+
+    X <- X + beta k (v^T - k^T X),   beta = 2 sigmoid(z) in (0, 2)
+
+k-Map: the normalised sublayer output is the direction k; v is a linear map of the compressed state x_in.
+v-Map: the sublayer's output gives the value v; k is a map phi_k of the context c = RMSNorm(x_in) or of the state.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from residua.connections.base import Carry, Norm, State, Stream
+from residua.connections.families.channels import ChannelConnection, ChannelScheme
+from residua.connections.parts.delta_maps import Direction, Gate, Pool, Value
+from residua.connections.parts.facts import RankOne
+from residua.connections.parts.memory import Memory, current, remembered
+from residua.connections.parts.options import Beta, only_with, require_option
+from residua.connections.parts.projection import Projection
+from residua.errors import Count, Finite, Positive
+from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
+
+MAPPED = ("scaled_sigmoid", "linear")  # activations of a value that is a map
+NETS = ("mlp", "pool_mlp", "flatten_mlp", "attention")  # forms of phi_k with a hidden width
+
+
+class DeltaCoefficients(NamedTuple):
+    """beta: (batch, seq), v: (batch, seq, value_channels), raw direction k: (batch, seq, dim).
+
+    None: computed from the sublayer's output later. This is k in the k-Map, v in the v-Map, beta with "sublayer_out".
+    """
+
+    beta: Tensor | None
+    v: Tensor | None
+    k: Tensor | None
+
+
+@dataclass(frozen=True)
+class DeepDelta(ChannelScheme):
+    """Deep Delta Learning with every variant of the paper's versions and of the authors' code.
+
+    The defaults follow the authors' code, but for the start (`init`). docs/deviations.md lists every choice. Raises
+    ValueError for an option that is set but has no effect with the others. The options of the state are those of
+    `ChannelScheme`.
+
+    map              "k": the sublayer gives the direction, so that with "unit" the size of its output has no effect
+                     (LayerScale, DropPath's 1/keep, depth-scaled initialisation), and a zero skips it;
+                     "v": the sublayer gives the value
+    k_norm, k_eps    how the direction is divided by its norm, see `ops.unit`
+    k_proj           the direction is a linear map of the sublayer's output
+    operator         "unit": I - beta k k^T with unit k; "v1_eps": as in the first version, with raw k
+    beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6
+    beta_head        "linear", or "mlp": two layers with tanh
+    beta_hidden      units of the "mlp"
+    beta_input       input of the gate: "context" (RMSNorm of x_in), the state "pool_mean", "flatten" or "conv", or
+                     "sublayer_out", the normalised sublayer output
+    v_activation     "scaled_sigmoid" (v_scale * sigmoid), "linear" or "constant" (v_constant)
+    v_scale          factor of the "scaled_sigmoid"
+    v_constant       the value of "constant"
+    v_bias           whether the value map has a bias
+    v_input          k-Map: input of the value, "x_in" without a norm or the "context"
+    phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
+    phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
+    phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
+    init             "average": compressors average and gates start at beta_init; "authors": as their code draws them
+    """
+
+    title = "Deep Delta Learning"
+    equation = "X + beta k (v^T - k^T X)"
+    users = (
+        "The authors' public code. No released checkpoint of another group is known. In their repository (July "
+        "2026) the authors do not claim that their gains, from single runs, are statistically resolved."
+    )
+    paper = "arXiv 2601.00417"
+    cannot_preserve = "one gate both erases and writes; use gated-delta, which has a gate for each and starts as x + h"
+    activations = ("k",)  # the raw direction of a v-Map
+
+    map: Literal["k", "v"] = "k"
+    k_norm: Annotated[KNorm, only_with(operator="unit")] = "rms"
+    k_eps: Positive = 1e-5
+    k_proj: Annotated[bool, only_with(map="k")] = False
+    operator: Literal["unit", "v1_eps"] = "unit"
+    beta_init: Beta = 1.0
+    beta_head: Literal["linear", "mlp"] = "linear"
+    beta_hidden: Annotated[Count, only_with(beta_head="mlp")] = 128
+    beta_input: Literal["context", "pool_mean", "flatten", "conv", "sublayer_out"] = "context"
+    v_activation: Literal["scaled_sigmoid", "linear", "constant"] = "scaled_sigmoid"
+    v_scale: Annotated[Finite, only_with(v_activation="scaled_sigmoid")] = 4.0
+    v_bias: Annotated[bool, only_with(v_activation=MAPPED)] = True
+    v_constant: Annotated[Finite, only_with(v_activation="constant")] = 2.0
+    v_input: Annotated[Literal["x_in", "context"], only_with(map="k", v_activation=MAPPED)] = "x_in"
+    phi_k: Annotated[Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"], only_with(map="v")] = "mlp"
+    phi_k_input: Annotated[Literal["context", "x_in"], only_with(map="v", phi_k=("linear", "mlp"))] = "context"
+    phi_k_rank: Annotated[Count | None, only_with(map="v", phi_k=NETS)] = None
+    init: Literal["average", "authors"] = "average"
+
+    def __post_init__(self):
+        super().__post_init__()
+        valued = self.map == "k" or self.v_activation != "constant"
+        require_option(self, "v_activation", valued, "'scaled_sigmoid' or 'linear' with the v-Map")
+
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        return self.stream(
+            dim,
+            num_sublayers,
+            lambda _: self.build_compress(dim, self.init),
+            lambda i, compress: DeltaConnection(self, dim, norm(i), compress, norm_eps=norm_eps),
+        )
+
+
+class DeltaConnection(ChannelConnection):
+    """One delta write around one sublayer."""
+
+    def __init__(self, scheme: DeepDelta, dim: int, norm: nn.Module, compress: nn.Module, *, norm_eps: float):
+        super().__init__(scheme, compress)
+        self.scheme = scheme
+        m = scheme.value_channels
+        self.norm = norm
+        self.norm_eps = norm_eps
+
+        pooling = {"pool_mean": "mean", "flatten": "flatten", "conv": "conv"}.get(scheme.beta_input)
+        self.pool = Pool(pooling, dim, m) if pooling else None
+        self.beta = Gate(
+            self.pool.out_features if self.pool else dim,
+            beta_init=scheme.beta_init,
+            head=scheme.beta_head,
+            hidden=scheme.beta_hidden,
+            init=scheme.init,
+        )
+        self.value = Value(
+            dim,
+            m,
+            activation=scheme.v_activation,
+            scale=scheme.v_scale,
+            bias=scheme.v_bias,
+            constant=scheme.v_constant,
+            init=scheme.init,
+        )
+        self.direction = None
+        if scheme.map == "v":
+            rank = scheme.phi_k_rank or (dim if scheme.phi_k in ("pool_mlp", "flatten_mlp") else max(1, dim // 4))
+            self.direction = Direction(scheme.phi_k, dim, m, rank, source=scheme.phi_k_input, norm_eps=norm_eps)
+        self.k_proj = Projection(dim, dim) if scheme.k_proj else None
+        self.window = max(self.window, self.pool.window if self.pool else 0)
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        scheme = self.scheme
+        streams = self.streams(state)
+        if self.pool is None:
+            x_in, pooled = self.compress(streams, memory), None
+        elif not self.pool.window or memory is None or not memory.keeps:
+            x_in, pooled = self.compress(streams, memory), self.pool(streams, memory)
+        else:  # both need the same earlier tokens
+            extended = remembered(streams, memory, self.window)
+            x_in, pooled = (current(part(extended), streams, extended) for part in (self.compress, self.pool))
+        context = self.norm(x_in)
+
+        beta = v = k = None
+        if scheme.beta_input != "sublayer_out":
+            beta = self.beta(context if pooled is None else pooled)
+        if self.direction is None:
+            v = self.value(x_in if scheme.v_input == "x_in" else context)
+        else:
+            k = self.direction(x_in, context, streams)
+        return context, Carry(state, DeltaCoefficients(beta, v, k))
+
+    def completed(self, y: Tensor, coefficients: DeltaCoefficients) -> tuple[Tensor, Tensor, Tensor]:
+        """Return beta, v and k, with those that depend on the sublayer's output y: (batch, seq, dim)."""
+        beta, v, k = coefficients
+        if beta is None:
+            beta = self.beta(rms_norm(y, eps=self.norm_eps))
+        if v is None:
+            v = self.value(y)
+        if k is None:
+            k = y if self.k_proj is None else self.k_proj(y)
+        return beta, v, k
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        scheme, state = self.scheme, carry.residual
+        beta, v, k = self.completed(y, carry.coefficients)
+        streams = self.streams(state)
+        if scheme.operator == "unit":
+            streams = delta_write(
+                streams, k, v, beta, k_norm=scheme.k_norm, eps=scheme.k_eps, recompute_every=scheme.keeps_every
+            )
+        else:
+            streams = delta_write_v1(streams, k, v, beta, eps=scheme.k_eps)
+        return streams if scheme.has_stream_axis else streams.squeeze(-2)
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne:
+        """Return every form of the write as X + beta k (v^T - k^T X), with |k| = 1 up to eps.
+
+        The first version's I - beta k k^T / (k^T k + eps) and beta k v^T have this form with k / sqrt(k^T k + eps) and
+        sqrt(k^T k + eps) v.
+        """
+        scheme = self.scheme
+        beta, v, k = (at_least_float32(x) for x in self.completed(y, carry.coefficients))
+        if scheme.operator == "unit":
+            k = unit(k, k_norm=scheme.k_norm, eps=scheme.k_eps)
+        else:
+            length = (k.square().sum(-1, keepdim=True) + scheme.k_eps).sqrt()
+            k, v = k / length, length * v
+        streams = at_least_float32(self.streams(state))
+        return RankOne(beta, k, (streams * k.unsqueeze(-2)).sum(-1), v, self.compressor.shares())

@@ -1,0 +1,221 @@
+"""The gated delta: the sublayer's output is the direction of a delta write that starts as the plain residual.
+
+    X <- X + k (w^T - e k^T X),   k = h / |h|,   h = F(c),   e = 2 tanh(w_e . c + b_e),   c = norm(x_in)
+
+The gate e sets the share of X along k that is erased, separately from the write. In Deep Delta Learning (arXiv
+2601.00417) one gate beta does both, w = beta v and e = beta, so that nothing can be written without erasing. Here
+w = |h|, which writes h, or |h| (1 + tanh(W c + b)) with a gate for each value channel. The maps of the gates start at
+0, so the connection starts as exactly x + h.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections.base import Carry, Norm, State, Stream
+from residua.connections.families.channels import ChannelConnection, ChannelScheme
+from residua.connections.parts.delta_maps import Gate, Value
+from residua.connections.parts.facts import GateFacts, RankOne
+from residua.connections.parts.gates import TokenGate
+from residua.connections.parts.memory import Memory
+from residua.connections.parts.options import OnlyIf, only_with, require_option
+from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.errors import Count, Positive, Range
+from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
+
+ON_CHANNELS = OnlyIf(
+    "something is erased from several value channels",
+    lambda scheme: scheme.erase != "none" and scheme.value_channels > 1,
+)
+ON_DIRECTION = OnlyIf(
+    "something is erased or write is 'value'", lambda scheme: scheme.erase != "none" or scheme.write == "value"
+)
+GATED = OnlyIf("there is a gate", lambda scheme: ON_DIRECTION.holds(scheme) or scheme.write_gate)
+
+
+class GatedDeltaCoefficients(NamedTuple):
+    """The gates of erasing and writing of each direction, (batch, seq, directions), in at least float32.
+
+    The directions are rank x value_channels x heads, the heads last; erase has one value channel if all share its
+    gate. erase: e, or None if nothing is erased. write: w / |h|, or beta v with `write="value"`; None for w = |h|.
+    v: the value of `write="value"`, otherwise None.
+    """
+
+    erase: Tensor | None
+    write: Tensor | None
+    v: Tensor | None
+
+
+@dataclass(frozen=True)
+class GatedDelta(ChannelScheme):
+    """A delta write along the sublayer's output that starts as exactly the plain residual, our variant.
+
+    With several value channels the compressor of each block starts as one channel, another in every block, because
+    channels that are read alike would stay equal. DDL itself is `erase="coupled", write="value"`, and its write-only
+    control X + beta k v^T is `erase="none", write="value"`; their compressors start as the average, as in `DeepDelta`.
+    The options of the state are those of `ChannelScheme`.
+
+    erase         e for each token, from the normalised context c: "signed", scale tanh(w . c + b), where e < 0 enlarges
+                  what X has along k; "positive", the larger of that and 0; "none", e = 0, the write-only control, which
+                  without a write gate is the plain residual; "coupled", e = beta with `write="value"`
+    scale         range of e: (-scale, scale), or [0, scale) if positive; at most 2, where e reflects
+    channel_gates a gate of erasing for each value channel in place of one for all
+    write         w: "output", |h|, so that h is written; "value", beta v with the gate and the value of `DeepDelta`
+    write_gate    whether w of "output" has gates, 1 + tanh(W c + b) in (0, 2) for each value channel
+    v_activation  of "value": "scaled_sigmoid", 4 sigmoid(W x_in + b), or "linear"
+    rank          directions k_r = a_r h / |a_r h| of each write, one after the other as in `ops.compose`; the learned
+                  a_r start as parts of 1: of every `rank` neighbouring features each direction has one
+    heads         groups of features with a direction and gates each; 1 for the whole state
+    k_eps         guard of |h|: k = h / sqrt(|h|^2 + k_eps^2), as in `DeepDelta`
+    """
+
+    title = "Gated delta"
+    equation = "X + w h - e k k^T X, h = F(c), k = h / |h|, e = 2 tanh(w_e . c + b_e), c = norm(x_in)"
+    users = "Nobody yet: it is a form of our own, Deep Delta Learning with a gate for each of its two halves."
+    paper = "arXiv 2601.00417"
+    residual_start = {}
+    divisors = ("heads",)
+
+    erase: Literal["signed", "positive", "none", "coupled"] = "signed"
+    scale: Annotated[
+        float, Range("a number above 0, at most 2", lambda x: 0 < x <= 2), only_with(erase=("signed", "positive"))
+    ] = 2.0
+    channel_gates: Annotated[bool, ON_CHANNELS] = False
+    write: Literal["output", "value"] = "output"
+    write_gate: Annotated[bool, only_with(write="output")] = False
+    v_activation: Annotated[Literal["scaled_sigmoid", "linear"], only_with(write="value")] = "scaled_sigmoid"
+    rank: Count = 1
+    heads: Annotated[Count, GATED] = 1
+    k_eps: Annotated[Positive, ON_DIRECTION] = 1e-5
+
+    def __post_init__(self):
+        super().__post_init__()
+        uncoupled = self.erase != "coupled" or self.write == "value"
+        require_option(self, "erase", uncoupled, "another choice unless write is 'value'")
+        parts = self.write == "value" or self.write_gate or self.channel_gates or self.expand == "conv"
+        require_option(
+            self,
+            "value_channels",
+            self.value_channels == 1 or parts,
+            "1 unless write_gate, channel_gates, write='value' or expand='conv' lets the channels differ",
+        )
+
+    @property
+    def source(self) -> str:
+        coupled = self.erase == "coupled" and self.write == "value"
+        return self.paper if coupled else f"ours, after {self.paper}"
+
+    @property
+    def gates(self) -> Mapping[str, GateFacts]:
+        if self.erase == "coupled":
+            return super().gates
+        low = 0.0 if self.erase == "positive" else -self.scale
+        return {"beta": GateFacts((low, self.scale))}
+
+    @property
+    def cannot_preserve(self) -> str:
+        if self.write == "output":
+            return ""
+        return "beta v does not depend on the size of the update, which a plain residual writes; use write='output'"
+
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        head_dim = dim // self.heads
+        require_option(self, "rank", self.rank <= head_dim, f"at most the {head_dim} features of a head")
+        return self.stream(
+            dim,
+            num_sublayers,
+            lambda j: self.build_compress(dim, "average" if self.write == "value" else j % self.value_channels),
+            lambda i, compress: GatedDeltaConnection(self, dim, norm(i), compress),
+        )
+
+
+class Parts(SelfStarting):
+    """Return `rank` products a_r y, with a_r: (dim,) each. At the start they share the features and sum to y.
+
+    (..., dim) -> a list of `rank` such tensors, in the dtype of y.
+    """
+
+    def __init__(self, dim: int, rank: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rank, dim))
+        self.reset_parameters()
+
+    @on_whole_tensors
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        rank, dim = self.weight.shape
+        for r in range(rank):
+            nn.init.ones_(self.weight[r, r:dim:rank])
+
+    def forward(self, y: Tensor) -> list[Tensor]:
+        return [scaled_sum((y,), (row,)) for row in self.weight.unbind()]
+
+
+class GatedDeltaConnection(ChannelConnection):
+    """One gated delta around one sublayer."""
+
+    def __init__(self, scheme: GatedDelta, dim: int, norm: nn.Module, compress: nn.Module):
+        super().__init__(scheme, compress)
+        self.scheme = scheme
+        self.norm = norm
+        count = scheme.rank * scheme.heads
+        erases, writes = count * (scheme.value_channels if scheme.channel_gates else 1), count * scheme.value_channels
+        gated = scheme.erase in ("signed", "positive")
+        self.erase = TokenGate(dim, erases, scale=scheme.scale) if gated else None
+        self.write_gate = TokenGate(dim, writes, scale=1.0) if scheme.write_gate else None
+        self.beta = self.value = None
+        if scheme.write == "value":
+            self.beta = Gate(dim, beta_init=1.0, outputs=erases)
+            self.value = Value(dim, writes, activation=scheme.v_activation)
+        self.parts = Parts(dim, scheme.rank) if scheme.rank > 1 else None
+
+    def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
+        x_in = self.compress(state, memory) if self.has_stream_axis else state
+        context = self.norm(x_in)
+        erase = write = v = None
+        if self.erase is not None:
+            erase = self.erase(context)
+            if self.scheme.erase == "positive":
+                erase = erase.clamp_min(0)  # its derivative at 0, where every gate starts, is 1; that of relu is 0
+        if self.write_gate is not None:
+            write = 1 + self.write_gate(context)
+        if self.beta is not None and self.value is not None:
+            beta, v = self.beta(context), self.value(x_in)
+            axes = (self.scheme.rank, -1, self.scheme.heads)
+            write = (beta.unflatten(-1, axes) * v.unflatten(-1, axes)).flatten(-3)
+            erase = beta if self.scheme.erase == "coupled" else erase
+        return context, Carry(state, GatedDeltaCoefficients(erase, write, v))
+
+    def write(self, y: Tensor, carry: Carry) -> State:
+        scheme, state = self.scheme, carry.residual
+        erase, write, _ = carry.coefficients
+        every = scheme.keeps_every if self.has_stream_axis else 1  # the norm keeps the state of a single channel
+        for r, h in enumerate([y] if self.parts is None else self.parts(y)):
+            e, w = (None if gates is None else self._of_direction(r, gates) for gates in (erase, write))
+            if w is not None and scheme.write == "value":
+                length = inverse_length(h, scheme.heads, eps=scheme.k_eps)
+                w = w * (length.unsqueeze(-2) if self.has_stream_axis else length)
+            state = gated_delta(state, h, e, w, eps=scheme.k_eps, recompute_every=every)
+        return state
+
+    def _of_direction(self, r: int, gates: Tensor) -> Tensor:
+        """Return the gates of direction r as `gated_delta` takes them, from those of all, (..., directions)."""
+        size = gates.shape[-1] // self.scheme.rank
+        part = gates if self.scheme.rank == 1 else gates.narrow(-1, r * size, size)
+        return part.unflatten(-1, (-1, self.scheme.heads)) if self.has_stream_axis else part
+
+    def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | None:
+        """Return I - e k k^T; v only if the gate of erasing writes it too.
+
+        None if nothing is erased, or if the map is not a single one of rank 1: with several directions, or a gate for
+        each channel.
+        """
+        scheme, (erase, _, v) = self.scheme, carry.coefficients
+        if scheme.heads > 1 or scheme.rank > 1 or scheme.channel_gates or erase is None:
+            return None
+        streams, k = at_least_float32(self.streams(state)), unit(at_least_float32(y), eps=scheme.k_eps)
+        readout = (streams * k.unsqueeze(-2)).sum(-1)
+        return RankOne(erase[..., 0], k, readout, v if scheme.erase == "coupled" else None, self.compressor.shares())

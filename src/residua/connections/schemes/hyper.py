@@ -1,0 +1,79 @@
+"""Hyper-Connections (arXiv 2409.19606): n residual streams that are read, mixed and written by learned weights.
+
+    x = sum_i h_pre[i] X[i],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))
+
+The weights are constants (static) or depend on the token (dynamic). They are unconstrained.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from residua.connections.base import Norm, Stream
+from residua.connections.families.mixing import SPREAD, MixingCoefficients, WeightedConnection, WeightedScheme
+from residua.connections.families.streams import ExpandingScheme
+from residua.connections.parts.ends import MeanStreams, SumStreams
+from residua.connections.parts.options import Rows
+from residua.connections.parts.sharded import on_whole_tensors
+
+
+@dataclass(frozen=True)
+class HyperConnections(ExpandingScheme, WeightedScheme):
+    """Hyper-Connections. Starts as the pre-norm residual in n equal streams; the final norm cancels the factor n.
+
+    With `dynamic` the weights are DHC in the paper, without it SHC. The paper's sublayers also start with output maps
+    sqrt(n) times as large (section 4), which is up to the model that they belong to.
+
+    num_streams     n; with 1 there is nothing to mix, but the weights still scale
+    head            the readout: "sum" of the streams (the paper) or "mean"
+    start           "published": each sublayer reads one stream, and all are written alike; "mirrored": each reads the
+                    mean of the streams, and they are written with weights in pairs around 1, so that the mean is the
+                    plain residual although the streams differ
+    """
+
+    title = "Hyper-connections"
+    equation = "h_res X + h_post F(norm(h_pre X))"
+    users = "The authors' experiments; its constrained successor mHC is what released models use."
+    paper = "arXiv 2409.19606"
+    residual_start = {"head": "mean"}  # the sum of n equal streams is n times the residual
+
+    num_streams: Rows = 4
+    head: Literal["sum", "mean"] = "sum"
+    start: Literal["published", "mirrored"] = "published"
+
+    def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
+        connections = [HyperConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
+        collapse = SumStreams() if self.head == "sum" else MeanStreams()
+        return Stream(self.expander(dim), connections, collapse)
+
+
+class HyperConnection(WeightedConnection):
+    """One hyper-connection; the state is (batch, seq, n, dim). The one mixture that is read is x = h_pre X.
+
+    It is stream `index` mod n at the start, so that sublayers start from different streams and the streams become
+    different from the first step on; a mirrored start has different streams at once.
+    """
+
+    scheme: HyperConnections
+
+    def __init__(self, scheme: HyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
+        super().__init__(scheme, scheme.num_streams, dim, norm, reads=1, first=index, norm_eps=norm_eps)
+
+    @on_whole_tensors
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.scheme.start == "mirrored":
+            n, middle = len(self.beta), (len(self.beta) - 1) // 2
+            with torch.no_grad():
+                self.alpha[:, 0] = 1 / n
+                rest = self.alpha[middle : n - middle, 0]  # one or two streams make up for the rounding of the others
+                rest.fill_((1 - 2 * self.alpha[:middle, 0].sum(dtype=torch.float64).item()) / len(rest))
+                self.beta.copy_(1 + SPREAD * (n > 1) * torch.linspace(-1, 1, n, device="cpu"))
+                self.beta[: n // 2] = 2 - self.beta[n - n // 2 :].flip(0)  # in pairs around 1 to the last bit
+
+    def coefficients(self, streams: Tensor) -> MixingCoefficients:
+        alpha, beta = self.weights(streams)
+        # Products of many small matrices are several times slower if these are slices.
+        return MixingCoefficients(alpha[..., 0].contiguous(), alpha[..., 1:].mT.contiguous(), beta)

@@ -1,0 +1,1 @@
+"""What a run leaves: folders, JSON lines, statistics, tables, figures, progress."""

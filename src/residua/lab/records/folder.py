@@ -1,0 +1,191 @@
+"""Run folders: the paths of their files, the lock of their single writer, and their first settings."""
+
+import json
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from residua.errors import InputError, extra, fits, mapping, require
+from residua.files.durable import is_new, remove_partials, unlinked
+from residua.files.reading import read_json, read_yaml
+from residua.lab.records.progress import say
+
+LOCK, LEASE = ".lock", ".lease"
+"""The files that hold a folder, see `hold`."""
+LEASE_SECONDS = 30.0
+"""After so long without a sign of life, another machine's lease has ended."""
+LOGGING_KEYS = frozenset({"train.connections_every", "train.tensorboard", "train.wandb"})
+"""Settings that only affect logging. Runs that differ in nothing else are treated as equal."""
+FREE_KEYS = LOGGING_KEYS | {
+    "data.further_validation",
+    "data.path",
+    "data.tokenizer_fingerprint",
+    "model.base",
+    "train.activation_checkpointing",
+    "train.checkpoint_every",
+    "train.compile",
+    "train.device",
+    "train.evaluate_every",
+    "train.keep_best",
+    "train.keep_checkpoints",
+    "train.log_every",
+    "train.threads",
+}
+"""Settings that may change when a run resumes, as no step's numbers depend on them. The data may move, because their
+fingerprint is compared instead, which covers the tokenizer, and so may a base, whose sha256 is compared."""
+
+
+def _inside(name: str) -> Any:
+    return property(lambda run: run.path / name)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of a training run.
+
+    `settings` is the resolved configuration by section, as in config.yaml; `resume` says that the run resumes.
+    `tokenizer` is a copy of the one that made the tokens; `model` is the configuration of a converted model.
+    """
+
+    path: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = False
+
+    config = _inside("config.yaml")
+    metrics = _inside("metrics.jsonl")
+    connections = _inside("connections.jsonl")
+    facts = _inside("facts.json")
+    checkpoints = _inside("checkpoints")
+    tensorboard = _inside("tensorboard")
+    tokenizer = _inside("tokenizer")
+    model = _inside("model")
+
+    @property
+    def resume_command(self) -> str:
+        """The command line that resumes the run."""
+        return f"residua train --run {shlex.quote(str(self.path))} --resume"
+
+
+def new_folder(path: str | Path, name: str = "") -> Path:
+    """Return the absolute path of a folder to make, which takes its name when it is finished.
+
+    name: the option that gave `path`, for the error message.
+
+    Raises:
+        InputError: something has this name, and is not an empty folder, hidden files aside.
+    """
+    if not is_new(Path(path)):
+        raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}; choose another folder")
+    return Path(path).resolve()
+
+
+@contextmanager
+def hold(
+    path: Path, *, markers: Collection[str] | None = (), hint: str = "choose another folder", patience: float = 0.0
+) -> Iterator[None]:
+    """Lock `path` for this process, making the folder if needed, and remove the partial files of killed writers. The
+    lock ends with this process, however it ends.
+
+    The system's lock holds among the processes of a machine. On network file systems it often holds no further, so this
+    process also keeps a lease in the folder and renews it all the time. After a kill the next holder on another machine
+    waits `LEASE_SECONDS`, to see that nobody renews it.
+
+    markers: a folder that is not empty, hidden files aside, must contain one of these names; None accepts any folder.
+    patience: seconds to wait for a process that is ending, such as a worker whose parent was killed.
+
+    Raises:
+        InputError: another process holds the folder, it holds other files, or it cannot be written.
+    """
+    with extra("lab"):
+        import filelock
+
+    with ExitStack() as stack:
+        with writable(path):
+            path.mkdir(parents=True, exist_ok=True)
+            if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
+                raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
+            lock = filelock.FileLock(path / LOCK)  # which follows no link
+            lease = filelock.SoftFileLease(unlinked(path / LEASE), lease_duration=LEASE_SECONDS)
+            try:
+                stack.enter_context(lock.acquire(timeout=patience))
+                try:
+                    stack.enter_context(lease.acquire(timeout=0))
+                except filelock.Timeout:
+                    say(f"{path}: another machine worked here last; looking for {LEASE_SECONDS:.0f} seconds if it does")
+                    stack.enter_context(lease.acquire(timeout=1.2 * LEASE_SECONDS))
+            except filelock.Timeout as error:
+                raise InputError(f"{path}: another process is working in this folder; wait for it or {hint}") from error
+            remove_partials(path)
+        yield
+
+
+@contextmanager
+def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[None]:
+    """Turn an OSError inside into an InputError: `path` was expected to be `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} must be {what}, got: {error.strerror or error}") from error
+
+
+def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten settings by section into dotted keys: `{"train": {"lr": 1}}` gives `{"train.lr": 1}`."""
+    return {f"{section}.{key}": value for section, keys in settings.items() for key, value in keys.items()}
+
+
+def refuse_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], source: Path, *, free: Collection[str] = FREE_KEYS
+) -> None:
+    """Compare the current flat settings with those in `source`.
+
+    Raises:
+        InputError: keys outside `free` differ; it names them.
+    """
+    # Compare as JSON, in which a tuple is a list.
+    before, now = (json.loads(json.dumps(dict(settings))) for settings in (before, now))
+    changes = [
+        f"{key} was {before.get(key, 'absent')}, is {now.get(key, 'absent')}"
+        for key in sorted((before.keys() | now.keys()) - set(free))
+        if key not in before or key not in now or before[key] != now[key]
+    ]
+    if not changes:
+        return
+    summary = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+    raise InputError(f"{source}: a run resumes with the settings it was begun with, but {summary}; use another folder")
+
+
+def read_settings(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the settings of a config.yaml by section. Raises InputError if the file holds something else."""
+    settings = mapping(read_yaml(path), str(path))
+    return {name: dict(mapping(keys, f"{path}: {name}")) for name, keys in settings.items()}
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """Return the settings in the config.yaml of a run by dotted key, none without such a file. Raises InputError."""
+    return flatten(read_settings(path)) if path.is_file() else {}
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """Read the facts.json of a run; a run of an early version may have none, which gives an empty dict.
+
+    Raises:
+        InputError: the file holds something else, or a value in it is of another kind than the runs write.
+    """
+    facts = read_object(path) if path.exists() else {}
+    data, resumed, parameters = facts.get("data", {}), facts.get("resumed", []), facts.get("parameters")
+    mapping(data, f"{path}: data")
+    for name in ("fingerprint", "place"):
+        require(isinstance(data.get(name), str | None), f"{path}: data.{name}", "text", data.get(name))
+    require(isinstance(resumed, list), f"{path}: resumed", "a list", resumed)
+    for process in resumed:
+        mapping(process, f"{path}: resumed")
+    require(fits(parameters, int | None), f"{path}: parameters", "a whole number", parameters)
+    return facts
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file. Raises InputError if it holds something else or cannot be read."""
+    return dict(mapping(read_json(path), str(path)))

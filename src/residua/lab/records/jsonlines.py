@@ -1,0 +1,135 @@
+"""JSON lines: files with one JSON object per line, written so that a kill can tear nothing but the last line."""
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from residua.errors import InputError, fits, require
+from residua.files.durable import sync, unlinked, write_bytes
+from residua.files.reading import parse_json, regular
+from residua.lab.records.folder import writable
+
+LONGEST_LINE = 2**26
+"""Bytes of a line; nothing that is longer is one of ours."""
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """Read the objects of a file in order; a missing file has none.
+
+    A last line without its newline was torn by a kill, or is being written; it is skipped unless complete.
+
+    Raises:
+        InputError: another line is not a JSON object, or the file cannot be read.
+    """
+    return [row for _, row in _lines(Path(path))]
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read the rows of a run: each has its step, and numbers or null under other names.
+
+    Raises:
+        InputError: a row has something else, or as `read`.
+    """
+    rows = read(path)
+    for row in rows:
+        step_of(row, path)
+        for name, value in row.items():
+            require(fits(value, float | None), f"{path}: {name}", "a number or null", value)
+    return rows
+
+
+def step_of(row: Mapping[str, Any], path: str | Path) -> int:
+    """Return the step of a row of a run. Raises InputError if it has none."""
+    step = row.get("step")
+    require(fits(step, int), f"{path}: step", "a whole number in each row", step)
+    return int(step or 0)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    for number, written in enumerate(_written_lines(path), start=1):
+        line = written.removesuffix(b"\n")
+        try:
+            value = parse_json(line.decode(), path)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            yield line, value
+        elif line != written or line.lstrip(b"\0")[:1] not in (b"{", b"") or len(line) > LONGEST_LINE:
+            text = line[:40].decode(errors="replace")
+            raise InputError(f"{path} must have a JSON object in line {number}, got {text!r}")
+
+
+def _written_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with regular(path).open("rb") as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                yield line
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"{path} must be a file of JSON lines, got: {error.strerror or error}") from error
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that are not finite, which JSON lacks, by None."""
+    if isinstance(value, Mapping):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    if hasattr(os, "set_blocking") and os.name != "nt":
+        os.set_blocking(descriptor, True)
+    return descriptor
+
+
+class JsonLines(AbstractContextManager):
+    """A file of JSON lines to append to. A context manager; `rows` are those that it had when it was opened.
+
+    Opening drops a torn last line, and every row that `keep` refuses.
+
+    Raises:
+        InputError: the file holds something else, is a link, or cannot be written.
+    """
+
+    def __init__(self, path: str | Path, *, keep: Callable[[dict[str, Any]], bool] = lambda row: True):
+        self.path = unlinked(Path(path))
+        self.rows: list[dict[str, Any]] = []
+        with writable(path, "a file to append to"):
+            if self.path.is_file():  # a pipe or a terminal cannot be read first
+                lines = [(line, row) for line, row in _lines(self.path) if keep(row)]
+                self.rows = [row for _, row in lines]
+                if self.path.stat().st_size != sum(len(line) + 1 for line, _ in lines):
+                    write_bytes(self.path, b"".join(line + b"\n" for line, _ in lines))
+            # Without a buffer, closing does not repeat a failed write. Nobody waits for the reader of a pipe.
+            self._file = open(self.path, "ab", buffering=0, opener=_without_waiting)  # noqa: SIM115  # as long as self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row; numbers that are not finite become null. Raises OSError."""
+        remaining = (json.dumps(finite(row), allow_nan=False) + "\n").encode()
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
+
+    def sync(self) -> None:
+        """Wait until the rows are on the disk. Raises OSError, also if the file or its folder was moved or deleted, so
+        that nobody finds the rows."""
+        opened = os.fstat(self._file.fileno())
+        if stat.S_ISREG(opened.st_mode):
+            os.fsync(self._file.fileno())
+            if not self.path.is_file() or not os.path.samestat(opened, self.path.stat()):
+                raise OSError(
+                    errno.ESTALE, "the file that was begun is gone: moved, deleted or replaced", str(self.path)
+                )
+            sync(self.path.parent)

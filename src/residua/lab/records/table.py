@@ -1,0 +1,78 @@
+"""Results as a table: groups of runs, their estimates over seeds, and text in rows and columns."""
+
+import shutil
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from residua.lab.records.statistics import Estimate
+from residua.lab.records.terminal import one_line
+
+Run = TypeVar("Run")
+
+
+@dataclass(frozen=True)
+class Group(Generic[Run]):
+    """Runs that differ in their seed alone, in the order of their seeds."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    def estimate(self, quantity: Callable[[Run], float | None]) -> Estimate | None:
+        """A quantity over the runs that have it; None where no run has it."""
+        values = [value for value in map(quantity, self.runs) if value is not None]
+        return Estimate.of(values) if values else None
+
+
+def grouped(
+    runs: Iterable[Run], identity: Callable[[Run], Hashable], seed: Callable[[Run], int]
+) -> list[tuple[Run, ...]]:
+    """Runs of equal identity together, in the order of their seeds; of several with one seed the last counts."""
+    groups: dict[Hashable, dict[int, Run]] = {}
+    for run in runs:
+        groups.setdefault(identity(run), {})[seed(run)] = run
+    return [tuple(group[number] for number in sorted(group)) for group in groups.values()]
+
+
+class Table(NamedTuple):
+    """A header and rows, as text."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self, numbers: int = 0) -> str:
+        """Return the table in Markdown, its last `numbers` columns aligned to the right; a bar in a cell stays text."""
+        rule = [*["---"] * (len(self.header) - numbers), *["---:"] * numbers]
+        lines = ([cell.replace("|", "\\|") for cell in cells] for cells in (self.header, rule, *self.rows))
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def cell(value: object) -> str:
+    """Return a value as a table shows it: whole numbers with separators."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns, numbers right-aligned. A pipe gets all of them side by side; a terminal that is too narrow
+    gets several tables, each with the first column."""
+    header, rows = [one_line(name) for name in header], [[one_line(cell) for cell in row] for row in rows]
+    first, *others = _aligned(header, rows)
+    tables = [[first]]
+    for column in others:
+        width = sum(len(cells[0]) + 2 for cells in tables[-1]) + len(column[0])
+        if sys.stdout.isatty() and width > shutil.get_terminal_size().columns and len(tables[-1]) > 1:
+            tables.append([first])
+        tables[-1].append(column)
+    print("\n\n".join("\n".join("  ".join(line).rstrip() for line in zip(*columns)) for columns in tables))
+
+
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the columns, each with its name, a rule and cells of one width."""
+    columns = []
+    for name, *cells in zip(header, *rows):
+        width = max(map(len, (name, *cells)))
+        number = all(cell[0] in "0123456789+-–—±" or cell == "baseline" for cell in cells if cell)
+        column = [name, "-" * width, *cells]
+        columns.append([cell.rjust(width) if number else cell.ljust(width) for cell in column])
+    return columns

@@ -1,0 +1,143 @@
+"""A converted model to train on: the folder that `model.base` names in a training configuration, plain or converted."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from residua.connections import Connection, Scheme, describe, resolve
+from residua.conversion.anatomy import Conversion
+from residua.conversion.configuration import KEY, MODEL_TYPE, ConvertedConfig, conversion_of
+from residua.conversion.convert_model import convert
+from residua.conversion.flow import layer_streams
+from residua.conversion.opening import new_model, read_model
+from residua.conversion.probe import probe
+from residua.conversion.rebuild import stream_of
+from residua.errors import InputError, extra, first_line, require
+from residua.files.durable import file_sha256
+from residua.lab.records.folder import read_object
+from residua.models.evaluating import evaluating
+
+with extra("lab"):
+    from transformers import PreTrainedModel
+
+IGNORED_LABEL = -100
+
+
+def base_sha256(folder: Path) -> str:
+    """Return a digest of config.json and the weights in a folder. Raises InputError if they cannot be read."""
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    try:
+        found = [(file.name, file_sha256(file)) for file in files]
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"model.base must be a folder with a model of transformers, got {folder}: {reason}") from error
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def expect_digest(folder: Path, sha256: str) -> None:
+    """Raise InputError unless the model in a folder has this digest."""
+    digest = base_sha256(folder)
+    if digest != sha256:
+        raise InputError(
+            f"model.base must be the base that this run was begun with (sha256 {sha256[:12]}), got other weights in "
+            f"{folder} ({digest[:12]})"
+        )
+
+
+def base_connection(folder: Path) -> str | dict[str, Any]:
+    """Return the residual scheme of the model in a folder: the plain residual, unless it was converted."""
+    config = read_object(folder / "config.json")
+    if config.get("model_type") != MODEL_TYPE:
+        return "residual"
+    return describe(Conversion.from_json(config.get(KEY), folder / "config.json").scheme)
+
+
+def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["preserve", "fresh"]) -> PreTrainedModel:
+    """Return the model in a folder in float32, converted to `connection` unless it is so already.
+
+    Raises:
+        InputError: there is no such model, it cannot be converted, it was converted to something else, or it cannot be
+            trained here.
+    """
+    model, _ = read_model(folder, dtype=torch.float32)
+    if not isinstance(model.config, ConvertedConfig):
+        try:
+            convert(model, connection, start=start)
+        except InputError as error:
+            raise InputError(f"model.base: {folder}: {error}") from error
+    scheme = conversion_of(model).scheme
+    if scheme not in _starts(connection):
+        raise InputError(
+            f"model.connection must be null, since the base is converted already, to {json.dumps(describe(scheme))}, "
+            f"got {connection!r}; leave it out, or give the plain model as model.base"
+        )
+    _expect_mean_loss(model, folder)
+    connections: Any = stream_of(model).connections
+    penalties = any(type(connection).penalty is not Connection.penalty for connection in connections)
+    if penalties and getattr(scheme, "penalty", True):
+        option = "; set its option penalty to 0" if hasattr(scheme, "penalty") else ""
+        raise InputError(
+            "model.connection must be a scheme without a penalty, which the loss of a converted model leaves out"
+            + option
+        )
+    return model
+
+
+def rebuild_base(folder: Path) -> PreTrainedModel:
+    """Return a converted model with new weights, from the configuration in a folder, of which nothing is executed.
+
+    Raises:
+        InputError: it is not the configuration of a converted model.
+    """
+    file = folder / "config.json"
+    try:
+        return new_model(ConvertedConfig.from_dict(read_object(file)))
+    except Exception as error:  # transformers raises many kinds
+        raise InputError(f"{file} must hold the configuration of a converted model: {first_line(error)}") from error
+
+
+def freeze_base(model: PreTrainedModel) -> None:
+    """Let only the connections of a converted model train, and checkpoints hold no frozen weight.
+
+    Raises:
+        InputError: the connections have no parameters.
+    """
+    model.requires_grad_(False)
+    for stream in layer_streams(model):
+        stream.requires_grad_(True)
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    require(learns, "model.freeze_base", "false, as the connection has no parameters to train", True)
+    weights = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, nn.Parameter)}
+    vars(model)["kept_elsewhere"] = frozenset(name for name, x in weights.items() if not x.requires_grad)
+
+
+def _starts(connection: str | dict[str, Any]) -> list[Scheme]:
+    """Return a scheme as it is, and with the start that preserves a model, if it has one."""
+    scheme = resolve(connection)
+    try:
+        return [scheme, scheme.preserving()]
+    except ValueError:
+        return [scheme]
+
+
+def _expect_mean_loss(model: Any, folder: Path) -> None:
+    """Raise InputError unless the loss of a model is the mean cross-entropy over labels that are aligned already."""
+    inputs = probe(model)[0]["input_ids"]
+    labels = torch.full_like(inputs, IGNORED_LABEL)
+    labels[:, 0] = inputs[:, 1]  # shifted once more, no label would be left
+    with evaluating(model):
+        try:
+            output = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False)
+        except TypeError as error:
+            raise InputError(f"model.base: {folder}: its loss takes no aligned labels: {first_line(error)}") from error
+    wanted = cross_entropy(output.logits[:, 0].float(), labels[:, 0])
+    if not torch.isclose(output.loss.float(), wanted, rtol=1e-4):
+        raise InputError(
+            f"model.base: {folder} must have the mean cross-entropy of aligned labels as its loss, {wanted:.4f} on a "
+            f"small input, got {output.loss:.4f}"
+        )

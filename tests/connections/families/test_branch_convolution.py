@@ -1,0 +1,71 @@
+"""Convolved outputs of sublayers against a plain convolution around the sublayers, and against that of Inkling."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from residua import Stream
+from residua.connections.families.convolved import CompressingScheme
+from residua.connections.parts.ends import TokenConv
+from support.stream_cases import DIM, built
+from support.tolerances import assert_close
+from support.variants import bare_sublayers, every, normal, perturbed
+
+
+def beside_plain(scheme: CompressingScheme, **options: float) -> tuple[Stream, Stream]:
+    """The stream of a scheme, and that of the scheme without convolutions, with the same parameters."""
+    ours, plain = built(scheme, **options), built(replace(scheme, branch=None, branch_kernel=4))
+    states = {name.replace(".inner.", "."): p for name, p in ours.state_dict().items() if ".convolution." not in name}
+    plain.load_state_dict(states)
+    return ours, plain
+
+
+def convolved(y: Tensor, taps: Tensor) -> Tensor:
+    """y + conv(y), with the taps of the parameters less the one of the token itself. y: (batch, seq, dim)."""
+    taps = taps.squeeze(1) - F.one_hot(torch.tensor(0), len(taps)).unsqueeze(1)
+    padded = F.pad(y.mT, (len(taps) - 1, 0))
+    return y + F.conv1d(padded, taps.flip(0).T.unsqueeze(1), groups=y.shape[-1]).mT
+
+
+@every(CompressingScheme, branch="conv")
+def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
+    ours, plain = beside_plain(scheme, noise=0.3)
+    sublayers = bare_sublayers(DIM, len(ours.connections))
+    wrapped = [
+        lambda x, sublayer=sublayer, connection=connection: convolved(sublayer(x), connection.convolution.taps)
+        for sublayer, connection in zip(sublayers, ours.connections)
+    ]
+    x, grad = normal(2, 6, DIM), normal(2, 6, DIM, seed=7)
+    results = []
+    for stream, functions in ((ours, sublayers), (plain, wrapped)):
+        start, taps = x.clone().requires_grad_(), [connection.convolution.taps for connection in ours.connections]
+        out = stream(start, functions)
+        results.append([out, *torch.autograd.grad(out, [start, *taps], grad)])
+    for a, b in zip(*results, strict=True):
+        assert_close(a, b)
+
+
+@every(CompressingScheme, branch="conv")
+def test_it_starts_as_the_scheme_without_to_the_bit(scheme):
+    x, sublayers = normal(2, 6, DIM), bare_sublayers(DIM, 6)
+    ours, plain = beside_plain(scheme)
+    assert torch.equal(ours(x, sublayers), plain(x, sublayers))
+    ours(x, sublayers).square().sum().backward()
+    assert all(connection.convolution.taps.grad.abs().min() > 1e-9 for connection in ours.connections)
+
+
+def test_it_is_the_short_convolution_of_inkling():
+    pytest.importorskip("transformers.models.inkling", reason="this transformers has no Inkling")
+    from transformers.models.inkling.modeling_inkling import InklingShortConvolution
+
+    theirs = InklingShortConvolution(DIM, 4, layer_idx=0, conv_idx=2)
+    ours = perturbed(TokenConv(DIM, 4))
+    with torch.no_grad():
+        taps = ours.taps.squeeze(1).clone()
+        taps[0] -= 1
+        theirs.conv1d.weight.copy_(taps.flip(0).T.unsqueeze(1))
+    x = normal(2, 7, DIM, dtype=torch.float32)
+    assert_close(ours(x), theirs(x), dtype=torch.float32)

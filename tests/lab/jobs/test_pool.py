@@ -1,0 +1,206 @@
+"""The engine of sweeps. That kills and resumes change no number is tested where runs have numbers: tests/lab/study."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from residua.errors import InputError, RunError
+from residua.lab.jobs.pool import Job, Records, open_runs, run_jobs
+from residua.lab.records import jsonlines
+from support.waiting import wait_for
+
+
+def double(number, *, place, report):
+    report(1)
+    return {"number": number, "double": 2 * number}
+
+
+def refuses(error, *, place, report):
+    raise error
+
+
+def leaves_state(*, place, report):
+    place.mkdir()
+    (place / "state").write_text("x")
+    return {"place": place.name}
+
+
+def endless(*, place, report):
+    """Leaves the number of its process where its state would be, and never asks whether its parent listens."""
+    place.with_suffix(".pid").write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.01)
+
+
+def dies(*, place, report):
+    os._exit(3)
+
+
+def number(row):
+    return row["number"]
+
+
+def with_key(job, record):
+    return {"key": job.key, **record}
+
+
+def test_records_come_back_in_the_order_of_the_jobs_and_stay(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"number": 2, "double": "old"}\n')
+    jobs = [Job(n, double, (n,), cost=n) for n in (1, 2, 3)]
+    with Records(path, number) as records:
+        found = run_jobs(jobs, records, progress=False)
+    assert [row["double"] for row in found] == [2, "old", 6]
+    assert {row["number"]: row["double"] for row in jsonlines.read(path)} == {1: 2, 2: "old", 3: 6}
+
+
+def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_path):
+    jobs = [Job(1, double, (1,), order=(1,)), Job(2, double, (2,), order=(0,)), Job(3, double, (3,), 5, order=(0,))]
+    with Records(tmp_path / "records.jsonl", number) as records:
+        run_jobs(jobs, records, progress=False)
+    assert [row["number"] for row in jsonlines.read(tmp_path / "records.jsonl")] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
+def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path):
+    """Two numbers are doubled until 20 is passed: no run twice, and the last answer of the plan comes back."""
+
+    def plan(done):
+        chains = [1], [3]
+        for chain in chains:
+            while chain[-1] in done and done[chain[-1]]["double"] < 20:
+                chain.append(done[chain[-1]]["double"])
+        return [Job(n, double, (n,)) for chain in chains for n in chain]
+
+    with Records(tmp_path / "records.jsonl", number) as records:
+        found = run_jobs(plan, records, processes=processes, progress=False)
+    assert [row["number"] for row in found] == [1, 2, 4, 8, 16, 3, 6, 12]
+    assert len(jsonlines.read(tmp_path / "records.jsonl")) == 8
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("error", [InputError("wrong key"), RunError("disk full")], ids=repr)
+def test_what_a_run_refuses_is_the_error_of_the_sweep(processes, error, tmp_path):
+    with Records(tmp_path / "records.jsonl", lambda row: None) as records, pytest.raises(type(error), match=str(error)):
+        run_jobs(lambda finished: [Job("bad", refuses, (error,))], records, processes=processes, progress=False)
+
+
+@pytest.mark.processes
+def test_a_process_that_dies_is_told_and_what_is_finished_stays(tmp_path):
+    jobs = [Job(1, double, (1,)), Job("bad", dies, ())]
+    path = tmp_path / "records.jsonl"
+    with Records(path, number) as records, pytest.raises(RunError, match=r"bad ended with exit status 3"):
+        run_jobs(lambda finished: jobs[: len(finished) + 1], records, processes=2, progress=False)
+    assert jsonlines.read(path) == [{"number": 1, "double": 2}]
+
+
+WORKERS = """
+import sys
+from tests.lab.jobs.test_pool import Job, endless, open_runs, run_jobs
+with open_runs(sys.argv[1], {}) as made:
+    run_jobs([Job(name, endless, ()) for name in ("a", "b", "c")], made, processes=2)
+"""
+
+
+def running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see which processes run")
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WORKERS, str(tmp_path / "out")]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+    def workers():
+        return [path.read_text() for path in (tmp_path / "out" / "runs").glob("*.pid")]
+
+    wait_for(lambda: len(workers()) == 2 and all(workers()))
+    assert all(running(worker) for worker in workers())
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(running(worker) for worker in workers()))
+
+
+def test_keys_may_be_tuples_and_the_last_of_equal_ones_counts(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"a": 1, "b": "x", "n": 1}\n{"a": 1, "b": "x", "n": 2}\n')
+    with Records(path, lambda row: (row["a"], row["b"])) as records:
+        assert records.finished == {(1, "x"): {"a": 1, "b": "x", "n": 2}}
+        assert Job((1, "x"), double, ()).name == "1 x"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_state_of_a_finished_run_is_dropped_unless_it_is_wanted(keep, tmp_path):
+    with open_runs(tmp_path / "out", {}, keep=keep) as made:
+        (record,) = run_jobs([Job("a b/../c", leaves_state, ())], made, finish=with_key, progress=False)
+        assert list((tmp_path / "out" / "runs").iterdir()) == ([made.place("a b/../c")] if keep else [])
+    assert Path(record["place"]).name == record["place"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        ".lock", "records.jsonl", "runs", "settings.json",
+    ]  # fmt: skip
+
+
+def test_state_that_a_kill_left_of_a_finished_run_is_dropped(tmp_path):
+    folder = tmp_path / "out"
+    with open_runs(folder, {}) as made:
+        run_jobs([Job("done", leaves_state, ())], made, finish=with_key, progress=False)
+        for key in ("done", "under way"):
+            made.place(key).mkdir()
+    with open_runs(folder, {}) as made:
+        assert [path.name for path in (folder / "runs").iterdir()] == [made.place("under way").name]
+
+
+def test_different_keys_have_different_places(tmp_path):
+    with open_runs(tmp_path / "out", {}) as made:
+        keys = ["a b", "a_b", "a/b", "x" * 300, "x" * 301, "ü", "..", "a:b"]
+        places = [made.place(key) for key in keys]
+    assert len(set(places)) == len(keys)
+    assert all(place.parent == tmp_path / "out" / "runs" for place in places)
+    assert all(len(place.name) < 120 and place.name not in ("..", ".") for place in places)
+
+
+def test_free_settings_may_change_and_others_not(tmp_path):
+    with open_runs(tmp_path / "out", {"lr": 1, "device": "cpu"}):
+        pass
+    with open_runs(tmp_path / "out", {"lr": 1, "device": "cuda"}, free={"device"}):
+        pass
+    with pytest.raises(InputError, match="lr was 1, is 2"), open_runs(tmp_path / "out", {"lr": 2, "device": "cuda"}):
+        pass
+
+
+def test_records_without_their_settings_are_refused(tmp_path):
+    (tmp_path / "records.jsonl").write_text('{"key": "a"}\n')
+    with pytest.raises(InputError, match=r"no settings\.json beside them"), open_runs(tmp_path, {}):
+        pass
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot limit the size of a file")
+def test_a_result_that_cannot_be_written_is_told_and_the_earlier_ones_stay(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    with Records(path, number) as records:
+        run_jobs([Job(1, double, (1,))], records, progress=False)
+        monkeypatch.setattr(records, "sync", Mock(side_effect=OSError(28, "No space left")))
+        with pytest.raises(RunError, match=r"records\.jsonl: a result could not be written: No space left"):
+            run_jobs([Job(2, double, (2,))], records, progress=False)
+        assert list(records.finished) == [1]
+    assert jsonlines.read(path)[0] == {"number": 1, "double": 2}
+
+
+@pytest.mark.parametrize("key", [[1], {}])
+def test_a_record_whose_key_is_none_is_refused(key, tmp_path):
+    with open_runs(tmp_path / "out", {}):
+        pass
+    (tmp_path / "out" / "records.jsonl").write_text(json.dumps({"key": key}) + "\n")
+    with pytest.raises(InputError, match=r"records\.jsonl: key must be"), open_runs(tmp_path / "out", {}):
+        pass

@@ -1,0 +1,168 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from residua.errors import InputError
+from residua.lab.records import folder as folders
+from residua.lab.records.folder import (
+    FREE_KEYS,
+    LOGGING_KEYS,
+    hold,
+    new_folder,
+    read_facts,
+    read_object,
+    read_settings,
+    refuse_changes,
+)
+from residua.lab.training.config import KEYS
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from residua.lab.records.folder import hold
+with hold(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_every_setting_that_is_free_is_a_setting():
+    from_the_data = {"data.tokenizer_fingerprint"}  # known once the data are prepared
+    assert KEYS.keys() | from_the_data >= FREE_KEYS
+    assert LOGGING_KEYS < FREE_KEYS
+
+
+def test_a_folder_has_one_holder_until_its_process_ends_however_it_ends(tmp_path):
+    folder = tmp_path / "run"
+    other = subprocess.Popen([sys.executable, "-c", HOLDING, str(folder), "600"], stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    with pytest.raises(InputError, match="another process is working in this folder; wait for it"), hold(folder):
+        pass
+    other.kill()
+    other.communicate()
+    with hold(folder), pytest.raises(InputError, match="another process"), hold(folder):
+        pass
+    with hold(folder):
+        pass
+
+
+def elsewhere(folder, seconds):
+    """Hold a folder in a process of another machine: of another name, and without the lock of the system."""
+    alone = "import filelock, fcntl, socket; from residua.lab.records import folder; folder.LEASE_SECONDS = 3.0\n"
+    alone += "fcntl.flock = lambda *_: None; socket.gethostname = lambda: 'elsewhere'\n"
+    command = [sys.executable, "-c", alone + HOLDING, str(folder), str(seconds)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    return other
+
+
+@pytest.mark.processes
+def test_a_folder_has_one_holder_among_machines_whose_locks_do_not_meet(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(folders, "LEASE_SECONDS", 3.0)
+    other = elsewhere(tmp_path, 600)
+    with pytest.raises(InputError, match="another process is working in this folder"), hold(tmp_path):
+        pass
+    assert "another machine worked here last; looking for 3 seconds if it does" in capsys.readouterr().err
+    other.kill()
+    other.communicate()
+    with hold(tmp_path):
+        pass
+
+
+@pytest.mark.processes
+def test_a_holder_that_has_ended_leaves_nothing_for_another_machine_to_wait_for(tmp_path, capsys):
+    elsewhere(tmp_path, 0).communicate()
+    with hold(tmp_path):
+        pass
+    assert not capsys.readouterr().err
+
+
+def test_a_holder_may_wait_for_a_process_that_is_ending(tmp_path):
+    """A sweep that resumes at once after a kill -9 met its own dying workers."""
+    other = subprocess.Popen([sys.executable, "-c", HOLDING, str(tmp_path), "0.3"], stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    with hold(tmp_path, patience=60):
+        assert other.wait(timeout=60) == 0
+    other.communicate()
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".mine.partial").write_text("mine")
+    refused = "must be a new or empty folder, got one with other files in it; go away"
+    with pytest.raises(InputError, match=refused), hold(tmp_path, hint="go away"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.partial", "mine"]
+    with hold(tmp_path, markers=["mine"]):
+        pass
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "theirs").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(InputError, match="run must be a folder to write in"), hold(tmp_path / "run"):
+        pass
+    assert (tmp_path / "theirs").read_text() == "precious"
+
+
+def test_changes_are_named_and_free_ones_are_not(tmp_path):
+    before = {"train.lr": 1, "train.betas": (0.9, 1), "train.device": "cpu", "model.a": 1}
+    refuse_changes(before, before | {"train.lr": 1.0, "train.betas": [0.9, 1.0], "train.device": "cuda"}, tmp_path)
+    with pytest.raises(
+        InputError, match=r"model.b was absent, is 2; train.lr was 1, is 2; use another folder"
+    ) as error:
+        refuse_changes(before, before | {"train.lr": 2, "model.b": 2}, tmp_path)
+    assert "device" not in str(error.value)
+    with pytest.raises(InputError, match=r"train\.device was cpu, is cuda"):
+        refuse_changes(before, before | {"train.device": "cuda"}, tmp_path, free=())
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: [", "a: 1", "[1]"])
+def test_settings_are_sections_of_plain_values(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"config\.yaml.* must be (YAML, got|a mapping of keys to values)") as error:
+        read_settings(tmp_path / "config.yaml")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff"], ids=repr)
+def test_a_file_that_is_no_json_object(content, tmp_path):
+    (tmp_path / "facts.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"facts\.json must be (a mapping of keys to values|JSON), got"):
+        read_object(tmp_path / "facts.json")
+
+
+def test_a_new_folder_is_not_there_or_empty(tmp_path, monkeypatch):
+    assert new_folder(tmp_path / "new") == tmp_path / "new"
+    (tmp_path / "empty").mkdir()
+    assert new_folder(tmp_path / "empty", "--out") == tmp_path / "empty"
+    monkeypatch.chdir(tmp_path / "empty")
+    (tmp_path / "empty" / ".gitattributes").touch()
+    assert new_folder(".", "--out") == tmp_path / "empty"
+    (tmp_path / "file").touch()
+    for used in (tmp_path, tmp_path / "file"):
+        with pytest.raises(InputError, match="folder must be a new or empty folder, got"):
+            new_folder(used)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"data": []},
+        {"data": {"place": 3}},
+        {"data": {"fingerprint": []}},
+        {"resumed": 3},
+        {"resumed": [3]},
+        {"parameters": "x"},
+    ],
+    ids=str,
+)
+def test_forged_facts_are_refused(facts, tmp_path):
+    path = tmp_path / "facts.json"
+    assert read_facts(path) == {}
+    path.write_text(json.dumps(facts))
+    with pytest.raises(InputError, match=r"facts\.json: "):
+        read_facts(path)

@@ -1,0 +1,101 @@
+import json
+import math
+import os
+
+import pytest
+
+from residua.errors import InputError
+from residua.lab.records import jsonlines
+from residua.lab.records.jsonlines import JsonLines, finite, read_metrics
+
+
+@pytest.mark.parametrize(
+    "torn", ["", '{"step": 3, "lo', "{", "\0\0\0", '{"name": "\\ud8'], ids=["none", "cut", "brace", "zeros", "escape"]
+)
+def test_a_torn_last_line_is_left_out(torn, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n' + torn)
+    assert jsonlines.read(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_whole_last_line_without_its_newline_counts_and_is_not_run_into(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step": 1}\n{"step":  2}')
+    with JsonLines(path) as lines:
+        lines.write({"step": 3})
+    assert path.read_text() == '{"step": 1}\n{"step":  2}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "number"),
+    [
+        (b'{"a": 1}\n{"b" 2}\n{"c": 3}\n', 2),
+        (b'{"a": 1}\n{"b" 2}\n', 2),  # a line with its newline was not torn
+        (b"[1]\n", 1),
+        (b"3", 1),
+        (b"\n{}\n", 1),
+        (b"text of somebody", 1),
+        (b'{"a": "\xff"}\n', 1),
+        (b"9" * 5000 + b"\n", 1),
+    ],
+    ids=["middle", "last", "list", "number", "empty", "text", "bytes", "digits"],
+)
+def test_damage_is_one_line_and_changes_nothing(content, number, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    for use in (jsonlines.read, JsonLines):
+        with pytest.raises(InputError, match=rf"must have a JSON object in line {number}, got") as error:
+            use(path)
+        assert "\n" not in str(error.value)
+    assert path.read_bytes() == content
+
+
+def test_no_file_has_no_rows_and_a_folder_is_refused(tmp_path):
+    assert jsonlines.read(tmp_path / "none") == []
+    with pytest.raises(InputError, match="Is a directory"):
+        jsonlines.read(tmp_path)
+    with pytest.raises(InputError, match="must be a file to append to, got: Is a directory"):
+        JsonLines(tmp_path)
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": (1.5, 2), "e": "x"}
+    with JsonLines(path) as lines:
+        lines.write(row)
+        lines.sync()
+    assert jsonlines.read(path) == [finite(row)] == [{"a": None, "b": [None, {"c": None}], "d": [1.5, 2], "e": "x"}]
+    json.dumps(finite(row), allow_nan=False)
+
+
+def test_opening_drops_what_is_not_kept_and_leaves_the_rest_as_it_is(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"step":1}\n{"step": 2, "ü": NaN}\n{"step": 3}\n{"st')
+    with JsonLines(path, keep=lambda row: row["step"] <= 2) as lines:
+        assert [row["step"] for row in lines.rows] == [1, 2]
+        lines.write({"step": 3})
+    assert path.read_text() == '{"step":1}\n{"step": 2, "ü": NaN}\n{"step": 3}\n'
+    before = path.stat().st_ino
+    with JsonLines(path):
+        pass
+    assert path.stat().st_ino == before, "a whole file is not written again"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*({"step": step} for step in ("1", 1.5, None, True)), {}, *({"step": 1, "loss": x} for x in ("1", [1], {}, True))],
+    ids=str,
+)
+def test_rows_of_a_run_are_numbers(row, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": None, "lr": 1e-3}) + "\n")
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl: (step|loss) must be"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+def test_nobody_waits_for_the_reader_of_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe must be a file to append to"):
+        JsonLines(tmp_path / "pipe")
