@@ -12,12 +12,12 @@ TITAN_PIP := $(TITAN)/bin/python $(INSTALL) requirements-titan.txt
 PYTEST := $(VENV)/bin/python -m pytest
 LOOSE := arg-type assignment call-overload dict-item index misc operator return-value union-attr unused-ignore var-annotated
 PARALLEL := -n $(WORKERS) --dist worksteal
-FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow)"
+FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow or nightly)"
 
 # Workers, and the processes that tests start, read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test gpu testers lint types docs titan vllm lock newest lowest clean
+.PHONY: demo check test nightly resbench gpu testers lint types docs titan vllm lock newest lowest clean
 
 demo: $(LAB)
 	$(VENV)/bin/residua demo --out runs/demo
@@ -27,13 +27,23 @@ demo: $(LAB)
 check: $(READY)
 	$(PYTEST) $(PARALLEL) $(FAST)
 
+# What a change needs before it lands.
 test: $(READY)
-	$(PYTEST) $(PARALLEL)
+	$(PYTEST) $(PARALLEL) -m "not nightly"
+
+# All that `make test` leaves out: every variant of every scheme, every family of models, the browser, compilers.
+nightly: $(READY)
+	$(PYTEST) $(PARALLEL) -m nightly
+
+# Whether the pages say what the records of ResBench carry.
+resbench: $(READY)
+	$(VENV)/bin/python resbench/pages.py
+	$(PYTEST) resbench
 
 # All that a CPU cannot show, within 25 minutes, and a summary. It runs with the torch that the machine has: the
 # virtual environment if there is one, else PYTHON. DRY=1 tries every step on a CPU; a second call goes on.
 gpu:
-	$(if $(wildcard $(READY)),$(VENV)/bin/python,$(PYTHON)) experiments/gpu.py $(if $(DRY),--dry-run)
+	$(if $(wildcard $(READY)),$(VENV)/bin/python,$(PYTHON)) tools/gpu.py $(if $(DRY),--dry-run)
 
 # The model testers of transformers. Its source archive, which `make test` uses, lacks those of generation.
 testers: $(READY)
@@ -50,16 +60,18 @@ lint: $(READY)
 # Of scripts that nobody calls every day: whether the names and arguments are there that they use.
 types: $(READY)
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy $(LOOSE:%=--disable-error-code %) experiments/*.py benchmarks/*.py
+	$(VENV)/bin/mypy $(LOOSE:%=--disable-error-code %) experiments/*.py benchmarks/*.py tools/*.py
+	$(VENV)/bin/mypy $(LOOSE:%=--disable-error-code %) resbench/*.py
 
 docs: $(READY)
 	$(PIP) --editable '.[docs]'
+	$(VENV)/bin/python experiments/tables.py
 	$(VENV)/bin/mkdocs build --strict
 
 # The tests of residua.engines.torchtitan with torchtitan itself, in an environment of its own: it bounds packages that
 # the others do not. Adds a record to experiments/torchtitan.jsonl.
 titan: $(TITAN)/.ready
-	$(TITAN)/bin/python experiments/engine_tests.py torchtitan
+	$(TITAN)/bin/python tools/engine_tests.py torchtitan
 
 $(TITAN)/.ready: pyproject.toml requirements-titan.txt
 	$(PYTHON) -m venv $(TITAN)
@@ -70,7 +82,7 @@ $(TITAN)/.ready: pyproject.toml requirements-titan.txt
 
 # The tests of residua.engines.vllm with vLLM itself, on a CPU. Adds a record to experiments/vllm.jsonl.
 vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python experiments/engine_tests.py vllm
+	$(VLLM)/bin/python tools/engine_tests.py vllm
 
 $(VLLM)/.ready: pyproject.toml requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
@@ -82,12 +94,12 @@ $(VLLM)/.ready: pyproject.toml requirements-vllm.txt
 
 # requirements.txt and requirements-titan.txt anew, with the newest of everything but torch: TORCH=2.14.1 changes that.
 lock:
-	$(PYTHON) experiments/versions.py lock $(if $(TORCH),--torch $(TORCH))
+	$(PYTHON) tools/versions.py lock $(if $(TORCH),--torch $(TORCH))
 
 # The fast lane, or TESTS, with the newest of every package, and with the lower bounds of pyproject.toml. The tables are
 # in runs/versions. torch stays as it is locked, or at its lower bound, unless TORCH names another version.
 newest lowest:
-	$(PYTHON) experiments/versions.py $(if $(TORCH),--torch $(TORCH)) $@ -- $(PARALLEL) $(or $(TESTS),$(FAST))
+	$(PYTHON) tools/versions.py $(if $(TORCH),--torch $(TORCH)) $@ -- $(PARALLEL) $(or $(TESTS),$(FAST))
 
 clean:
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(TITAN) $(VLLM) runs

@@ -4,6 +4,7 @@ report, and copies of linked files. Formulas become MathML.
 
 import ast
 import json
+import posixpath
 import re
 import sys
 from importlib.metadata import metadata
@@ -24,7 +25,7 @@ EXAMPLES = (
 )
 FOLDERS = {
     "../examples": "examples.md",
-    "../experiments/resbench": "resbench-report.html",
+    "../resbench/records/main": "resbench-report.html",
     "../CONTRIBUTING.md": "contributing.md",
 }
 """In place of folders and pages of the repository that pages link to."""
@@ -83,11 +84,12 @@ def on_files(files, config):
     """Add the generated pages, and every file outside docs/ that a page links to."""
     pages = {
         "index.md": home(),
-        "contributing.md": from_root("CONTRIBUTING.md"),
+        "contributing.md": from_outside("CONTRIBUTING.md"),
+        "resbench-methods.md": from_outside("resbench/methods.md"),
         "examples.md": examples(),
         "explorer/index.html": explorer(),
         "anchors.js": anchors(),
-        FOLDERS["../experiments/resbench"]: study_page(payload(scheme_pages.resbench())),
+        FOLDERS["../resbench/records/main"]: study_page(payload(scheme_pages.resbench())),
     }
     pages |= {f"schemes/{name}.md": scheme_pages.page(name) for name in scheme_pages.names()}
     files.remove(files.get_file_from_path("deviations.md"))
@@ -117,19 +119,19 @@ def drawing(name: str, text: str) -> str:
 
 def home() -> str:
     """Return the README as the site has it, with buttons below its first paragraph."""
-    title, pitch, rest = from_root("README.md").split("\n\n", 2)
+    title, pitch, rest = from_outside("README.md").split("\n\n", 2)
     page = f"---\nhide: [navigation]\n---\n\n{title}\n\n{pitch}\n\n{BUTTONS}\n\n{rest}"
     return LINK.sub(lambda match: f"]({inside(match[1])}", page)
 
 
-def from_root(name: str) -> str:
-    """Return a page of the repository's root with its links seen from docs/."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    return LINK.sub(lambda match: f"]({seen_from_docs(match[1])}", text)
+def from_outside(name: str) -> str:
+    """Return a page of the repository outside docs/ with its links seen from docs/."""
+    text, folder = (ROOT / name).read_text(encoding="utf-8"), posixpath.dirname(name)
+    return LINK.sub(lambda match: f"]({seen_from_docs(posixpath.join(folder, match[1]))}", text)
 
 
 def seen_from_docs(target: str) -> str:
-    return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
+    return posixpath.relpath(target, "docs")
 
 
 def explorer() -> str:
@@ -174,7 +176,7 @@ def dedented(block: str) -> str:
 def outside() -> set[str]:
     """Return the files of the repository outside docs/ that its pages link to, from the root."""
     texts = [
-        *map(from_root, ("README.md", "CONTRIBUTING.md")),
+        *map(from_outside, ("README.md", "CONTRIBUTING.md", "resbench/methods.md")),
         *(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")),
     ]
     links = {target for text in texts for target in LINK.findall(text) if target.startswith("../")}

@@ -304,7 +304,7 @@ def scheme_of(label: str) -> str | None:
 
 @cache
 def resbench() -> Results:
-    return read_results(DOCS.parent / "experiments" / "resbench")
+    return read_results(DOCS.parent / "resbench" / "records" / "main")
 
 
 def results(name: str) -> str:

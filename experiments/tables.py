@@ -1,4 +1,4 @@
-"""Make the tables of the pages from the records in this folder, and the sentences of resbench_claims.md.
+"""Make the tables of the pages from the records in this folder.
 
 python experiments/tables.py            exit with status 1 if a page differs from the records
 python experiments/tables.py --write    write them into the pages
@@ -8,10 +8,8 @@ python experiments/tables.py --demo runs/demo    record a finished demo as demo.
 import argparse
 import csv
 import json
-import re
 import statistics
 import sys
-from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -19,21 +17,15 @@ from typing import Any
 
 import reproduction
 import retrofit_results
-from resbench_claims import claims, templates, wrapped
-from resbench_tables import (
-    copying_table,
-    decisions_table,
-    field_table,
-    fresh_table,
-    markdown,
-    rates_table,
-    records,
-    resbench_table,
-    search_table,
-    split_table,
-)
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tools"))
+
+from blocks import Blocks, markdown, update, wrapped  # noqa: E402
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
 
 
 CONTROLS = {"ddl-cc": "ddl-cc-ec"}
@@ -536,7 +528,7 @@ def published_table() -> str:
     return markdown(header, lines)
 
 
-PAGES: dict[str, dict[str, Callable[[], str]]] = {
+PAGES: dict[str, Blocks] = {
     "docs/speed.md": {
         "speed": speed_table,
         "connections": connections_table,
@@ -552,18 +544,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/hugging-face.md": {"serving": serving_table},
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
     "docs/reproduce.md": {"paper": paper_table, "results": results_table},
-    "docs/resbench.md": {"resbench": resbench_table},
-    "docs/resbench-methods.md": {
-        "copying": copying_table,
-        "remaining": partial(split_table, "0.3M"),
-        "million": partial(split_table, "1M"),
-        "rates": rates_table,
-        "search": search_table,
-        "decisions": decisions_table,
-        "ten": partial(split_table, "10M"),
-        "fresh": fresh_table,
-    },
-    "docs/field.md": {"published": published_table, "ours": field_table},
+    "docs/field.md": {"published": published_table},
     "docs/retrofit.md": {
         "largest": largest_logit,
         "preserved": preserved_table,
@@ -582,18 +563,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "reflection": reflection_table,
     },
 }
-for place in templates():
-    PAGES.setdefault(place[0], {})[place[1]] = partial(claims, *place)
-
-
-def filled(page: str, text: str) -> str:
-    """Return the `text` of a page with every table between its markers replaced."""
-    for name, table in PAGES[page].items():
-        pattern = rf"(<!-- {name}: experiments/tables.py -->\n).*?(<!-- /{name} -->)"
-        text, count = re.subn(pattern, lambda match: f"{match[1]}{table()}\n{match[2]}", text, flags=re.DOTALL)  # noqa: B023
-        if count != 1:
-            raise SystemExit(f"{page} must be the markers of {name} once, found them {count} times")
-    return text
 
 
 def record_demo(folder: Path) -> None:
@@ -615,17 +584,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.demo:
         record_demo(arguments.demo)
-    status = 0
-    for page in PAGES:
-        path = HERE.parent / page
-        text = path.read_text(encoding="utf-8")
-        made = filled(page, text)
-        if arguments.write:
-            path.write_text(made, encoding="utf-8")
-        elif made != text:
-            print(f"{page} differs from the records; run python experiments/tables.py --write", file=sys.stderr)
-            status = 1
-    return status
+    return update("experiments/tables.py", PAGES, write=arguments.write)
 
 
 if __name__ == "__main__":

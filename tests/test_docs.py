@@ -14,17 +14,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from experiments.drawings import PICTURES
 
 import residua
 import residua.lab.demo
-from experiments.drawings import PICTURES
 from residua.commands.cli import main
 from residua.connections import PRESETS, SCHEMES
 from residua.lab.records.folder import flatten
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
-from support.pages import DOCS, EXPERIMENTS, ROOT, blocks, records, script
+from support.pages import DOCS, EXPERIMENTS, RESBENCH, ROOT, blocks, records, script
 from support.processes import run_python
 
 PAGES = {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
@@ -104,7 +104,7 @@ def test_the_notebook_is_the_tutorial():
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_drawing_is_what_its_script_draws(name):
-    """`python experiments/drawings.py` makes it from the records."""
+    """`python tools/drawings.py` makes it from the records."""
     assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
 
 
@@ -314,7 +314,7 @@ def test_the_cited_rows_of_the_deviations_are_the_right_ones():
 
 
 def test_the_demo_has_the_settings_that_resbench_found():
-    found = results(load_study("resbench"), records("resbench/records.jsonl"), ())
+    found = results(load_study("resbench"), records("main/records.jsonl", RESBENCH / "records"), ())
     rows = {row.scheme: row for row in found.rows if row.size == "0.1M"}
     steps = {run["steps"] for row in rows.values() for run in row.runs if run["kind"] == "report"}
     for name, scheme in (("residual", "residual"), ("ddl-tc", "ddl-tc"), ("residual+tc", "residual+tc")):

@@ -10,14 +10,14 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from residua.commands import cost
 from residua.commands.signature import call, command_parser
-from support.pages import EXPERIMENTS, script
+from support.pages import TOOLS, script
 
-pytestmark = pytest.mark.skipif(not EXPERIMENTS.is_dir(), reason="experiments/ is not in this archive")
+pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="tools/ is not in this archive")
 
 
 @pytest.fixture(scope="module")
 def gpu():
-    return script("gpu")
+    return script("gpu", TOOLS)
 
 
 @pytest.fixture

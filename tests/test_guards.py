@@ -1,7 +1,7 @@
 """What a change of structure must keep: numbers, as guards.json has them, and scripts that import.
 
-`python experiments/guards.py --write` writes guards.json.
-`python experiments/guards.py BASE` compares far more, to the last bit, with another commit.
+`python tools/guards.py --write` writes guards.json.
+`python tools/guards.py BASE` compares far more, to the last bit, with another commit.
 """
 
 import ast
@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.pages import EXPERIMENTS, ROOT, script
+from support.pages import ROOT, TOOLS, script
 
-SCRIPTS = sorted(path for folder in ("experiments", "benchmarks") for path in (ROOT / folder).glob("*.py"))
+SCRIPTS = sorted(
+    path for folder in ("experiments", "benchmarks", "resbench", "tools") for path in (ROOT / folder).glob("*.py")
+)
 RELATIVE = 1e-6  # float64 all through: processors differ in the last digits, and a changed formula in the first
 pytestmark = pytest.mark.skipif(not SCRIPTS, reason="experiments/ is not in this archive")
 
@@ -23,8 +25,8 @@ pytestmark = pytest.mark.skipif(not SCRIPTS, reason="experiments/ is not in this
 @pytest.fixture(scope="module")
 def guards():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXPERIMENTS)  # for a process that is spawned, which imports it too
-        yield script("guards")
+        patch.syspath_prepend(TOOLS)  # for a process that is spawned, which imports it too
+        yield script("guards", TOOLS)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,7 @@ def test_the_last_bit_a_name_and_a_dtype_change_the_digest(guards):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_is_imported(script, monkeypatch):
     """And what its functions import of residua is there."""
+    monkeypatch.syspath_prepend(TOOLS)
     monkeypatch.syspath_prepend(str(script.parent))
     before = set(sys.modules)
     runpy.run_path(str(script), run_name="imported")

@@ -40,7 +40,7 @@ def test_the_citation_has_the_version_of_the_package():
 
 def test_there_are_few_extras_and_every_hint_names_one_of_them():
     extras = project()["project"]["optional-dependencies"]
-    assert extras.keys() == {"lab", "eval", "kernels", "wandb", "slurm", "completion", "titan", "vllm", "dev", "docs"}
+    assert extras.keys() == {"lab", "eval", "kernels", "wandb", "slurm", "titan", "vllm", "dev", "docs"}
     hinted = set()
     for path in Path(residua.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from residua.connections import PRESETS, SCHEMES
 from residua.connections.explained import added, state
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
-from support.pages import records
+from support.pages import RESBENCH, records
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,7 +22,11 @@ TEXT = README.replace("\n", " ").replace("   ", " ")
 @pytest.fixture(scope="module")
 def rows():
     """ResBench at 0.3 million parameters, by scheme."""
-    study = results(load_study("resbench"), records("resbench/records.jsonl"), records("resbench/costs.jsonl"))
+    study = results(
+        load_study("resbench"),
+        records("main/records.jsonl", RESBENCH / "records"),
+        records("main/costs.jsonl", RESBENCH / "records"),
+    )
     return {row.scheme: row for row in study.rows if row.size == "0.3M" and row.whole}
 
 

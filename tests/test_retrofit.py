@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from support.pages import EXPERIMENTS, script
+from support.pages import EXPERIMENTS, RESBENCH, script
 
 pytestmark = pytest.mark.skipif(not EXPERIMENTS.is_dir(), reason="experiments/ is not in this archive")
 
@@ -46,7 +46,7 @@ def test_a_scheme_is_better_only_where_the_interval_over_seeds_says_so(results):
 
 def test_the_committed_records_are_of_one_model_and_one_corpus(results):
     settings = json.loads((results.FOLDER / "settings.json").read_text())
-    corpus = json.loads((EXPERIMENTS / "resbench-corpus.json").read_text())["sha256"]
+    corpus = json.loads((RESBENCH / "corpus.json").read_text())["sha256"]
     assert settings["corpus_sha256"] == corpus
     assert settings["gguf_sha256"] == script("smollm2").SHA256
     for row in results.read():

@@ -20,7 +20,6 @@ PACKAGES = {
     "lab": _LAB,
     "eval": _LAB | {"lm_eval", "accelerate"},
     "slurm": _LAB | {"submitit"},
-    "completion": {"shtab"},
     "vllm": _LAB | {"vllm"},
 }
 """The packages of each extra, by the names that are imported."""

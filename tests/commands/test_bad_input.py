@@ -82,7 +82,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
         if status == 0:
             assert {"--print-config", "--help", "--help-all", "--version", "help"} & set(argv), argv
             continue
-        said = printed.err.splitlines()
+        said = [line for line in printed.err.splitlines() if not line.startswith("train.steps is ")]  # what it became
         assert len(said) == 1 or argv == [] or said[0].startswith("usage:"), (argv, printed.err)
         assert "Traceback" not in printed.err, argv
         assert "\x1b" not in printed.err, argv

@@ -199,10 +199,10 @@ def test_what_a_command_prints_fits_a_terminal_of_80_columns(runs, prepared, cap
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / "experiments").is_dir(), reason="experiments/ is not in this archive")
+@pytest.mark.skipif(not (ROOT / "resbench").is_dir(), reason="resbench/ is not in this archive")
 def test_our_results_are_those_of_the_records():
-    """experiments/scheme_results.py writes the file."""
-    module = runpy.run_path(str(ROOT / "experiments" / "scheme_results.py"))
+    """resbench/scheme_results.py writes the file."""
+    module = runpy.run_path(str(ROOT / "resbench" / "scheme_results.py"))
     assert module["FILE"].read_text(encoding="utf-8") == module["results"]()
 
 

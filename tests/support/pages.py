@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCS, EXPERIMENTS = ROOT / "docs", ROOT / "experiments"
+DOCS, EXPERIMENTS, TOOLS = ROOT / "docs", ROOT / "experiments", ROOT / "tools"
+RESBENCH = ROOT / "resbench"
 
 
 def script(name: str, folder: Path = EXPERIMENTS) -> ModuleType:
-    """A script as a module; it may import others beside it."""
+    """A script as a module; it may import others beside it and in tools/."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(TOOLS)
         patch.syspath_prepend(folder)
         return importlib.import_module(name)
 
@@ -25,6 +27,6 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def records(name: str) -> list[dict[str, Any]]:
-    """The records of a file in experiments/."""
-    return [json.loads(line) for line in (EXPERIMENTS / name).read_text(encoding="utf-8").splitlines()]
+def records(name: str, folder: Path = EXPERIMENTS) -> list[dict[str, Any]]:
+    """The records of a file."""
+    return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]

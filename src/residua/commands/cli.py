@@ -47,11 +47,6 @@ def _dispatch(argv: list[str]) -> int | None:
     if argv == ["--version"]:
         print(f"residua {__version__}")
         return 0
-    if argv and argv[0] == "--print-completion":
-        from residua.commands.completion import completion
-
-        print(completion(argv[1] if argv[1:] else ""))
-        return 0
     if not argv:
         print(_overview([]), file=sys.stderr)
         return BAD_INPUT
@@ -88,5 +83,5 @@ def _overview(words: list[str]) -> str:
     text += "\n".join(f"  {word:{width}}  {summary(explained([*words, word]))}" for word in choices)
     text += f"\n\n{prog} COMMAND --help explains it, --help-all shows all options."
     if not words:
-        text += "\nresidua --version; residua --print-completion bash (or zsh, fish, tcsh)"
+        text += "\nresidua --version prints the version."
     return text

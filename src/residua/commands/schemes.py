@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from residua.connections import Scheme
 
 RESULTS = Path(__file__).with_name("results.csv")
-"""The rows of ResBench for every scheme; experiments/scheme_results.py writes it."""
+"""The rows of ResBench for every scheme; resbench/scheme_results.py writes it."""
 WRAP = TextWrapper(75, break_on_hyphens=False)
 OURS = """
 ours, ResBench: validation loss of language models of 0.1 and 0.3 million

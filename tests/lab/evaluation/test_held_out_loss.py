@@ -8,7 +8,7 @@ from torch import nn
 
 from residua.errors import InputError
 from residua.lab.evaluation.loss import COPYING, document_losses, held_out_loss, repeated, transition
-from support.pages import records
+from support.pages import RESBENCH, records
 
 VOCABULARY = 7
 
@@ -158,7 +158,7 @@ def test_the_transition_is_where_repeated_labels_become_much_easier(points, step
 
 def test_the_bound_of_the_transition_lies_between_the_runs_that_copy_and_those_that_do_not():
     """By eye in docs/resbench-repeats.png: the baselines do not copy at their end, the other four do."""
-    ends = {row["scheme"]: row["points"][-1] for row in records("resbench/repeats.jsonl")}
+    ends = {row["scheme"]: row["points"][-1] for row in records("main/repeats.jsonl", RESBENCH / "records")}
     leads = {scheme: point["other"] - point["repeated"] for scheme, point in ends.items()}
     copying = {scheme for scheme, lead in leads.items() if lead > COPYING}
     assert leads.keys() - copying == {"residual", "lambdas"}

@@ -7,7 +7,7 @@ from residua.lab.records.statistics import Estimate
 from residua.lab.study.definition import load_study
 from residua.lab.study.engine import forecast
 from residua.lab.study.plan import Plan
-from support.pages import EXPERIMENTS, records
+from support.pages import EXPERIMENTS, RESBENCH, records
 
 
 @pytest.fixture
@@ -15,18 +15,18 @@ def planned(monkeypatch):
     """A function that plans a study on data with a vocabulary and so many tokens, in place of data on disk."""
 
     def plan(name, vocabulary, tokens, schemes=None, sizes=None):
-        facts = records("resbench/records.jsonl")[0]["facts"]["data"]
+        facts = records("main/records.jsonl", RESBENCH / "records")[0]["facts"]["data"]
         data = PreparedData(EXPERIMENTS, vocabulary, 0, "", facts, range(tokens), range(10**5), 1)
         monkeypatch.setattr(PreparedData, "open", lambda folder: data)
-        return Plan(load_study(str(EXPERIMENTS / name)).only(schemes), "data", sizes)
+        return Plan(load_study(str(RESBENCH / name)).only(schemes), "data", sizes)
 
     return plan
 
 
 @pytest.mark.slow
 def test_ten_million_parameters_take_25_minutes(planned):
-    tokens = records("resbench/records.jsonl")[0]["facts"]["data"]["train_tokens"]
-    plan = planned("resbench-gpu.yaml", 2048, tokens)
+    tokens = records("main/records.jsonl", RESBENCH / "records")[0]["facts"]["data"]["train_tokens"]
+    plan = planned("gpu.yaml", 2048, tokens)
     (size,) = forecast(plan, 100e12)
     assert 15 < 60 * size.hours < 25
     assert (size.runs, size.schemes) == (9 + 9, 3)
@@ -39,11 +39,11 @@ def test_ten_million_parameters_take_25_minutes(planned):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schemes"),
-    [("resbench-gpu-rates.yaml", ["residual"]), ("resbench-gpu-write-only.yaml", ["residual", "ddl-tc-write-only"])],
+    [("gpu-rates.yaml", ["residual"]), ("gpu-write-only.yaml", ["residual", "ddl-tc-write-only"])],
 )
 def test_a_study_at_one_rate_has_the_runs_that_the_first_would_make_at_it(planned, name, schemes):
-    tokens = records("resbench/records.jsonl")[0]["facts"]["data"]["train_tokens"]
-    first, study = (planned(each, 2048, tokens) for each in ("resbench-gpu.yaml", name))
+    tokens = records("main/records.jsonl", RESBENCH / "records")[0]["facts"]["data"]["train_tokens"]
+    first, study = (planned(each, 2048, tokens) for each in ("gpu.yaml", name))
     reported = {run.key for scheme in schemes for run in first.reported("10M", scheme, {"train.lr": 0.008})}
     searched = {run.key: {"val_loss": 4.0} for run in study.runs({})}
     runs = {run.key for run in study.runs(searched) if run.kind == "report"}
@@ -54,7 +54,7 @@ def test_a_study_at_one_rate_has_the_runs_that_the_first_would_make_at_it(planne
 @pytest.mark.slow
 def test_the_larger_study_takes_a_day(planned):
     small, rest = (
-        planned("resbench-gpu-day.yaml", 50257, 10**9 * 9, schemes, [size])
+        planned("gpu-day.yaml", 50257, 10**9 * 9, schemes, [size])
         for schemes, size in ((None, "20M"), (["residual+tc", "ddl-tc-write-only"], "125M"))
     )
     sizes = *forecast(small, 150e12), [*forecast(rest, 150e12)][-1]
@@ -67,7 +67,7 @@ def test_the_larger_study_takes_a_day(planned):
 
 @pytest.mark.slow
 def test_one_million_parameters_are_planned(planned):
-    plan = planned("resbench-1M.yaml", 2048, 72 * 10**6)
+    plan = planned("1M.yaml", 2048, 72 * 10**6)
     (size,) = forecast(plan, 50e9)
     assert (size.runs, size.schemes) == (18 + 18, 6)
     config = plan.config("1M", "ddl-tc")

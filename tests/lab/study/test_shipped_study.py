@@ -1,10 +1,9 @@
-"""The study in experiments/resbench: anybody can plan it, and every record in it is one of its runs."""
+"""The study in resbench/records/main: anybody can plan it, and every record in it is one of its runs."""
 
 import json
 import shutil
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,9 @@ from residua.lab.data import PreparedData
 from residua.lab.study import verify
 from residua.lab.study.definition import read_folder
 from residua.lab.study.plan import Plan
-from support.pages import records
+from support.pages import RESBENCH, records
 
-SHIPPED = Path(__file__).parents[3] / "experiments" / "resbench"
+SHIPPED = RESBENCH / "records" / "main"
 ODD = {"model.num_hidden_layers": 2, "model.hidden_size": 38, "model.num_attention_heads": 1, "model.head_dim": 38}
 """A width that four heads do not divide."""
 
@@ -24,7 +23,7 @@ ODD = {"model.num_hidden_layers": 2, "model.hidden_size": 38, "model.num_attenti
 @pytest.fixture
 def stub(monkeypatch):
     """In place of the data, which no test can make: what a plan asks of them."""
-    facts = dict(records("resbench/records.jsonl")[0]["facts"]["data"])
+    facts = dict(records("main/records.jsonl", RESBENCH / "records")[0]["facts"]["data"])
     fingerprint = json.loads((SHIPPED / "settings.json").read_text())["data"]
     assert facts["fingerprint"] == fingerprint
     train, validation = range(facts["train_tokens"]), range(facts["validation_tokens"])
@@ -35,7 +34,7 @@ def stub(monkeypatch):
 
 @pytest.fixture
 def finished():
-    return {row["key"]: row for row in records("resbench/records.jsonl")}
+    return {row["key"]: row for row in records("main/records.jsonl", RESBENCH / "records")}
 
 
 def test_a_scheme_whose_heads_do_not_divide_a_width_is_not_at_that_size(stub):

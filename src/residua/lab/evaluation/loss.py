@@ -16,7 +16,7 @@ from residua.models.memory import documents_apart
 IGNORED_LABEL = -100
 COPYING = 1.5
 """Nats by which repeated labels are predicted better than all others by a model that looks up earlier pairs. At their
-ends the runs of experiments/resbench/repeats.jsonl that do have a lead of 1.9 and more, the others of 0.8."""
+ends the runs of resbench/records/main/repeats.jsonl that do have a lead of 1.9 and more, the others of 0.8."""
 
 
 def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> Tensor:

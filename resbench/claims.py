@@ -1,0 +1,466 @@
+"""Fill the sentences of claims.md with numbers, once ResBench's records bear out their words.
+
+tables.py writes them into the pages. An assertion that fails stands for words that are no longer so.
+"""
+
+import math
+import re
+import statistics
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from answers import PARTS as ANSWERS
+from blocks import wrapped
+from rows import (
+    BASELINES,
+    MEASURES,
+    NUMBERS,
+    SHAPES,
+    SIZES,
+    WRITING,
+    apart,
+    compared,
+    erasing,
+    erasing_at_equal_settings,
+    gain,
+    interval,
+    row,
+    side,
+    split_runs,
+    step_time,
+)
+from tables import (
+    SPLIT,
+    leads_at_rates,
+    plain_at_rates,
+    records,
+    searched,
+    span,
+    split_losses,
+    study,
+)
+
+from residua.lab.records.statistics import Contrast, holm, welch
+from residua.lab.study.results import Difference, _error
+
+# Gathered from the records
+
+
+def copying_counts() -> tuple[int, int]:
+    """Of the runs of `split_runs`, those with a convolution and those of the baselines; all and none of them copy."""
+    copies = {name: [] for name in (False, True)}
+    for run in split_runs():
+        copies[run["scheme"] in BASELINES].append(run["transition"] is not None)
+    assert all(copies[False])
+    assert not any(copies[True])
+    return len(copies[False]), len(copies[True])
+
+
+@cache
+def longer_baselines() -> tuple[dict[str, Any], ...]:
+    """The baselines with three times the tokens at 0.016 and 0.008."""
+    runs = tuple(run for run in records("headline.jsonl") if run["size"] == "0.3M-long")
+    rates = {(run["scheme"], run["point"]["train.lr"], run["seed"]) for run in runs}
+    assert rates == {*product(BASELINES, (0.008, 0.016), (1, 2, 3))}
+    assert [row("0.3M", name).point["train.lr"] for name in BASELINES] == [0.016, 0.032]
+    return runs
+
+
+def learned() -> list[dict[str, Any]]:
+    """Those of `longer_baselines` that learn to copy: all are of `lambdas`."""
+    runs = [run for run in longer_baselines() if run["transition"] is not None]
+    assert {run["scheme"] for run in runs} == {"lambdas"}
+    return runs
+
+
+def long_leads(scheme: str) -> list[tuple[float, float]]:
+    """What a scheme leads each run of `learned` by, and `lambdas` with its seed at the rate that tuning chose."""
+    ours, chosen = row("0.3M-long", scheme).losses, row("0.3M-long", "lambdas").losses
+    return [(run["val_loss"] - ours[seed], chosen[seed] - ours[seed]) for run in learned() for seed in [run["seed"]]]
+
+
+def writing_at_length() -> Contrast:
+    """Four channels that only write minus `lambdas+tc` with three times the tokens, where by their losses all copy."""
+    ends = [loss for name in (WRITING, "lambdas+tc") for loss in row("0.3M-long", name).losses.values()]
+    assert len(ends) == 6
+    assert max(ends) < min(run["val_loss"] for run in learned())
+    contrast = apart("0.3M-long", WRITING, "lambdas+tc")
+    assert side(contrast) == "ahead"
+    return contrast
+
+
+def cheap() -> list[Difference]:
+    """`lambdas+tc` to both baselines in every shape and measure: ahead everywhere, and after Holm's correction too."""
+    differences = [row(size, "lambdas+tc").difference(*pair) for size in SIZES for pair in product(BASELINES, MEASURES)]
+    assert {side(each.estimate) for each in differences} == {"ahead"}
+    assert max(holm([each.p for each in differences])) < 0.05
+    assert not any(each.clear for each in differences)  # none was planned
+    return differences
+
+
+def sessions(name: str = "lambdas+tc") -> list[int]:
+    """The rounds of the only session that timed a scheme's eager step, by shape."""
+    timed = [row(size, name).timed(compiled=False) for size in SIZES]
+    assert {len(each) for each in timed} == {1}
+    return [len(each[0]["seconds"]) for each in timed]
+
+
+def ratios(compiled: bool, rounds: int) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """The logarithms of repeated ratios of times to the plain residual's, and their own errors, on the EPYC."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for cost in records("main/costs.jsonl"):
+        right = cost.get("compiled", False) is compiled and len(cost["seconds"]) >= rounds
+        if right and "EPYC" in cost["device"] and cost["scheme"] != cost["baseline"]:
+            one = math.log(cost["time_ratio"]["median"]), _error(cost)
+            found.setdefault((cost["size"], cost["connection"]), []).append(one)
+    return {place: some for place, some in found.items() if len(some) > 1}
+
+
+def scatter(compiled: bool, rounds: int) -> float:
+    """By how much repeated ratios differ beyond what their own errors explain, in per cent."""
+    again = ratios(compiled, rounds).values()
+    spread = sum(len(some) * statistics.pvariance(ratio for ratio, _ in some) for some in again)
+    own = sum(error**2 * (1 - 1 / len(some)) for some in again for _, error in some)
+    return 100 * math.sqrt((spread - own) / sum(len(some) - 1 for some in again))
+
+
+def drift(rounds: int) -> float:
+    """How many times as large as the smallest the largest of repeated eager ratios is, at most."""
+    return max(math.exp(max(some)[0] - min(some)[0]) for some in ratios(False, rounds).values())
+
+
+def slower(difference: Difference, factor: float) -> Contrast:
+    """A comparison at equal seconds, if the scheme's step took so many times as long: on the baseline's curve."""
+    ours, base = row(difference.size, difference.scheme), row(difference.size, difference.baseline)
+    tokens = ours.difference(difference.baseline, "tokens").estimate
+    # The loss is a + b / sqrt(C) between 1 and `cost` times the tokens, so the lead there gives b.
+    share = (1 - (difference.cost * factor) ** -0.5) / (1 - difference.cost**-0.5)
+    assert base.longer
+    mean = tokens.mean + share * (difference.estimate.mean - tokens.mean)
+    return difference.estimate._replace(mean=mean)
+
+
+@cache
+def together() -> dict[tuple[str, ...], tuple[Difference, float]]:
+    """The finished planned comparisons of all four studies by folder, and p corrected for all of them together."""
+    folders = "main", *SPLIT.values()
+    planned = {(name, *place): each for name in folders for place, each in study(name).corrected.items()}
+    return dict(zip(planned, zip(planned.values(), holm([each.p for each in planned.values()]))))
+
+
+def search_leads(scheme: str, to: str) -> dict[float, float]:
+    """What a scheme is ahead by in the search at 1M, at each rate at which an H200 trained both."""
+    ours, theirs = searched()[scheme], searched()[to]
+    return {
+        rate: theirs[rate]["val_loss"] - run["val_loss"]
+        for rate, run in sorted(ours.items())
+        if rate in theirs and all("H200" in each["facts"]["device"] for each in (run, theirs[rate]))
+    }
+
+
+@cache
+def ten() -> tuple[Difference, dict[int, float]]:
+    """The lead at ten million parameters and its course: every run copies, at twice the plain residual's rate."""
+    ours, theirs = row("10M", "residual+tc"), row("10M", "residual")
+    assert (ours.point["train.lr"], theirs.point["train.lr"]) == (0.008, 0.004)
+    rates = [{run["point"]["train.lr"] for run in each.reported} for each in (ours, theirs)]
+    assert rates == [{0.008}, {0.004}]
+    first = ours.reported[0]["curve"][0][0]
+    assert {step for each in (ours, theirs) for step in each.transitions} == {first}
+    (difference,) = study(SPLIT["10M"]).corrected.values()
+    course = {step: mean for step, mean, _ in study(SPLIT["10M"]).curves(ours)["residual"]}
+    return difference, course
+
+
+def column(size: str, scheme: str, to: str, place: int) -> float:
+    """The lead on one of the four losses of `split_losses`, on average."""
+    ours, theirs = (
+        statistics.fmean(ends[place] for ends in split_losses(size)[name].values()) for name in (scheme, to)
+    )
+    return theirs - ours
+
+
+def share_of_runs(scheme: str) -> list[int]:
+    """The steps after which the reported runs of a scheme at 1M copy."""
+    return [round(step) for step in row("1M", scheme).transitions if step is not None]
+
+
+def rate_costs() -> list[float]:
+    """What twice the rate costs a baseline at the end on labels that do not repeat, wherever two rates were tried."""
+    runs = [*longer_baselines(), *(run for some in plain_at_rates().values() for run in some)]
+    ends = {(run["scheme"], run["steps"], run["seed"], run["point"]["train.lr"]): run["split"][-1][2] for run in runs}
+    halves = {place: (*place[:-1], place[-1] / 2) for place in ends}
+    return [ends[place] - ends[half] for place, half in halves.items() if half in ends]
+
+
+# The numbers of the sentences
+
+
+def first_size() -> dict[str, Any]:
+    """0.1 million parameters."""
+    convolution = [apart(size, "residual+tc", "residual") for size in SHAPES]
+    assert {side(each) for each in convolution} == {"ahead"}
+    fresh = study("fresh").corrected["0.1M", "residual+tc", "residual"]
+    assert fresh.clear
+    wide, deep = apart("0.1M-wide", WRITING, "residual+tc"), apart("0.1M-deep", WRITING, "lambdas+tc")
+    assert (side(wide), side(deep)) == ("ahead", "behind")
+    plain = [apart(size, "ddl", "residual") for size in ("0.1M", "0.1M-wide")]
+    assert {side(each) for each in plain} == {"level"}
+    assert all(side(apart(size, "ddl-tc", "residual")) == "ahead" for size in SIZES)
+    timed = [row(size, "ddl-tc").difference(*pair) for size in SHAPES for pair in product(BASELINES, ["seconds"])]
+    assert {side(each.estimate) for each in timed if each.estimate} == {"level"}
+    compiled = {size: row(size, "ddl-tc").difference("lambdas", "compiled seconds").estimate for size in SHAPES}
+    assert [side(each) for each in compiled.values()] == ["ahead", "ahead", "behind"]
+    return {
+        "shapes_tc": span(each.mean for each in convolution),
+        "fresh_tc": f"{-fresh.estimate.mean:.3f}",
+        "wide_writing": f"{-wide.mean:.2f}",
+        "deep_writing": f"{deep.mean:.2f}",
+        "ddl": interval(plain[0], 3),
+        "ddl_wide": interval(plain[1], 3),
+    }
+
+
+def second_size() -> dict[str, Any]:
+    """0.3 million parameters, with 20 tokens for each."""
+    gains = {name: gain("0.3M", name) for name in ("residual+tc", "ddl-tc", WRITING)}
+    assert gains["residual+tc"] > gains["ddl-tc"] / 2
+    equal = erasing_at_equal_settings()
+    losses = {name: row("0.3M", name).loss.mean for name in split_losses("0.3M")}
+    assert min(losses, key=losses.get) == WRITING
+    ours, theirs = ([ends[2] for ends in split_losses("0.3M")[name].values()] for name in ("residual+tc", "residual"))
+    assert side(welch(ours, theirs)) == "level"
+    gone = erasing()
+    behind = [each for each in gone if side(each.estimate) == "behind"]
+    with_convolution, baselines = copying_counts()
+    over = {to: apart("0.3M", WRITING, to) for to in ("residual+tc", "lambdas+tc")}
+    assert {side(each) for each in over.values()} == {"ahead"}
+    return {
+        "gain_tc": f"{gains['residual+tc']:.2f}",
+        "gain_ddl": f"{gains['ddl-tc']:.2f}",
+        "gain_writing": f"{gains[WRITING]:.2f}",
+        "gain_ddl_equal": f"{gains[WRITING] - equal.mean:.2f}",
+        "gain_writing_tc": f"{-over['residual+tc'].mean:.2f}",
+        "gain_writing_scales": f"{-over['lambdas+tc'].mean:.2f}",
+        "copying_with": with_convolution,
+        "copying_without": NUMBERS[baselines],
+        "Erasing_behind": NUMBERS[len(behind)].capitalize(),
+        "erasing_count": NUMBERS[len(gone)],
+        "writing_time": f"{step_time('0.3M', WRITING) / step_time('0.3M', 'lambdas+tc'):.2f}",
+    }
+
+
+def three_times_the_tokens() -> dict[str, Any]:
+    """0.3 million parameters with 60 tokens for each."""
+    runs, copying = longer_baselines(), learned()
+    rest = [run for run in runs if run["transition"] is None and run["scheme"] == "lambdas"]
+    assert (len(rest), len(runs)) == (2, 12)
+    scales = long_leads("lambdas+tc")
+    assert all(lead < chosen / 2 for lead, chosen in scales)
+    others: dict[tuple[str, float], list[float]] = {}
+    for run in runs:
+        others.setdefault((run["scheme"], run["point"]["train.lr"]), []).append(run["split"][-1][2])
+    means = {place: statistics.fmean(losses) for place, losses in others.items()}
+    assert all(abs(means["residual", rate] - means["lambdas", rate]) < 0.03 for rate in (0.008, 0.016))
+    on_others = [statistics.fmean(run["split"][-1][2] for run in group) for group in (copying, rest)]
+    assert on_others[0] > on_others[1]
+    writing = writing_at_length()
+    ours, theirs, base = (row("0.3M-long", name).losses for name in (WRITING, "lambdas+tc", "lambdas"))
+    return {
+        "long_runs": NUMBERS[len(runs) // 2],
+        "long_learned": NUMBERS[len(copying)],
+        "long_copying": span(lead for lead, _ in scales),
+        "long_copying_writing": span(lead for lead, _ in long_leads(WRITING)),
+        "long_chosen": span(base[seed] - loss for seed, loss in theirs.items()),
+        "long_learned_ends": span([run["val_loss"] for run in copying], 3),
+        "long_rest_ends": " and ".join(f"{loss:.3f}" for loss in sorted(run["val_loss"] for run in rest)),
+        "long_rest_leads": " and ".join(sorted(f"{run['split'][-1][2] - run['split'][-1][1]:.1f}" for run in rest)),
+        "long_both_ends": span([*ours.values(), *theirs.values()], 3),
+        "long_writing": f"{-writing.mean:.4f} ± {writing.half_width:.4f}",
+        "long_writing_short": f"{-writing.mean:.2f}",
+        "long_writing_difference": interval(writing),
+        "long_writing_seeds": span([ours[seed] - loss for seed, loss in theirs.items()], 3),
+    }
+
+
+def million() -> dict[str, Any]:
+    """One million parameters."""
+    results = study(SPLIT["1M"])
+    planned = {place[1:]: each for place, each in results.corrected.items()}
+    assert {place for place, each in planned.items() if not each.clear} == {
+        ("lambdas+tc", "lambdas"),
+        ("ddl-tc", WRITING),
+    }
+    rows = {each.scheme: each for each in results.rows}
+    assert min(rows, key=lambda name: rows[name].loss.mean) == WRITING
+    assert max(max(rows[name].transitions) for name in (WRITING, "residual+tc", "lambdas+tc")) < 1500
+    assert rows["residual"].transitions == [None] * 3
+    assert rows["residual"].point["train.lr"] == 0.032
+    assert all(each.mean < 0 for each in (planned["lambdas+tc", "lambdas"].estimate,))
+    at_rates, at_search = leads_at_rates("residual+tc", 211), leads_at_rates("residual+tc", 0)
+    assert [*at_rates] == [*at_search] == [0.032, 0.016, 0.008]
+    plain = {(run["seed"], rate): run for rate, runs in plain_at_rates().items() for run in runs}
+    assert {seed for (seed, _), run in plain.items() if run["transition"] is not None} == {0}
+    assert [rate for (seed, rate), run in plain.items() if seed == 0 and run["transition"] is not None] == [
+        0.032,
+        0.016,
+    ]
+    tried = [plain[211, rate]["val_loss"] for rate in at_rates]
+    assert tried == sorted(tried, reverse=True)
+    columns = {to: [column("1M", WRITING, to, place) for place in (0, 2)] for to in ("residual+tc", "lambdas+tc")}
+    assert all(0.9 < other / whole < 1.1 for whole, other in columns.values())
+    by_seed = {
+        pair: [rows[pair[0]].losses[seed] - loss for seed, loss in rows[pair[1]].losses.items()]
+        for pair in (("lambdas+tc", "lambdas"), ("ddl-tc", WRITING))
+    }
+    assert max(by_seed["lambdas+tc", "lambdas"]) < 0 < min(by_seed["ddl-tc", WRITING])
+    search = searched()
+    assert {run["steps"] for runs in search.values() for run in runs.values()} == {rows["residual"].steps}
+    over = {to: search_leads(WRITING, to) for to in columns}
+    assert all({0.008, 0.016} <= leads.keys() for leads in over.values())
+    over = {to: [leads[rate] for rate in (0.008, 0.016)] for to, leads in over.items()}
+    assert {rows[name].point["train.lr"] for name in ("ddl-tc", "lambdas+tc")} == {0.004}
+    assert rows[WRITING].point["train.lr"] == 0.008
+    ended = {(name, rate): run["val_loss"] for name, runs in search.items() for rate, run in runs.items()}
+    marked = {run["facts"]["device"] for runs in search.values() for run in runs.values()} - {"NVIDIA H200"}
+    assert marked == {"Intel(R) Xeon(R) Processor"}
+    erasing = {rate: ended["ddl-tc", rate] - ended[WRITING, rate] for rate in (0.004, 0.008, 0.016)}
+    assert erasing[0.004] < 0 < min(erasing[0.008], erasing[0.016])
+    return {
+        "million_rates": span(lead[0] for lead in at_rates.values()),
+        **{f"million_rate_{i}": f"{-lead[0]:.2f}" for i, lead in enumerate(at_rates.values(), 1)},
+        **{f"million_others_{i}": f"{-lead[2]:.2f}" for i, lead in enumerate(at_rates.values(), 1)},
+        "million_copying": span([at_search[rate][0] for rate in (0.032, 0.016)]),
+        "million_preferred": f"{plain[0, 0.016]['val_loss'] - plain[0, 0.032]['val_loss']:.4f}",
+        "million_tc_planned": interval(planned["residual+tc", "residual"].estimate, 3).removeprefix("-"),
+        "million_lambdas_planned": interval(planned["lambdas", "residual"].estimate, 3).removeprefix("-"),
+        "million_tc_transitions": span(share_of_runs("residual+tc"), 0),
+        "million_lambdas_transitions": span(share_of_runs("lambdas"), 0),
+        "million_steps": f"{rows['residual'].steps:,}",
+        "million_writing_tc": f"{columns['residual+tc'][0]:.2f}",
+        "million_writing_scales": f"{columns['lambdas+tc'][0]:.2f}",
+        "million_cheap": f"{-planned['lambdas+tc', 'lambdas'].estimate.mean:.2f}",
+        "million_cheap_seeds": span(by_seed["lambdas+tc", "lambdas"]),
+        "million_erasing_seeds": span(by_seed["ddl-tc", WRITING], 3),
+        "search_writing": span(lead for leads in over.values() for lead in leads),
+        **{f"search_writing_{key}": " and ".join(f"{lead:.3f}" for lead in over[to])
+           for key, to in (("tc", "residual+tc"), ("scales", "lambdas+tc"))},
+        "search_erasing_own": f"{ended[WRITING, 0.008] - ended['ddl-tc', 0.004]:.3f}",
+        "search_erasing_equal": f"{erasing[0.008]:.3f} and {erasing[0.016]:.3f}",
+        "search_erasing_low": f"{-erasing[0.004]:.3f}",
+    }  # fmt: skip
+
+
+def ten_million() -> dict[str, Any]:
+    """Ten million parameters."""
+    difference, course = ten()
+    assert difference.clear
+    first, *middle = course.values()
+    later = [-mean for mean in middle[2:]]
+    assert later == sorted(later)
+    short = {(run["scheme"], run["point"]["train.lr"]): run for run in records("10M/records.jsonl")
+             if run["kind"] == "tune"}  # fmt: skip
+    assert min((0.002, 0.004, 0.008), key=lambda rate: short["residual", rate]["val_loss"]) == 0.004
+    assert min((0.004, 0.008, 0.016), key=lambda rate: short["residual+tc", rate]["val_loss"]) == 0.008
+    assert min((0.004, 0.008, 0.016), key=lambda rate: short[WRITING, rate]["val_loss"]) == 0.016
+    others = {rate: short["residual", rate]["split"][-1][2] for rate in (0.004, 0.008)}
+    (steps,) = {run["steps"] for run in short.values()}
+    costs = rate_costs()
+    assert min(costs) > 0
+    writing = short["residual+tc", 0.008]["val_loss"] - short[WRITING, 0.008]["val_loss"]
+    return {
+        "ten": f"{-difference.estimate.mean:.2f}",
+        "ten_repeated": f"{column('10M', 'residual+tc', 'residual', 1):.2f}",
+        "ten_others": f"{column('10M', 'residual+tc', 'residual', 2):.2f}",
+        "p_ten_own": f"{difference.holm:.3f}",
+        "ten_first": next(iter(course)),
+        "ten_steps": f"{row('10M', 'residual').steps:,}",
+        "ten_start": f"{-first:.2f}",
+        "ten_middle": span(middle[:3]),
+        "ten_short": steps,
+        "ten_short_lead": f"{others[0.004] - others[0.008]:.2f}",
+        "ten_short_writing": f"{writing:.2f}",
+        "ten_short_preferred": f"{short[WRITING, 0.008]['val_loss'] - short[WRITING, 0.016]['val_loss']:.4f}",
+        "rate_costs": f"{max(costs):.2f}",
+    }
+
+
+def corrections() -> dict[str, Any]:
+    """How many comparisons were planned and are clear."""
+    first = study("main").corrected.values()
+    later = [sum(map(len, study(name).study.primary.values())) for name in SPLIT.values()]
+    alone = {place: each for place, (each, p) in together().items() if each.clear and p >= 0.05}
+    assert not any(p < 0.05 for each, p in together().values() if not each.clear)
+    scales, tc, lambdas = (("1M", "1M", *pair) for pair in
+                           (("lambdas", "residual"), (WRITING, "residual+tc"), (WRITING, "lambdas+tc")))  # fmt: skip
+    ten = "10M", "10M", "residual+tc", "residual"
+    assert alone.keys() == {scales, tc, lambdas, ten}
+    return {
+        "planned_later": "{}, {} and {}".format(*(NUMBERS[count] for count in later)),
+        "planned_first": len(first),
+        "clear_first": sum(each.clear for each in first),
+        "planned_all": len(together()),
+        "clear_all": sum(p < 0.05 for _, p in together().values()),
+        **{f"p_{name}": f"{alone[place].p:.4f}" for name, place in
+           (("scales", scales), ("writing_tc", tc), ("writing_scales", lambdas))},
+        "p_ten": f"{alone[ten].p:.3f}",
+    }  # fmt: skip
+
+
+def timing() -> dict[str, Any]:
+    """`lambdas+tc` at equal seconds, and how ratios of times scatter."""
+    differences, rounds = cheap(), sessions()
+    at_seconds = {(each.size, each.baseline): each for each in differences if each.measure == "seconds"}
+    shaken = {place: slower(each, drift(90)) for place, each in at_seconds.items()}
+    assert {place for place, each in shaken.items() if side(each) != "ahead"} == {("0.1M-deep", "lambdas")}
+    assert [size for size in SIZES if row(size, "lambdas+tc").compiled] == ["0.1M-deep", "0.3M"]
+    worth = [row(size, "lambdas+tc").difference("lambdas", "tokens").worth for size in SHAPES]
+    speed = [each / at_seconds[size, "lambdas"].cost for each, size in zip(worth, SHAPES)]
+    earlier = {size: [cost["time_ratio"]["median"] for cost in row(size, "residual+tc").timed(compiled=False)]
+               for size in ("0.1M", "0.1M-wide")}  # fmt: skip
+    *some, last = (f"{ratio:.2f}" for ratio in earlier["0.1M"])
+    return {
+        "cheap_count": len(differences),
+        "cheap_worth": span(worth, 1),
+        "cheap_speed": span(speed, 1),
+        "cheap_rounds": span(rounds, 0),
+        "cheap_slower": interval(shaken["0.1M-deep", "lambdas"], 3),
+        "drift": f"{100 * (drift(90) - 1):.0f}",
+        "scatter_eager": f"{scatter(False, 9):.1f}",
+        "scatter_compiled": f"{scatter(True, 9):.1f}",
+        "scatter_eager_long": f"{scatter(False, 90):.1f}",
+        "scatter_compiled_long": f"{scatter(True, 90):.1f}",
+        "ratio_tc": f"{', '.join(some)} and {last}",
+        "ratio_tc_wide": " and ".join(f"{ratio:.2f}" for ratio in earlier["0.1M-wide"]),
+    }
+
+
+# The sections of claims.md
+
+
+@cache
+def numbers() -> dict[str, Any]:
+    parts = first_size, second_size, three_times_the_tokens, million, ten_million, corrections, timing
+    return {name: value for part in (*parts, *ANSWERS) for name, value in part().items()}
+
+
+def templates() -> dict[tuple[str, str], str]:
+    """The sections of claims.md by page and name, with their numbers in braces."""
+    text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    sections = re.split(r"^## (\S+) (\w+)\n", text, flags=re.MULTILINE)[1:]
+    return {(page, name): body.strip() for page, name, body in zip(sections[::3], sections[1::3], sections[2::3])}
+
+
+def claims(page: str, name: str) -> str:
+    """A section with its numbers, wrapped anew: an item of a list under its first word."""
+    text = re.sub(r"\{([^{}]+)\}", lambda field: filled(field[1]), templates()[page, name])
+    return "\n\n".join(
+        "\n".join(wrapped(item) for item in re.split(r"\n(?=- |\d+\. )", part)) for part in text.split("\n\n")
+    )
+
+
+def filled(field: str) -> str:
+    """What a pair of braces stands for: a number by its name, or a size and two schemes, which are compared."""
+    return str(numbers()[field]) if " " not in field else interval(compared(*field.split()))

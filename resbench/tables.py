@@ -1,0 +1,295 @@
+"""Make the tables of the pages on ResBench from its records. tables.py writes them into the pages."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from functools import cache
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blocks import markdown
+from picture import BASELINE, SCHEMES
+from scipy.stats import binomtest
+
+from residua.lab.records.statistics import welch
+from residua.lab.study.results import ALPHA, Results, Row, read_results
+
+RECORDS = Path(__file__).with_name("records")
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RECORDS / name).read_text(encoding="utf-8").splitlines()]
+
+
+@cache
+def study(name: str) -> Results:
+    """The results of a study's folder beside this file."""
+    return read_results(RECORDS / name)
+
+
+def lead(difference: Any) -> str:
+    """A difference of a study with its interval, bold where it is clear after the correction; empty without one."""
+    if difference is None:
+        return ""
+    text = f"{difference.estimate.mean:+.3f} ± {difference.estimate.half_width:.3f}"
+    return f"**{text}**" if difference.clear else text
+
+
+def span(values: Iterable[float], digits: int = 2) -> str:
+    """The least and the largest size, or one number if they are written alike."""
+    sizes = sorted(map(abs, values))
+    return " to ".join(dict.fromkeys(f"{size:,.{digits}f}" for size in (sizes[0], sizes[-1])))
+
+
+def resbench_table() -> str:
+    """The leads of ResBench's picture at every size, and what a step costs beside the plain residual's."""
+    results = study("main")
+    sizes = {"0.1M": "0.1M, four layers", "0.1M-deep": "eight layers", "0.1M-wide": "two layers", "0.3M": "0.3M"}
+    lines = []
+    for name, words in SCHEMES.items():
+        rows = [results.row(size, name) for size in sizes]
+        cells = [lead(row.difference(BASELINE, "tokens") if row else None) for row in rows]
+        times = [row.cost["time_ratio"]["median"] for row in rows if row and row.cost]
+        lines.append([f"`{name}`", words, *cells, span(times, 1)])
+    return markdown(["name", "in words", *sizes.values(), "step time"], lines)
+
+
+FIELD = ("lambdas", "residual+tc", "lambdas+tc", "ddl", "ddl-tc", "ddl-tc-write-only", "hc-static", "hc", "mhc", "mudd",
+         "attnres")  # fmt: skip
+"""The schemes of docs/field.md."""
+
+
+def times_the_tokens(row: Row, loss: float) -> float:
+    """How many times a row's tokens bring the plain residual to a loss: on the curve through its two lengths."""
+    base = study("main").row(row.size, BASELINE)
+    short, long = (statistics.fmean(run["val_loss"] for run in runs) for runs in (base.reported, base.longer))
+    lengths = [runs[0]["steps"] / row.steps for runs in (base.reported, base.longer)]
+    powers = [length**-ALPHA for length in lengths]
+    power = powers[0] + (loss - short) / (long - short) * (powers[1] - powers[0])
+    return max(power, lengths[1] ** -ALPHA) ** (-1 / ALPHA)
+
+
+def field_table() -> str:
+    """Our smallest models in the field's currency: the effective speed-up on the plain residual, with its interval."""
+    lines = []
+    for name in FIELD:
+        row = study("main").row("0.1M", name)
+        estimate = row.difference(BASELINE, "tokens").estimate
+        losses = [row.loss.mean + side * estimate.half_width for side in (0, 1, -1)]
+        speedups = [times_the_tokens(row, loss) for loss in losses]
+        time = row.cost["time_ratio"]["median"] if row.cost else None
+        cells = [
+            speedup_text(speedups, 1.0),
+            f"{time:.2f}" if time else "",
+            speedup_text(speedups, time) if time else "",
+        ]
+        lines.append([f"`{name}`", f"{estimate.mean:+.3f} ± {estimate.half_width:.3f}", *cells])
+    header = ["ours, 0.1M, 2.1M tokens, 5 seeds", "loss", "speed-up", "step time on a CPU", "speed-up in time"]
+    return markdown(header, lines)
+
+
+def speedup_text(speedups: list[float], cost: float) -> str:
+    """The value between the ends of its interval; those beyond the longest runs are bounds."""
+    mean, low, high = (f"{'> ' if speedup > 1.499 else ''}{speedup / cost:.2f}" for speedup in speedups)
+    return f"{mean} ({low} to {high})"
+
+
+def fresh_table() -> str:
+    """The contrasts of five seeds that no run of ResBench had: beside ResBench's, split by labels, on a second text."""
+    size = "0.1M"
+    fresh, first = study("fresh"), study("main")
+    answers = {(each.size, each.scheme, each.to): each.difference for each in first.answers if each.measure == "tokens"}
+
+    def means(name: str) -> list[float]:
+        runs = fresh.row(size, name).reported
+        losses = [(*run["split"][-1][1:], run["further_curve"][-1][1]) for run in runs]
+        return list(map(statistics.fmean, zip(*losses)))
+
+    lines = []
+    for scheme, to in fresh.study.primary[size]:
+        before = answers.get((size, scheme, to)) or first.row(size, scheme).difference(to, "tokens")
+        splits = [f"{ours - theirs:+.3f}" for ours, theirs in zip(means(scheme), means(to))]
+        lines.append([f"`{scheme}` − `{to}`", lead(before), lead(fresh.corrected[size, scheme, to]), *splits])
+    header = ["loss of the first − the second", "ResBench, seeds 1 to 5", "fresh seeds", "repeated labels"]
+    return markdown([*header, "all others", "second text"], lines)
+
+
+def copying_table() -> str:
+    """The baselines with three times the tokens, at two rates: how many runs learned to copy, and both losses."""
+    runs: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for record in records("headline.jsonl"):
+        if record["size"] == "0.3M-long":
+            runs.setdefault((record["scheme"], record["point"]["train.lr"]), []).append(record)
+    lines = []
+    for (name, rate), group in sorted(runs.items(), reverse=True):
+        steps = [f"{record['transition']:,.0f}" for record in group if record["transition"] is not None]
+        learned = f"{len(steps)} of {len(group)}" + (f", at {' and '.join(steps)}" if steps else "")
+        losses = [(record["val_loss"], *record["split"][-1][1:]) for record in group]
+        means = [f"{statistics.fmean(values):.3f}" for values in zip(*losses)]
+        lines.append([f"`{name}`", f"{rate:g}", learned, *means])
+    header = ["name", "learning rate", "runs that learn to copy, and when (of 9,609 steps)", "loss"]
+    return markdown([*header, "repeated labels", "all others"], lines)
+
+
+SPLIT = {"0.1M": "fresh", "1M": "1M", "10M": "10M"}
+"""Where the losses of a size are split by label, beside resbench-headline.jsonl, which has those of 0.3M."""
+
+
+@cache
+def split_losses(size: str) -> dict[str, dict[int, tuple[float, ...]]]:
+    """By scheme and seed, the loss of all labels, repeated ones, all others, and all others of the second text.
+
+    At 0.3M ddl-tc is taken at the settings of its form that does not erase, as at 1M.
+    """
+    if size == "0.3M":
+        runs = [run for run in records("headline.jsonl") if run["size"] == size]
+        points = {run["scheme"]: run["point"] for run in reversed(runs)}
+        points["ddl-tc"] = points["ddl-tc-write-only"]
+        runs = [run for run in runs if run["point"] == points[run["scheme"]]]
+    else:
+        rows = study(SPLIT[size]).rows
+        runs = [run for row in rows if row.whole for run in row.reported]
+    losses: dict[str, dict[int, tuple[float, ...]]] = {}
+    for run in runs:
+        losses.setdefault(run["scheme"], {})[run["seed"]] = ends(run)
+    return losses
+
+
+def ends(run: dict[str, Any]) -> tuple[float, ...]:
+    """The last losses of a run: of all labels, repeated ones, all others, and all others of the second text."""
+    return run["val_loss"], *run["split"][-1][1:], run["further_split"][-1][2]
+
+
+def split_table(size: str) -> str:
+    """What the planned pairs of a size, of 1M at 0.3M, differ by on each kind of label, over the seeds of every row."""
+    planned = size if size in SPLIT else "1M"
+    results, losses = study(SPLIT[planned]), split_losses(size)
+    pairs = [pair for pair in results.study.primary[planned] if losses.keys() >= {*pair}]
+    seeds = sorted(set.intersection(*(set(losses[name]) for name in chain.from_iterable(pairs))))
+    lines = []
+    for pair in pairs:
+        sides = (zip(*(losses[name][seed] for seed in seeds)) for name in pair)
+        contrasts = [welch(*both) for both in zip(*sides)]
+        cells = [f"{contrast.mean:+.3f} ± {contrast.half_width:.3f}" for contrast in contrasts]
+        if planned == size:
+            cells[0] = lead(results.corrected[(size, *pair)])
+        if BASELINE in pair:  # at these two sizes its rate is in doubt
+            cells = over_rates(pair[0]) if size == "1M" else [cell.strip("*") for cell in cells]
+        lines.append([" − ".join(f"`{name}`" for name in pair), *cells])
+    header = [f"loss of the first − the second, {len(seeds)} seeds", "all labels", "repeated labels", "all others"]
+    return markdown([*header, "all others, second text"], lines)
+
+
+@cache
+def plain_at_rates() -> dict[float, list[dict[str, Any]]]:
+    """The whole runs of the plain residual at 1M, by learning rate from the largest down: reported, tried, searched."""
+    runs = [*records("1M/records.jsonl"), *records("1M-rates.jsonl")]
+    runs = [run for run in runs if run["scheme"] == BASELINE]
+    rates = sorted({run["point"]["train.lr"] for run in runs}, reverse=True)
+    return {rate: [run for run in runs if run["point"]["train.lr"] == rate] for rate in rates}
+
+
+def leads_at_rates(scheme: str, seed: int) -> dict[float, tuple[float, ...]]:
+    """What the four losses of a scheme are minus the plain residual's at each of its rates, with one seed."""
+    row = study(SPLIT["1M"]).row("1M", scheme)
+    runs = [run for run in [*row.reported, *row.tuning] if run["seed"] == seed and run["point"] == row.point]
+    return {
+        rate: tuple(ours - theirs for ours, theirs in zip(ends(runs[0]), ends(run)))
+        for rate, plain in plain_at_rates().items()
+        for run in plain
+        if run["seed"] == seed
+    }
+
+
+def over_rates(scheme: str) -> list[str]:
+    """The ranges of `leads_at_rates` with the seed of which every rate has a run, and that the search did not see."""
+    columns = zip(*leads_at_rates(scheme, RATES_SEED).values())
+    return [f"{max(values):+.2f} to {min(values):+.2f}" for values in columns]
+
+
+RATES_SEED = 211
+
+
+def rates_table() -> str:
+    """The plain residual at 1M by its learning rate: runs that copy, and the lead of the convolution on one of each."""
+    tried, searched = (leads_at_rates("residual+tc", seed) for seed in (RATES_SEED, 0))
+    lines = []
+    for rate, runs in plain_at_rates().items():
+        copying = sum(run["transition"] is not None for run in runs)
+        cells = [f"{tried[rate][0]:+.2f}", f"{tried[rate][2]:+.2f}", f"{searched[rate][0]:+.2f}"]
+        lines.append([f"{rate:g}", f"{copying} of {len(runs)}", *cells, f"{searched[rate][2]:+.2f}"])
+    header = ["rate of `residual`", "its runs that copy", f"seed {RATES_SEED}: all labels", "all others"]
+    return markdown([*header, "seed of the search: all labels", "all others"], lines)
+
+
+def searched() -> dict[str, dict[float, dict[str, Any]]]:
+    """The runs of the search at 1M by scheme and rate: as long as the reported ones, with one seed."""
+    runs: dict[str, dict[float, dict[str, Any]]] = {}
+    for run in records("1M/records.jsonl"):
+        if run["kind"] == "tune":
+            runs.setdefault(run["scheme"], {})[run["point"]["train.lr"]] = run
+    return {name: runs[name] for name in sorted(runs, key=lambda name: -runs[name][0.008]["val_loss"])}
+
+
+def search_table() -> str:
+    """The losses of `searched`; those of a CPU are marked."""
+    runs = searched()
+    rates = sorted({rate for found in runs.values() for rate in found})
+
+    def loss(run: dict[str, Any] | None) -> str:
+        return f"{run['val_loss']:.3f}{'' if 'H200' in run['facts']['device'] else ' *'}" if run else ""
+
+    lines = [[f"`{name}`", *(loss(found.get(rate)) for rate in rates)] for name, found in runs.items()]
+    return markdown(["one seed, at the rate", *(f"{rate:g}" for rate in rates)], lines)
+
+
+def ordered_alike(small: dict[str, list[float]], large: dict[str, list[float]]) -> dict[tuple[str, str], bool]:
+    """Of the pairs that the larger size separates (Welch, p < 0.05), those that the smaller orders as it does."""
+
+    means = [{name: statistics.fmean(values) for name, values in losses.items()} for losses in (small, large)]
+    return {
+        (first, second): len({mean[first] < mean[second] for mean in means}) == 1
+        for first, second in combinations(sorted(large), 2)
+        if welch(large[first], large[second]).p_value < 0.05
+    }
+
+
+def decided_alike(size: str, column: int) -> dict[tuple[str, str], bool]:
+    """`ordered_alike` of a smaller size and 1M, by one of the losses of `split_losses`."""
+    small, large = (
+        {name: [losses[column] for losses in seeds.values()] for name, seeds in split_losses(each).items()}
+        for each in (size, "1M")
+    )
+    return ordered_alike(small, large)
+
+
+def share_alike(alike: dict[tuple[str, str], bool], schemes: list[str]) -> tuple[float, float]:
+    """The 95 % interval of the share of `ordered_alike`, over the choice of schemes: the bootstrap, 10,000 draws.
+
+    If all are alike, those of every draw are. Then it is the exact interval of as many pairs as schemes, less one.
+    """
+    if all(alike.values()):
+        low, high = binomtest(len(schemes) - 1, len(schemes) - 1).proportion_ci()
+        return float(low), float(high)
+    draws, shares = np.random.default_rng(0), []
+    for _ in range(10_000):
+        drawn = combinations(sorted(draws.choice(sorted(schemes), len(schemes))), 2)
+        kept = [alike[pair] for pair in drawn if pair in alike]
+        shares += [np.mean(kept)] if kept else []
+    low, high = np.quantile(shares, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def decisions_table() -> str:
+    """How many of the pairs that 1M separates a smaller size orders alike, by all labels and by those not repeated."""
+    schemes, lines = list(split_losses("1M")), []
+    for size in ("0.1M", "0.3M"):
+        cells = []
+        for column in (0, 2):
+            alike = decided_alike(size, column)
+            low, high = share_alike(alike, schemes)
+            cells.append(f"{sum(alike.values())} of {len(alike)} ({100 * low:.0f} % to {100 * high:.0f} %)")
+        lines.append([size, *cells])
+    return markdown(["size", "all labels", "labels that do not repeat"], lines)

@@ -1,0 +1,50 @@
+"""Write tables and sentences that are made from records into pages.
+
+A page has each of them between two markers: `<!-- NAME: SCRIPT -->` and `<!-- /NAME -->`.
+"""
+
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 140
+Blocks = Mapping[str, Callable[[], str]]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """Return a table of Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def filled(page: str, script: str, blocks: Blocks) -> str:
+    """Return the text of a page with everything between the markers of a script made anew."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, made in blocks.items():
+        pattern = rf"(<!-- {name}: {script} -->\n).*?(<!-- /{name} -->)"
+        text, count = re.subn(pattern, lambda match: f"{match[1]}{made()}\n{match[2]}", text, flags=re.DOTALL)  # noqa: B023
+        if count != 1:
+            raise SystemExit(f"{page} must have the markers of {name} once, found them {count} times")
+    return text
+
+
+def update(script: str, pages: Mapping[str, Blocks], *, write: bool) -> int:
+    """Write the pages of a script, or say which differ from the records; return the exit status."""
+    status = 0
+    for page, blocks in pages.items():
+        path, made = ROOT / page, filled(page, script, blocks)
+        if write:
+            path.write_text(made, encoding="utf-8")
+        elif made != path.read_text(encoding="utf-8"):
+            print(f"{page} differs from the records; run python {script} --write", file=sys.stderr)
+            status = 1
+    return status
+
+
+def wrapped(text: str) -> str:
+    indent = " " * len(re.match(r"(- |\d+\. )?", text)[0])
+    options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    words = " ".join(text.split()).replace(" ± ", "\0±\0").replace(" %", "\0%")  # stay in one line
+    return "\n".join(textwrap.wrap(words, WIDTH, **options)).replace("\0", " ")

