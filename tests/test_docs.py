@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from experiments.drawings import PICTURES
 
 import residua
 import residua.lab.demo
@@ -24,11 +23,13 @@ from residua.lab.records.folder import flatten
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
-from support.pages import DOCS, EXPERIMENTS, RESBENCH, ROOT, blocks, records, script
+from support.pages import DOCS, RESBENCH, ROOT, blocks, records, script
 from support.processes import run_python
+from tools.drawings import PICTURES
 
 PAGES = {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
 PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+PAGES["resbench/methods.md"] = (RESBENCH / "methods.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -254,13 +255,6 @@ def test_the_home_page_and_the_copies_of_the_site(hooks):
     assert {"CITATION.cff", "experiments/LOG.md"} <= hooks.outside()
     for name in hooks.EXAMPLES:
         assert (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[-1] in hooks.examples()
-
-
-@pytest.mark.slow
-def test_the_tables_agree_with_the_records(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    monkeypatch.setattr(sys, "argv", ["tables.py"])
-    assert script("tables").main() == 0, capsys.readouterr().err
 
 
 def test_every_whole_model_solves_the_reflection_as_the_page_says():
