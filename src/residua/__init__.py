@@ -11,7 +11,16 @@ from residua import lazy
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__, __all__ = lazy.attributes(__name__)
+
+def _built_by_name(name: str) -> str:
+    """Return what to write for a preset, or another name of a scheme; "" for any other name."""
+    from residua.connections import names
+
+    preset = names.meaning(name)
+    return f"; residua.build({preset!r}, ...) builds it" if preset.partition(":")[0] in names.PRESETS else ""
+
+
+__getattr__, __dir__, __all__ = lazy.attributes(__name__, _built_by_name)
 
 if "transformers" in sys.modules:
     with suppress(ImportError):  # the connections need neither the lab nor a transformers that it takes

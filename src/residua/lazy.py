@@ -15,26 +15,24 @@ from typing import Any
 from residua.errors import did_you_mean
 
 
-def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return the `__getattr__`, `__dir__` and `__all__` of a package with a stub. Its modules are attributes too."""
+def attributes(
+    package: str, hint_for: Callable[[str], str] = lambda name: ""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package with a stub. Its modules are attributes too.
+
+    hint_for: what to write in place of a name that the package has not, and that resembles none that it has.
+    """
     places = offered(package)
 
     def get(name: str) -> Any:
         if places.get(name, ".") != ".":
             return getattr(import_module(places[name]), name)
         if find_spec(f"{package}.{name}") is None:
-            hint = "" if name.startswith("_") else did_you_mean(name, places) or _built_by_name(name)
+            hint = "" if name.startswith("_") else did_you_mean(name, places) or hint_for(name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         return import_module(f"{package}.{name}")
 
     return get, lambda: sorted({*places, "__all__", "__doc__", "__name__", "__path__", "__version__"}), sorted(places)
-
-
-def _built_by_name(name: str) -> str:
-    """Return what to write for a preset, or another name of a scheme; "" for any other name."""
-    names = import_module("residua.connections.names")
-    preset = names.meaning(name)
-    return f"; residua.build({preset!r}, ...) builds it" if preset.partition(":")[0] in names.PRESETS else ""
 
 
 def offered(package: str) -> dict[str, str]:
