@@ -23,7 +23,7 @@ from residua.lab.records.folder import flatten
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
-from support.pages import DOCS, RESBENCH, ROOT, blocks, records, script
+from support.pages import DOCS, RESBENCH, ROOT, TOOLS, blocks, records, script
 from support.processes import run_python
 from tools.drawings import PICTURES
 
@@ -107,6 +107,14 @@ def test_the_notebook_is_the_tutorial():
 def test_a_drawing_is_what_its_script_draws(name):
     """`python tools/drawings.py` makes it from the records."""
     assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python reads TOML, and qualifies names of code, from 3.11 on")
+@pytest.mark.parametrize("name", ["architecture-rooms", "architecture-calls"])
+def test_a_drawing_of_the_house_is_what_the_code_is(name):
+    """`python tools/architecture.py` makes it from the contracts and from calls."""
+    assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == script("architecture", TOOLS).PICTURES[name]()
 
 
 @pytest.mark.parametrize("name", SCHEMES)
