@@ -1,5 +1,5 @@
 """What the site has beside the files of docs/: the home page, the examples, a page per scheme, the explorer, ResBench's
-report, and copies of linked files. Formulas become MathML.
+report, and copies of linked files. Formulas become MathML, and names of presets links.
 """
 
 import ast
@@ -7,11 +7,13 @@ import json
 import posixpath
 import re
 import sys
+from html import escape
 from importlib.metadata import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mkdocs.structure.files import File
+from mkdocs.utils import get_relative_url
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -56,6 +58,14 @@ if (/\\/api\\/$/.test(location.pathname) && anchor && !document.getElementById(a
 """
 DRAWING = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)*([\w-]+)\.svg" ?/?>')
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+NAME = re.compile(r"(<(a|pre|h\d)\b.*?</\2>)|<code>([a-z][\w+-]*)</code>", re.DOTALL)
+LONG = re.compile(r"(?<=<code>)[^<]{25,}(?=</code>)")
+CARD = """\
+<meta property="og:title" content="{title}">
+<meta property="og:description" content="{description}">
+<meta property="og:image" content="{site}card.png">
+<meta name="twitter:card" content="summary_large_image">
+</head>"""
 
 sys.path[:0] = [str(DOCS), str(ROOT / "src"), str(ROOT / "experiments")]
 
@@ -63,6 +73,7 @@ import scheme_pages  # noqa: E402
 from formulas import Formulas, labelled  # noqa: E402
 
 import residua  # noqa: E402
+from residua.connections import PRESETS  # noqa: E402
 from residua.lab.explorer import write_page  # noqa: E402
 from residua.lab.explorer.collect import page_of  # noqa: E402
 from residua.lab.study.report import page as study_page  # noqa: E402
@@ -108,8 +119,43 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Put in the formulas, the drawings, so that they have the colours of the theme, and the headings of cells."""
-    return labelled(DRAWING.sub(lambda match: drawing(match[2], match[1]), page.formulas.put_back(html)))
+    """Put in the formulas, the drawings, so that they have the colours of the theme, the links of presets, and the
+    headings of cells.
+    """
+    html = DRAWING.sub(lambda match: drawing(match[2], match[1]), page.formulas.put_back(html))
+    return labelled(breakable(html if page.url.startswith("api") else with_presets(html, page.url)))
+
+
+def on_post_page(output, page, config):
+    """Add the card that other sites show for a link to the page; it needs the site's address."""
+    if not config.site_url:
+        return output
+    title = escape(f"{page.title} · {config.site_name}")
+    card = CARD.format(title=title, description=config.site_description, site=config.site_url)
+    return output.replace("</head>", card)
+
+
+def with_presets(html: str, url: str) -> str:
+    """Link the names of presets, and ResBench's names of their forms, to the pages of their schemes."""
+
+    def link(match: re.Match[str]) -> str:
+        name = scheme_of(match[3]) if match[3] else None
+        target = f"schemes/{name}/"
+        if name is None or target == url:
+            return match[0]
+        return f'<a href="{get_relative_url(target, url)}">{match[0]}</a>'
+
+    return NAME.sub(link, html)
+
+
+def scheme_of(name: str) -> str | None:
+    known = name in PRESETS or name in scheme_pages.resbench().study.schemes
+    return scheme_pages.scheme_of(name) if known else None
+
+
+def breakable(html: str) -> str:
+    """Let long code break behind its punctuation, so that it does not push the columns of a table out of the page."""
+    return LONG.sub(lambda match: re.sub(r"(?<=[/_.])(?=\w)", "<wbr>", match[0]), html)
 
 
 def drawing(name: str, text: str) -> str:
@@ -135,9 +181,11 @@ def seen_from_docs(target: str) -> str:
 
 
 def explorer() -> str:
-    """Return the explorer's page with its simulations, as `residua explore` writes it without a run."""
+    """Return the explorer's page as `residua explore` writes it without a run, with the way back to the site."""
+    payload, arrays = page_of(())
     with TemporaryDirectory() as folder:
-        return write_page(Path(folder) / "explorer.html", *page_of(())).read_text(encoding="utf-8")
+        page = write_page(Path(folder) / "explorer.html", {**payload, "home": "../index.html"}, arrays)
+        return page.read_text(encoding="utf-8")
 
 
 def anchors() -> str:

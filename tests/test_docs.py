@@ -265,6 +265,27 @@ def test_the_home_page_and_the_copies_of_the_site(hooks):
         assert (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[-1] in hooks.examples()
 
 
+@pytest.mark.parametrize(
+    ("html", "expected"),
+    [
+        ("<p>Take <code>ddl-tc</code>.</p>", '<p>Take <a href="../schemes/deep_delta/"><code>ddl-tc</code></a>.</p>'),
+        ("<td><code>lambdas+tc</code></td>", '<td><a href="../schemes/lambdas/"><code>lambdas+tc</code></a></td>'),
+        ("<td><code>residual-stream</code> <code>norm</code></td>", None),
+        ('<a href="x"><code>mhc</code></a>', None),
+        ("<pre><code>mhc</code></pre>", None),
+        ("<h2><code>mhc</code></h2>", None),
+    ],
+)
+def test_a_preset_links_to_its_page(html, expected, hooks):
+    """Where it stands by itself in text or in a table, and is no link yet."""
+    assert hooks.with_presets(html, "faq/") == (expected or html)
+
+
+def test_the_page_of_a_scheme_does_not_link_to_itself(hooks):
+    found = hooks.with_presets("<code>mhc</code> <code>hc</code>", "schemes/mhc/")
+    assert found == '<code>mhc</code> <a href="../hyper/"><code>hc</code></a>'
+
+
 def test_every_whole_model_solves_the_reflection_as_the_page_says():
     found = {}
     for run in records("geometry/quick/records.jsonl"):

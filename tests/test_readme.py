@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import residua
-from experiments.delta_write import delta_write
 from residua.connections import PRESETS, SCHEMES
 from residua.connections.explained import added, state
 from residua.lab.study.definition import load_study
@@ -70,11 +69,6 @@ def test_the_states_of_a_page_are_those_of_the_command():
     assert len(rows) > 6
     for name, size in rows:
         assert state(residua.resolve(name)) == size, name
-
-
-def test_the_picture_of_the_delta_write_is_drawn(tmp_path):
-    delta_write().savefig(tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_it_says_of_the_authors_numbers_is_what_their_test_allows():

@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCS, RECORDS = ROOT / "docs", ROOT / "experiments"
 WIDTH = 640
-LIGHT = "--ink:#1b1f24;--soft:#8a929b;--fill:#f1f4f6;--one:#00796b;--two:#c2410c;--three:#6d28d9"
-DARK = "--ink:#e6e8eb;--soft:#8d959e;--fill:#2a2f3a;--one:#4db6ac;--two:#fb923c;--three:#c4b5fd"
+LIGHT = "--ink:#1b1f24;--soft:#5f6771;--fill:#f1f4f6;--one:#00796b;--two:#c2410c;--three:#6d28d9"
+DARK = "--ink:#e6e8eb;--soft:#a0a8b2;--fill:#2a2f3a;--one:#4db6ac;--two:#fb923c;--three:#c4b5fd"
 INK, SOFT, ONE, TWO, THREE = ("ink", "soft", "one", "two", "three")
 
 
@@ -26,7 +26,7 @@ def picture(height: int, *parts: str) -> str:
     )
     style = f".figure{{{LIGHT}}}@media(prefers-color-scheme:dark){{.figure{{{DARK}}}}}"
     return (
-        f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" viewBox="0 0 {WIDTH} {height}" '
         f'font-family="system-ui,sans-serif" font-size="19" fill="var(--ink)"><style>{style}</style>'
         f"<defs>{heads}</defs>{''.join(parts)}</svg>\n"
     )
@@ -115,9 +115,13 @@ def scales() -> str:
     )
 
 
-def delta() -> str:
-    """Three gates of one delta write: what the state holds along k moves to the value v, or beyond it."""
-    parts = []
+def delta(equation: bool = False) -> str:
+    """Three gates of one delta write: what the state holds along k moves to the value v, or beyond it.
+
+    `equation`: with the equation below and larger text, for a page that phones show first.
+    """
+    parts = [text(320, 272, "x′ = x + β k (v − kᵀx)", INK, size=24)] if equation else []
+    size, small = (24, 21) if equation else (19, 17)
     k, v, x = (math.cos(0.35), math.sin(0.35)), 1.3, (-1.0, 0.9)
     along = k[0] * x[0] + k[1] * x[1]
     for number, gate in enumerate((0, 1, 2)):
@@ -135,13 +139,22 @@ def delta() -> str:
             line(at((0, 0)), at(x)),
             line(at((0, 0)), at(k), colour=THREE),
             *([line(at((0, 0)), at(after), colour=ONE, width=3)] if gate else []),
-            text(at(x)[0] - 10, at(x)[1] - 8, "x"),
-            text(at(k)[0] - 4, at(k)[1] + 24, "k", THREE),
-            *([text(at(after)[0] + 6, at(after)[1] - 9, "x′", ONE)] if gate else []),
-            text(left + 36, 24, f"β = {gate}: {('keeps', 'replaces', 'mirrors')[gate]}", ONE),
-            text(at(aim[1])[0] + 8, at(aim[1])[1] + 20, "kᵀx = v", THREE, size=17),
+            text(at(x)[0] - 10, at(x)[1] - 8, "x", size=size),
+            text(at(k)[0] - 4, at(k)[1] + 24, "k", THREE, size=size),
+            *([text(at(after)[0] + 6, at(after)[1] - 9, "x′", ONE, size=size)] if gate else []),
+            text(left + 36, 24, f"β = {gate}: {('keeps', 'replaces', 'mirrors')[gate]}", ONE, size=size),
+            text(at(aim[1])[0] + 8, at(aim[1])[1] + 20, "kᵀx = v", THREE, size=small),
         ]
-    return picture(242, *parts)
+    return picture(288 if equation else 242, *parts)
+
+
+def icon() -> str:
+    """The mark of the site: a stream that goes on, and a sublayer that reads and writes."""
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" '
+        'fill="#00796b"/><path d="M4 21H28M9 21V9H23V21" fill="none" stroke="#fff" stroke-width="3" '
+        'stroke-linejoin="round" stroke-linecap="round"/></svg>\n'
+    )
 
 
 def streams() -> str:
@@ -367,6 +380,8 @@ def gain_and_time() -> str:
 
 PICTURES = {
     "read-sublayer-write": connection,
+    "icon": icon,
+    "delta-write": lambda: delta(equation=True),
     "family-scales": scales,
     "family-delta": delta,
     "family-update": update,

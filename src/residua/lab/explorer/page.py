@@ -36,9 +36,11 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
     """Write the page to the file `out` and return its path.
 
     payload: what JSON can hold, with "title", "traces" (a list) and "comparison" (an object or None); the page has the
-    views Inspect and Compare where there is something to see. arrays: what `arrays(key)` gives in the browser, as a
-    typed array with its `shape`: floats as they are (float16 widened to 32 bits), integers and booleans as integers of
-    at most 32 bits. Raises ModuleNotFoundError where curves have to be drawn and plotly is missing.
+    views Inspect and Compare where there is something to see. "home", if it is there, is the address behind its name.
+    arrays: what `arrays(key)` gives in the browser, as a typed array with its `shape`: floats as they are (float16
+    widened to 32 bits), integers and booleans as integers of at most 32 bits.
+
+    Raises ModuleNotFoundError if curves have to be drawn and plotly is missing.
     """
     path = Path(out)
     plots = bool(payload.get("traces") or payload.get("comparison"))

@@ -7,7 +7,7 @@ import {inspect} from "./inspect.js";
 import {learn} from "./learn.js";
 import {get, release, set, subscribe} from "./store.js";
 
-const {title, traces, comparison} = payload();
+const {title, traces, comparison, home} = payload();
 const views = [
   {name: "learn", label: "Learn", open: learn},
   ...(traces?.length ? [{name: "inspect", label: "Inspect", open: inspect}] : []),
@@ -24,7 +24,7 @@ const switches = themes.map((theme) =>
 
 document.getElementById("top").append(
   h("a", {class: "skip", href: "#main", onclick: (event) => { event.preventDefault(); main.focus(); }}, "Skip to the content"),
-  h("div", {class: "name"}, h("strong", null, "residua"), h("span", null, title && title !== "residua" ? title : "residual connections, seen")),
+  h("div", {class: "name"}, home ? h("a", {href: home, title: "To the documentation"}, h("strong", null, "← residua")) : h("strong", null, "residua"), h("span", null, title && title !== "residua" ? title : "residual connections, seen")),
   h("nav", {class: "tabs", "aria-label": "Views", hidden: views.length < 2}, tabs),
   h("div", {class: "themes", role: "group", "aria-label": "Colours"}, switches),
 );
