@@ -1,4 +1,4 @@
-"""Checkpoints in the authors' names and layouts, made here: every option of theirs that works, and clear errors."""
+"""Checkpoints in the authors' names and layouts, made here, of both of their codes: every option, and clear errors."""
 
 from typing import Any
 
@@ -23,22 +23,24 @@ def made(
     embed_kernel: int | None = None,
     two_layer: int | None = None,
     delta: bool = True,
+    current: bool = False,
     **config: Any,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A configuration and a checkpoint with random parameters, shaped as their classes shape them."""
+    """A configuration and a checkpoint with random parameters, shaped as the classes of their first or current code."""
+    out = "o_proj" if current else "c_proj"
     shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (VOCAB, DIM), "ln_f.weight": (DIM,)}
     inner = HEADS * WIDTH
     for i in range(LAYERS):
         h = f"transformer.h.{i}"
         for name in ("c_q", "c_k", "c_v"):
             shapes[f"{h}.attn.{name}.weight"] = (inner, DIM)
-        shapes[f"{h}.attn.c_proj.weight"] = (DIM, inner)
+        shapes[f"{h}.attn.{out}.weight"] = (DIM, inner)
         if config.get("use_qk_rmsnorm", True):
             shapes |= {f"{h}.attn.q_rms.weight": (WIDTH,), f"{h}.attn.k_rms.weight": (WIDTH,)}
         if config.get("use_output_gate", False):
             shapes |= {f"{h}.attn.g_proj.weight": (inner, DIM), f"{h}.attn.o_norm.weight": (WIDTH,)}
         shapes |= {f"{h}.mlp.c_fc1.weight": (32, DIM), f"{h}.mlp.c_fc2.weight": (32, DIM)}
-        shapes[f"{h}.mlp.c_proj.weight"] = (DIM, 32)
+        shapes[f"{h}.mlp.{out}.weight"] = (DIM, 32)
         shapes |= {f"{h}.ln_1.weight": (DIM,), f"{h}.ln_2.weight": (DIM,)}
         for at in (f"{h}.ddl_attn", f"{h}.ddl_mlp") if delta else ():
             shapes |= {f"{at}.v_proj.weight": (channels, DIM), f"{at}.v_proj.bias": (channels,)}
@@ -50,10 +52,13 @@ def made(
     for at in (*(f"transformer.h.{i}.compress" for i in range(LAYERS)), "readout") if compress else ():
         shapes[f"{at}.read"] = (channels,)
         if compress == "token":
-            shapes[f"{at}.shortconv.weight"] = (DIM * channels, kernel)
+            name, axes = ("weight", (DIM, channels)) if current else ("shortconv.weight", (DIM * channels,))
+            shapes[f"{at}.{name}"] = (*axes, kernel)
         else:
             shapes[f"{at}.weight"] = (DIM, kernel)
-    if embed_kernel:
+    if embed_kernel and current:
+        shapes["input_embed.weight"] = (DIM, channels, embed_kernel)
+    elif embed_kernel:
         shapes["input_embed.conv.weight"] = (DIM * channels, 1, embed_kernel)
     state = {name: 0.5 * normal(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
     for name in state:
@@ -113,11 +118,31 @@ CASES: dict[str, dict[str, Any]] = {
     "channel ec d_v=2 e=1": {"channels": 2, "compress": "channel", "kernel": 2, "embed_kernel": 1},
     "channel ec d_v=4 e=2 mup": {
         "channels": 4, "compress": "channel", "embed_kernel": 2, "mup": True, "hidden_size_base": 24,
-        "ddl_v_sigmoid": False, "ddl_state_dv_shortconv_causal": True,  # ignored by their code
+        "ddl_v_sigmoid": False, "ddl_state_dv_shortconv_causal": False,
     },
     "channel ec d_v=3 e=4 gate": {
         "channels": 3, "compress": "channel", "kernel": 3, "embed_kernel": 4,
         "use_output_gate": True, "rope_ratio": 0.0,
+    },
+    # Read by no file of theirs but those with channel compression.
+    "token d_v=2 causal": {"channels": 2, "compress": "token", "ddl_state_dv_shortconv_causal": True},
+}  # fmt: skip
+CASES |= {f"current {name}": case | {"current": True} for name, case in CASES.items() if "mup" not in case}
+CASES |= {
+    f"current channel d_v={d_v} k={k} causal": {
+        "channels": d_v, "compress": "channel", "kernel": k, "ddl_state_dv_shortconv_causal": True, "current": True,
+    }
+    for d_v, k in ((2, 1), (2, 2), (3, 2), (5, 3))
+}  # fmt: skip
+CASES |= {
+    "current channel ec causal": CASES["current channel d_v=5 k=3 causal"] | {"embed_kernel": 2, "two_layer": 3},
+    "current width": {"parameterization": "widthmuP", "current": True},
+    "current width by depth": {
+        "channels": 2, "compress": "token", "parameterization": "completeP", "hidden_size_base": 48,
+        "num_hidden_layers_base": LAYERS, "current": True,
+    },
+    "current depth undone": {
+        "parameterization": "spectralP", "num_hidden_layers_base": 1, "residual_branch_mult": 1.0, "current": True,
     },
 }  # fmt: skip
 ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -190,12 +215,20 @@ def refused(config: dict[str, Any], state: dict[str, Tensor]) -> str:
 EVERYTHING = {"channels": 3, "compress": "token", "embed_kernel": 2, "two_layer": 4, "use_output_gate": True}
 
 
-@pytest.mark.parametrize("name", [name for name in made(**EVERYTHING)[1] if ".h.1." not in name])
-def test_a_missing_parameter_is_named(name):
+@pytest.mark.parametrize(
+    ("name", "current"),
+    [
+        (name, current)
+        for current in (False, True)
+        for name in made(**EVERYTHING, current=current)[1]
+        if ".h.1." not in name
+    ],
+)
+def test_a_missing_parameter_is_named(name, current):
     """By its name in their checkpoint, whichever it is."""
-    config, state = made(**EVERYTHING)
+    config, state = made(**EVERYTHING, current=current)
     del state[name]
-    if name == "input_embed.conv.weight":  # this name alone tells the variant
+    if name.startswith("input_embed."):  # this name alone tells the variant
         assert load_authors_checkpoint(config, state).config.scheme.expand == "repeat"
     elif name == "transformer.wte.weight":
         assert name in refused(config, state)
@@ -226,6 +259,7 @@ def test_other_checkpoints_are_refused():
         ({"use_k_shift": True}, ["use_k_shift", "not supported"]),
         ({"use_v_shift": True}, ["use_v_shift", "not supported"]),
         ({"using_groupnorm": True}, ["using_groupnorm", "not supported"]),
+        ({"residual_branch_mult": 0.5}, ["residual_branch_mult", "0.5"]),
         ({"q_activation": "relu"}, ["q_activation", "not supported"]),
         ({"num_hidden_layers": 3}, ["num_hidden_layers", "2", "3"]),
         ({"hidden_size": 16}, ["hidden_size", "12", "16"]),
@@ -243,6 +277,58 @@ def test_options_that_do_not_fit_are_refused(option, words):
     config, state = made()
     message = refused(config | option, state)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("parameterization", "muP"),
+        ("mup", True),
+        ("residual_branch_mult", 0.5),
+        ("residual_branch_mult", 0.0),
+        ("ddl_sequence_reduction_version", 2),
+        ("ddl_sequence_reduction_version", True),
+        ("v_activation", "silu"),
+        ("use_k_shift", True),
+        ("using_groupnorm", True),
+    ],
+)
+def test_options_of_the_current_code_that_change_the_function_are_refused(option, value):
+    for case in ({"delta": False}, {}, {"channels": 2, "compress": "channel", "kernel": 2}):
+        config, state = made(**case, current=True)
+        message = refused(config | {option: value}, state)
+        assert option in message
+        assert str(value) in message
+
+
+def test_updates_scaled_by_the_depth_are_refused():
+    config, state = made(current=True)
+    for kind in ("completeP", "spectralp"):
+        message = refused(config | {"parameterization": kind, "num_hidden_layers_base": 1}, state)
+        assert "num_hidden_layers_base=1" in message
+        assert kind in message
+
+
+def test_attention_in_another_precision_is_refused_where_it_has_an_effect():
+    """Only the blocks of their baseline read the option."""
+    for delta in (True, False):
+        config, state = made(delta=delta, current=True)
+        if delta:
+            load_authors_checkpoint(config | {"attention_dtype": "bfloat16"}, state)
+        else:
+            assert "attention_dtype" in refused(config | {"attention_dtype": "bfloat16"}, state)
+
+
+@pytest.mark.parametrize("embed_kernel", [None, 2])
+def test_the_first_names_do_not_tell_whether_the_causal_option_had_an_effect(embed_kernel):
+    config, state = made(channels=4, compress="channel", embed_kernel=embed_kernel)
+    assert "ddl_state_dv_shortconv_causal" in refused(config | {"ddl_state_dv_shortconv_causal": True}, state)
+
+
+def test_the_first_code_has_no_parameterization():
+    config, state = made()
+    assert "parameterization" in refused(config | {"parameterization": "widthmuP"}, state)
+    load_authors_checkpoint(config | {"parameterization": None}, state)
 
 
 def test_the_number_of_heads_must_be_given():

@@ -1,6 +1,6 @@
-"""Equal to the authors' code: logits, losses and the gradient of every parameter against numbers that it produced.
+"""Equal to both of the authors' codes: logits, losses and the gradient of every parameter against numbers of theirs.
 
-The numbers are in authors/, whose README says where they come from.
+The numbers are in authors/ (their first code) and authors/current/, whose READMEs say where they come from.
 """
 
 import json
@@ -15,19 +15,29 @@ from torch import Tensor
 from residua.models import load_authors_checkpoint
 from residua.models.authors import _authors_names
 from support.authors_reference import authors_logits
+from support.tolerances import assert_close
 
 FOLDER = Path(__file__).with_name("authors")
-CASES = {case["name"]: case for case in json.loads((FOLDER / "index.json").read_text())["cases"]}
+CURRENT = json.loads((FOLDER / "current" / "index.json").read_text())
+FIRST_CASES = {case["name"]: case for case in json.loads((FOLDER / "index.json").read_text())["cases"]}
+CURRENT_CASES = {
+    f"current {case['name']}": case | {"file": f"current/{case['file']}"}
+    for case in CURRENT["cases"] + CURRENT["refused"]
+}
+REFUSED = f"current {CURRENT['refused'][0]['name']}"
+CASES = FIRST_CASES | {name: case for name, case in CURRENT_CASES.items() if name != REFUSED}
 every_case = pytest.mark.parametrize("case", CASES)
+current_case = pytest.mark.parametrize("case", [name for name in CASES if name in CURRENT_CASES])
 
 
-def load(case: str, dtype: torch.dtype) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
+def load(name: str, dtype: torch.dtype) -> tuple[dict, dict[str, Tensor], dict[str, Tensor]]:
     """The configuration, the authors' parameters in `dtype`, and the other tensors of a case."""
-    tensors = load_file(FOLDER / CASES[case]["file"])
+    case = (FIRST_CASES | CURRENT_CASES)[name]
+    tensors = load_file(FOLDER / case["file"])
     state = {
         key.removeprefix("param."): tensor.to(dtype) for key, tensor in tensors.items() if key.startswith("param.")
     }
-    return CASES[case]["config"], state, tensors
+    return case["config"], state, tensors
 
 
 def aligned_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -42,7 +52,7 @@ def gradients_by_their_names(model, state: dict[str, Tensor]) -> dict[str, Tenso
         grad, their_name = parameter.grad, theirs[name]
         if name.endswith(".taps"):
             # Ours are (kernel, d_v, dim) with the current token first, or (kernel, dim) over the channels.
-            grad = grad.flip(0).permute(2, 1, 0) if their_name.endswith("conv.weight") else grad.T
+            grad = grad.flip(0).permute(2, 1, 0) if grad.dim() == 3 else grad.T
             grad = grad.reshape(state[their_name].shape)
         gradients[their_name] = grad
     return gradients
@@ -59,8 +69,10 @@ def compare_gradients(model, state, tensors, precision: str, tolerance: float) -
 
 
 def test_every_file_is_in_the_index():
-    assert {case["file"] for case in CASES.values()} == {path.name for path in FOLDER.glob("*.safetensors")}
-    assert len(CASES) == 6
+    files = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.safetensors")}
+    assert {case["file"] for case in (FIRST_CASES | CURRENT_CASES).values()} == files
+    assert len(FIRST_CASES) == 6
+    assert len(CURRENT_CASES) == 7
 
 
 @every_case
@@ -99,3 +111,44 @@ def test_float32(case):
 def test_the_plain_reference_implementation(case):
     config, state, tensors = load(case, torch.float64)
     assert (authors_logits(config, state, tensors["input_ids"]) - tensors["logits.f64"]).abs().max() <= 1e-9
+
+
+@torch.no_grad()
+@current_case
+def test_padding_and_packing(case):
+    """Rows padded on the left, with positions or without; documents packed by cumulative lengths."""
+    config, state, tensors = load(case, torch.float64)
+    model, mask = load_authors_checkpoint(config, state), tensors["pad.attention_mask"]
+    for positions in (None, tensors["pad.position_ids"]):
+        logits = model(tensors["pad.input_ids"], attention_mask=mask, position_ids=positions).logits
+        assert (logits - tensors["pad.logits.f64"])[mask.bool()].abs().max() <= 1e-9
+    lengths, expected = tensors["packed.cu_seqlens"], tensors["packed.logits.f64"]
+    logits = model(tensors["input_ids"].reshape(1, -1), cu_seq_lens_q=lengths, cu_seq_lens_k=lengths).logits
+    assert (logits.view_as(expected) - expected).abs().max() <= 1e-9
+
+
+@torch.no_grad()
+@current_case
+def test_a_saved_configuration(case):
+    """A config.json has keys of transformers beside theirs."""
+    config, state, tensors = load(case, torch.float64)
+    model = load_authors_checkpoint(config | CURRENT["config_json"], state)
+    assert (model(tensors["input_ids"]).logits - tensors["logits.f64"]).abs().max() <= 1e-9
+
+
+def test_updates_that_are_scaled_are_refused():
+    config, state, _ = load(REFUSED, torch.float64)
+    with pytest.raises(ValueError, match=r"residual_branch_mult .*0\.5"):
+        load_authors_checkpoint(config, state)
+
+
+@pytest.mark.parametrize("variation", CURRENT["variations"], ids=lambda variation: json.dumps(variation["change"]))
+def test_variations_of_a_configuration(variation):
+    config, state, tensors = load(REFUSED, torch.float64)
+    if variation["expect"] == "accept":
+        logits = load_authors_checkpoint(config | variation["change"], state)(tensors["input_ids"]).logits
+        assert_close(logits, authors_logits(config | variation["change"], state, tensors["input_ids"]))
+    else:
+        (name, value) = next((name, value) for name, value in variation["change"].items() if value is not None)
+        with pytest.raises(ValueError, match=f"{name} .*{value}"):
+            load_authors_checkpoint(config | variation["change"], state)

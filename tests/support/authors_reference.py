@@ -1,5 +1,5 @@
 """A plain second implementation of the authors' models, in their layout (batch, seq, dim, d_v), from their parameters
-and configuration keys. test_conformance.py checks it against the same numbers."""
+(of the first code or the current one) and configuration keys. test_conformance.py checks it against their numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -54,7 +54,19 @@ def mlp(c: Tensor, p: State, at: str) -> Tensor:
     return (silu(c @ p[f"{at}.c_fc1.weight"].T) * (c @ p[f"{at}.c_fc2.weight"].T)) @ p[f"{at}.c_proj.weight"].T
 
 
-def compressed(X: Tensor, p: State, at: str) -> Tensor:
+def named_as_first(p: State) -> State:
+    """Parameters of the current code with names and shapes of the first."""
+    state = {}
+    for name, tensor in p.items():
+        name = name.replace(".o_proj.", ".c_proj.")
+        if tensor.dim() == 3:
+            name = name.replace("input_embed.", "input_embed.conv.").replace("compress.", "compress.shortconv.")
+            name, tensor = name.replace("readout.", "readout.shortconv."), tensor.flatten(0, 1)
+        state[name] = tensor
+    return state
+
+
+def compressed(X: Tensor, p: State, at: str, *, causal: bool) -> Tensor:
     """x_in: (batch, seq, dim)."""
     d, m = X.shape[-2:]
     if m == 1 and f"{at}.read" not in p:
@@ -67,7 +79,7 @@ def compressed(X: Tensor, p: State, at: str) -> Tensor:
         return sum(w[..., kernel - 1 - s] * earlier(X, s) for s in range(kernel)) @ read
     w = p[f"{at}.weight"]
     kernel = w.shape[-1]
-    left = (kernel - 1) // 2
+    left = kernel - 1 if causal else (kernel - 1) // 2
     x_in = torch.zeros_like(X[..., 0])
     for a in range(m):
         for i in range(kernel):
@@ -98,6 +110,9 @@ def delta(X: Tensor, h: Tensor, x_in: Tensor, c: Tensor, config: Config, p: Stat
 def authors_logits(config: Config, p: State, ids: Tensor) -> Tensor:
     """Logits (batch, seq, vocab) of the model whose parameters are p."""
     first = "transformer.h.0"
+    if f"{first}.attn.o_proj.weight" in p:
+        p = named_as_first(p)
+    causal = config.get("ddl_state_dv_shortconv_causal", False)
     plain = f"{first}.ddl_attn.v_proj.weight" not in p
     m = 1 if plain else p[f"{first}.ddl_attn.v_proj.weight"].shape[0]
     e = p["transformer.wte.weight"][ids]
@@ -111,11 +126,11 @@ def authors_logits(config: Config, p: State, ids: Tensor) -> Tensor:
     for i in range(layers):
         h = f"transformer.h.{i}"
         for norm, sublayer in (("ln_1", "attn"), ("ln_2", "mlp")):
-            x_in = compressed(X, p, f"{h}.compress")
+            x_in = compressed(X, p, f"{h}.compress", causal=causal)
             c = rms_norm(x_in, p[f"{h}.{norm}.weight"])
             y = attention(c, config, p, f"{h}.attn") if sublayer == "attn" else mlp(c, p, f"{h}.mlp")
             X = X + y.unsqueeze(-1) if plain else delta(X, y, x_in, c, config, p, f"{h}.ddl_{sublayer}")
-    logits = rms_norm(compressed(X, p, "readout"), p["ln_f.weight"]) @ p["transformer.wte.weight"].T
-    if config.get("mup", False):
+    logits = rms_norm(compressed(X, p, "readout", causal=causal), p["ln_f.weight"]) @ p["transformer.wte.weight"].T
+    if config.get("mup", False) or config.get("parameterization") is not None:
         logits = logits * config.get("hidden_size_base", 1024) / e.shape[-1]
     return logits

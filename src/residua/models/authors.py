@@ -1,7 +1,7 @@
-"""Importing checkpoints of the authors' public models (deep-delta-learning, commit 2b55f25).
+"""Importing checkpoints of the authors' public models (deep-delta-learning, commits 2b55f25 and d1f7621).
 
 Their state is (..., dim, value_channels) and ours (..., value_channels, dim), so filters are transposed; everything
-else is renaming. The parameter names decide the variant.
+else is renaming. The parameter names decide which of the two codes wrote a checkpoint, and the variant.
 """
 
 import re
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from residua.connections import DeepDelta, Residual, Scheme
 from residua.models.configuration import ResiduaConfig
@@ -17,12 +18,26 @@ from residua.models.transformer import ResiduaForCausalLM
 
 # Keys of the authors' configuration that change nothing in the function computed from given parameters.
 _WITHOUT_EFFECT = {
-    "block_size", "bias", "dropout", "embedding_init_std", "hidden_init_std_factor", "hidden_size_base", "mup",
-    "model_type", "intermediate_size", "mlp_hidden_mult", "kv_cache_slot_size", "num_key_value_heads", "use_cache",
+    "block_size", "bias", "dropout", "embedding_init_std", "hidden_init_std_factor", "hidden_size_base",
+    "intermediate_size", "mlp_hidden_mult", "kv_cache_slot_size", "num_key_value_heads", "use_cache",
     "scale_attn_by_inverse_layer_idx", "tie_word_embeddings", "ddl_beta_hidden_size", "ddl_beta_single_linear",
-    "ddl_state_read_init", "ddl_state_dv_shortconv_causal", "input_embed_shortconv_kernel_size",
+    "ddl_state_read_init", "input_embed_shortconv_kernel_size", "validate_cached_position_ids",
+    # What transformers writes into every config.json, of several of its versions.
+    *PreTrainedConfig().to_dict(), "torch_dtype", "torchscript", "is_decoder", "add_cross_attention", "auto_map",
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_bfloat16", "pruned_heads", "tie_encoder_decoder",
 }  # fmt: skip
 
+# Options that change the function and that our models do not have.
+_UNSUPPORTED = ("use_k_shift", "use_v_shift", "using_groupnorm", "q_activation", "k_activation", "v_activation")
+_DEPTH_SCALED = ("completeP", "completep", "spectralP", "SpectralP", "spectralp")
+_WIDTH_SCALED = ("widthmuP", "widthmup", *_DEPTH_SCALED)
+
+
+# Parameters that tell the sizes of a model.
+_SIZES = ("transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "transformer.h.0.mlp.c_fc1.weight")
+
+# Filters of compressors: over the tokens in the first code, then over either axis in the current one.
+_COMPRESSORS = ("compress.shortconv.weight", "readout.shortconv.weight", "compress.weight", "readout.weight")
 
 # Their options of a connection, without "ddl_", and the defaults.
 _OPTIONS = {
@@ -35,14 +50,15 @@ _OPTIONS = {
 def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> ResiduaForCausalLM:
     """Build our model with the authors' parameters: the same function, without their defects.
 
-    config: their configuration keys (hidden_size, num_attention_heads, ddl_*, ...); state_dict: their parameter names.
-    The variant (baseline, d_v = 1, token or channel compression, embedding convolution, kind of gate) follows from the
-    names. The dtype of the parameters is kept. Raises ValueError for parameters that are unknown, missing or of
-    another shape, and for unsupported options.
+    config: their configuration keys (hidden_size, num_attention_heads, ddl_*, ...), or the content of a config.json
+    that `save_pretrained` wrote; state_dict: their parameter names, of the first code or of the current one. The
+    variant (baseline, d_v = 1, token or channel compression, embedding convolution, kind of gate) follows from names
+    and axes. The dtype of the parameters is kept. Raises ValueError for parameters that are unknown, missing or of
+    another shape, and for options that change numbers and are not supported.
     """
     state = {name: tensor for name, tensor in state_dict.items() if name != "lm_head.weight"}
     layers = {int(match[1]) for name in state if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
-    for name in ("transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "transformer.h.0.mlp.c_fc1.weight"):
+    for name in _SIZES:
         if name not in state:
             names = ", ".join(sorted(state)[:3]) or "nothing"
             raise ValueError(f"state_dict must have the authors' names (missing: {name}), got {names}")
@@ -61,8 +77,8 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     problems = [f"missing: {name}" for name in sorted(expected.keys() - state.keys())]
     problems += [f"unknown: {name}" for name in sorted(state.keys() - expected.keys() - unused)]
     for name, (_, shape) in expected.items():
-        if name in state and (actual := _filters(state[name]).shape) != (needed_shape := _their_shape(shape, name)):
-            problems.append(f"{name} must have shape {tuple(needed_shape)}, got {tuple(actual)}")
+        if name in state and (actual := _filters(state[name], name).shape) != (needed := _their_shape(shape, name)):
+            problems.append(f"{name} must have shape {tuple(needed)}, got {tuple(actual)}")
     if problems:
         raise ValueError("the state_dict does not fit the configuration: " + "; ".join(problems))
     renamed = {
@@ -74,10 +90,14 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
 
 
 def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_layers: int) -> ResiduaConfig:
-    settings = dict(config)
-    for name in ("use_k_shift", "use_v_shift", "using_groupnorm", "q_activation", "k_activation", "v_activation"):
-        if settings.pop(name, None):
-            raise ValueError(f"{name}: not supported (the authors' baseline and Deep Delta models leave it off)")
+    settings = {name: value for name, value in config.items() if not name.startswith("_")}
+    for name in _UNSUPPORTED:
+        value = settings.pop(name, None)
+        if value and not (name.endswith("activation") and value == "identity"):
+            raise ValueError(f"{name} must be off, got {value!r}: not supported")
+    version = settings.pop("ddl_sequence_reduction_version", 1)
+    if version != 1 or version is True:
+        raise ValueError(f"ddl_sequence_reduction_version must be 1, got {version!r}")
     vocab_size, hidden_size = state["transformer.wte.weight"].shape
     for name, size in {"num_hidden_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}.items():
         if settings.pop(name, size) != size:
@@ -97,7 +117,10 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
             f"rms_norm_eps must be 1e-05, which most norms of theirs have fixed, got {config['rms_norm_eps']}"
         )
 
+    mup, base_width = _scales_logits(settings, state, num_layers), settings.get("hidden_size_base") or 1024
     scheme = _scheme(settings, state)
+    if settings.pop("attention_dtype", "auto") == "bfloat16" and isinstance(scheme, Residual):
+        raise ValueError("attention_dtype must be 'auto' or 'float32' with the authors' baseline, got 'bfloat16'")
     ours = ResiduaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -113,8 +136,8 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         attention_output_gate=bool(settings.pop("use_output_gate", False)),
         embedding_init_std=float(settings.get("embedding_init_std", 0.02)),
         hidden_init_std_factor=float(settings.get("hidden_init_std_factor", 0.5)),
-        mup=bool(settings.get("mup", False)),
-        mup_base_width=int(settings.get("hidden_size_base", 1024)),
+        mup=mup,
+        mup_base_width=int(base_width) if base_width == int(base_width) else base_width,
     )
     unknown = sorted(settings.keys() - _WITHOUT_EFFECT)
     if unknown:
@@ -122,13 +145,41 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
     return ours
 
 
+def _scales_logits(settings: dict[str, Any], state: Mapping[str, Tensor], num_layers: int) -> bool:
+    """Return whether logits are scaled by the width, as `mup` of ours; remove the keys that decide it from `settings`.
+
+    Raises ValueError for a model whose updates of the state are multiplied by a number.
+    """
+    mup, kind = settings.pop("mup", False), settings.pop("parameterization", None)
+    multiplier, base_layers = settings.pop("residual_branch_mult", None), settings.pop("num_hidden_layers_base", None)
+    if _is_current(state) and (mup or kind in ("muP", "mup")):
+        name, value = ("mup", mup) if mup else ("parameterization", kind)
+        raise ValueError(f"{name} is an error in the code with these parameters ('widthmuP' is meant), got {value!r}")
+    if kind is not None and not _is_current(state):
+        raise ValueError(f"parameterization must be null in the code with these parameters (c_proj), got {kind!r}")
+    if multiplier is None and kind in _DEPTH_SCALED and base_layers not in (None, num_layers):
+        raise ValueError(
+            f"parameterization {kind!r} with num_hidden_layers_base={base_layers} is not supported for a model of "
+            f"{num_layers} layers: every update of the state is multiplied by the ratio"
+        )
+    if multiplier not in (None, 1):
+        raise ValueError(f"residual_branch_mult must be 1, got {multiplier!r}: another value is not supported")
+    return bool(mup) or kind in _WIDTH_SCALED
+
+
+def _is_current(state: Mapping[str, Tensor]) -> bool:
+    """Return whether the parameters have the names of the authors' current code, which differ in every block."""
+    return _find(state, ".o_proj.weight") is not None
+
+
 def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
     """Infer the scheme from parameter names and shapes; remove the keys that it reads from `settings`."""
     declared = {name: settings.pop(f"ddl_{name}", default) for name, default in _OPTIONS.items()}
+    causal = bool(settings.pop("ddl_state_dv_shortconv_causal", False))
     if not any(".ddl_" in name for name in state):
         return Residual()
     read = _find(state, "compress.read", "readout.read")
-    embed = _find(state, "input_embed.conv.weight")
+    embed = _find(state, "input_embed.conv.weight", "input_embed.weight")
     beta_in = _find(state, ".beta_in.weight")
     options: dict[str, Any] = {}
     if embed is not None:
@@ -144,16 +195,33 @@ def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
             {"v_scale": float(declared["v_sigmoid_scale"])} if declared["v_sigmoid"] else {"v_activation": "linear"}
         )
     if read is not None:
-        token = _find(state, "compress.shortconv.weight", "readout.shortconv.weight")
-        weights = _find(state, "compress.weight", "readout.weight") if token is None else token
-        options["compress"] = "channel" if token is None else "token"
+        weights = _find(state, *_COMPRESSORS)
+        token = weights is not None and (_convolves(state) or (_is_current(state) and weights.dim() == 3))
+        options["compress"] = "token" if token else "channel"
         options["value_channels"] = declared["value_channels"] or read.numel()
         kernel = None if weights is None else weights.shape[-1]  # None: reported among the missing parameters
         options["compress_kernel"] = declared["state_shortconv_kernel_size"] or kernel
+        if causal and not token:
+            options["compress_causal"] = _is_honoured(state)
     elif declared["value_channels"] not in (None, 1):
         raise ValueError(f"ddl_value_channels must be 1 as in the state_dict, got {declared['value_channels']}")
     beta_init = min(max(float(declared["beta_init"]), 0.0), 2.0)
     return DeepDelta(k_eps=float(declared["k_eps"]), beta_init=beta_init, init="authors", **options)
+
+
+def _convolves(state: Mapping[str, Tensor]) -> bool:
+    """Return whether the names of the first code have compressors over the tokens."""
+    return not _is_current(state) and _find(state, ".shortconv.weight") is not None
+
+
+def _is_honoured(state: Mapping[str, Tensor]) -> bool:
+    """Return True; raise ValueError for names with which either a causal or a centred convolution can have run."""
+    if not _is_current(state):
+        raise ValueError(
+            "ddl_state_dv_shortconv_causal must be false with the authors' first names (c_proj), got true: only the "
+            "accelerated file of that code is causal then, and the parameters do not tell the file that made them"
+        )
+    return True
 
 
 def _find(state: Mapping[str, Tensor], *endings: str) -> Tensor | None:
@@ -164,14 +232,15 @@ def _find(state: Mapping[str, Tensor], *endings: str) -> Tensor | None:
 def _authors_names(state: Mapping[str, Tensor], num_layers: int) -> dict[str, str]:
     """Map our parameter names to theirs, for every parameter that a model with such a `state` can have."""
     gate = "beta" if _find(state, ".beta_in.weight") is None else "beta_out"
+    out = "o_proj" if _is_current(state) else "c_proj"
     names = {"model.embed_tokens.weight": "transformer.wte.weight", "model.norm.weight": "ln_f.weight"}
     for i in range(num_layers):
         theirs, layer = f"transformer.h.{i}", f"model.layers.{i}"
-        for ours, name in (("q_proj", "c_q"), ("k_proj", "c_k"), ("v_proj", "c_v"), ("o_proj", "c_proj"), ("g_proj",
-        "g_proj"),
-                           ("q_norm", "q_rms"), ("k_norm", "k_rms"), ("o_norm", "o_norm")):  # fmt: skip
+        for ours, name in (("q_proj", "c_q"), ("k_proj", "c_k"), ("v_proj", "c_v"), ("o_proj", out),
+                           ("g_proj", "g_proj"), ("q_norm", "q_rms"), ("k_norm", "k_rms"),
+                           ("o_norm", "o_norm")):  # fmt: skip
             names[f"{layer}.attention.{ours}.weight"] = f"{theirs}.attn.{name}.weight"
-        for ours, name in (("gate_proj", "c_fc1"), ("up_proj", "c_fc2"), ("down_proj", "c_proj")):
+        for ours, name in (("gate_proj", "c_fc1"), ("up_proj", "c_fc2"), ("down_proj", out)):
             names[f"{layer}.mlp.{ours}.weight"] = f"{theirs}.mlp.{name}.weight"
         for sublayer, (norm, delta) in enumerate((("ln_1", "ddl_attn"), ("ln_2", "ddl_mlp"))):
             connection = f"model.stream.connections.{2 * i + sublayer}"
@@ -183,36 +252,36 @@ def _authors_names(state: Mapping[str, Tensor], num_layers: int) -> dict[str, st
             names[f"{connection}.value.project.bias"] = f"{theirs}.{delta}.v_proj.bias"
         names |= _compressor_names(state, f"model.stream.connections.{2 * i}.compress", f"{theirs}.compress")
     names |= _compressor_names(state, "model.stream.collapse.compress", "readout")
-    names["model.stream.expand.taps"] = "input_embed.conv.weight"
+    names["model.stream.expand.taps"] = f"input_embed.{'weight' if _is_current(state) else 'conv.weight'}"
     return names
 
 
 def _compressor_names(state: Mapping[str, Tensor], ours: str, theirs: str) -> dict[str, str]:
-    taps = f"{theirs}.weight" if _find(state, ".shortconv.weight") is None else f"{theirs}.shortconv.weight"
-    return {f"{ours}.taps": taps, f"{ours}.read": f"{theirs}.read"}
+    taps = "shortconv.weight" if _convolves(state) else "weight"
+    return {f"{ours}.taps": f"{theirs}.{taps}", f"{ours}.read": f"{theirs}.read"}
 
 
-def _filters(tensor: Tensor) -> Tensor:
-    """Return filters without the axis of length one for the input channels of a convolution."""
-    return tensor.squeeze(1) if tensor.dim() == 3 else tensor
+def _filters(tensor: Tensor, name: str) -> Tensor:
+    """Return filters without the axis of length one that the convolutions of the first code have."""
+    return tensor.squeeze(1) if tensor.dim() == 3 and name.endswith("conv.weight") else tensor
 
 
 def _their_shape(shape: torch.Size, name: str) -> torch.Size:
     """Return the shape in their layout of a parameter with `shape` in ours.
 
-    Filters over the tokens are (kernel, channels, dim) here and (dim * channels, kernel) there, filters over the
-    channels (kernel, dim) here and (dim, kernel) there.
+    Filters over the tokens are (kernel, channels, dim) here, (dim * channels, kernel) in their first code and
+    (dim, channels, kernel) in the current one; filters over the channels (kernel, dim) here and (dim, kernel) there.
     """
     if name.endswith("conv.weight"):
         return torch.Size([shape[1] * shape[2], shape[0]])
-    return shape[::-1] if name.endswith(("compress.weight", "readout.weight")) else shape
+    return shape[::-1] if name.endswith((*_COMPRESSORS, "input_embed.weight")) else shape
 
 
 def _our_layout(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
     """Copy into our layout. Over the tokens their channels are fastest and their last tap is the current token."""
-    filters = _filters(tensor.detach())
-    if name.endswith("conv.weight"):
-        filters = filters.reshape(shape[2], shape[1], shape[0]).permute(2, 1, 0).flip(0)
-    elif name.endswith(("compress.weight", "readout.weight")):
+    filters = tensor.detach()
+    if len(shape) == 3:
+        filters = filters.reshape(shape[::-1]).permute(2, 1, 0).flip(0)
+    elif name.endswith(_COMPRESSORS):
         filters = filters.T
     return filters.clone(memory_format=torch.contiguous_format)
