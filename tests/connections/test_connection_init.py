@@ -148,7 +148,7 @@ WAITING = (
     *("beta.hidden.weight", "logits.gain.weight", "logits.scale", "mappings.alpha", "pool.taps", "scales"),
     *("attend.gain", "gated.down.weight", "map.key.weight", "map.query.weight", "map.slots", "stream_norm.weight"),
     *("router.norm.bias", "router.norm.weight", "average.up.weight", "gates.up.weight"),
-    *("average.before.weight", "average.after.weight", "embedding_norm.weight"),
+    *("average.before.weight", "average.after.weight", "embedding_norm.weight", "expand.gate"),
 )
 WAITING_IN = {
     "delta-attnres-scalar-s2": ("attend.query",),

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residua.ops import causal_expand, causal_read, causal_read_on
+from residua.ops import causal_expand, causal_read, causal_read_on, smear
 from support.delta_cases import assert_equals_with_gradients, generator, normal
 from support.tolerances import assert_close
 
@@ -53,14 +53,16 @@ def test_expand_and_read_are_adjoint_with_time_reversed(length, kernel, num_stre
 def test_earlier_tokens_are_bit_equal_when_a_later_one_changes(changed):
     g = generator(0)
     x, streams, taps = normal(g, 2, 7, 5).float(), normal(g, 2, 7, 3, 5).float(), normal(g, 4, 3, 5).float()
-    for op, source in [(causal_expand, x), (causal_read, streams)]:
+    scale, gate = normal(g, 1).float(), normal(g, 3).float()
+    look_back = lambda x, _: smear(x, scale, gate)  # noqa: E731
+    for op, source, kernel in [(causal_expand, x, 4), (causal_read, streams, 4), (look_back, x, 2)]:
         other = source.clone()
         other[:, changed] = float("nan")
         before, after = op(source, taps), op(other, taps)
         assert torch.equal(before[:, :changed], after[:, :changed])
         # ... and the change reaches the next kernel - 1 tokens, no further.
         reached = after.flatten(2).isnan().all(-1).all(0)
-        assert reached.tolist() == [changed <= t < changed + 4 for t in range(7)]
+        assert reached.tolist() == [changed <= t < changed + kernel for t in range(7)]
 
 
 @pytest.mark.parametrize("leading", [(), (2,), (2, 3)])

@@ -29,6 +29,9 @@ _VARIANTS = {
     # The plain residual behind DDL's embedding convolution, a control.
     "residual-ec4": "residual:expand=conv",
     "residual-ec1": "residual:expand=conv,expand_kernel=1",
+    # The same behind nanochat's look back by one token.
+    "residual-smear": "residual:expand=smear",
+    "lambdas-smear-tc3": "lambdas:compress=token,compress_kernel=3,expand=smear,r=1.1,z=0.1,backout=0.1",
     # The same with a gate for each token on what is written.
     "residual-gated": "residual:gate=token",
     "residual-gated-tc4-ec2": "residual:compress=token,expand=conv,expand_kernel=2,gate=token",
@@ -76,6 +79,7 @@ _VARIANTS = {
         "gated-delta:recompute_every=2,value_channels=4,compress_kernel=2,compress_sharing=separate,"
         "write_gate=true,rank=2"
     ),
+    "gated-delta-dv2-smear": "gated-delta:value_channels=2,compress_kernel=3,write_gate=true,expand=smear",
     "gated-delta-dv3-gates": (
         "gated-delta:recompute=none,value_channels=3,compress=channel,compress_form=direct,channel_gates=true,heads=2"
     ),

@@ -96,6 +96,8 @@ ALIASES = {  # a preset, and the options that differ from it
     "residual+conv": "residual:expand=conv",
     "lambdas+tc": "lambdas:compress=token",
     "lambdas+conv": "lambdas:expand=conv",
+    "lambdas+smear": "lambdas:expand=smear",
+    "residual+smear": "residual:expand=smear",
     "lambdas-gated": "lambdas:gate=token",
     "lambdas-gated+tc": "lambdas:gate=token,compress=token",
     "lambdas-gated+conv": "lambdas:gate=token,expand=conv",

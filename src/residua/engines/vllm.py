@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from residua.connections import describe
+from residua.connections import describe, resolve
+from residua.connections.names import ALIASES
 from residua.connections.parts.memory import window_of
 from residua.connections.registry import schemes
 from residua.conversion.anatomy import Conversion
@@ -84,7 +85,8 @@ def expect_served(config: Any, *, is_moe: bool = False) -> None:
         stream = scheme.build(config.hidden_size, 2)
     if all(getattr(part, "causal", True) and not window_of(part) for part in stream.parts):
         return
-    name = next((name for name, preset in schemes().items() if preset == scheme), describe(scheme)["scheme"])
+    named = schemes() | {alias: resolve(alias) for alias in ALIASES}
+    name = next((name for name, known in named.items() if known == scheme), describe(scheme)["scheme"])
     raise NotImplementedError(
         f"vLLM cannot serve {name}, which reads earlier tokens in its connections; use residua.load(folder)"
     )

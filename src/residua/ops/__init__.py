@@ -3,6 +3,7 @@
 from residua.ops.conv import causal_expand as causal_expand
 from residua.ops.conv import causal_read as causal_read
 from residua.ops.conv import causal_read_on as causal_read_on
+from residua.ops.conv import smear as smear
 from residua.ops.delta import K_NORMS as K_NORMS
 from residua.ops.delta import Composition as Composition
 from residua.ops.delta import KNorm as KNorm

@@ -85,6 +85,26 @@ def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) ->
     return x.to(streams.dtype), torch.stack(parts, -2) if parts else x.new_empty(*x.shape[:2], 0, x.shape[2])
 
 
+def smear(x: Tensor, scale: Tensor, gate: Tensor, documents: Tensor | None = None) -> Tensor:
+    """x[t] + s sigmoid(w . u[t]) x[t-1], u = the first features of x / rms(x): nanochat's look back by one token.
+
+    x: (..., seq, dim), scale: () or (1,), s. gate: (features,), w, with features <= dim. nanochat normalises its
+    embeddings, which are then u themselves; like its norm, this one has the machine's epsilon. Returns (..., seq, dim)
+    in the dtype of `x`; computed in at least float32. Raises ValueError if the axes of `documents` differ.
+    github.com/karpathy/nanochat, gpt.py at 92d63d4.
+    """
+    if documents is not None:
+        expect_shape("documents", documents, x.shape[:-1], "(..., seq)")
+    wide, scale, gate = promote(x, scale, gate)
+    inverse_rms = (wide.square().mean(-1) + torch.finfo(wide.dtype).eps).rsqrt()
+    share = scale * torch.sigmoid((wide[..., : gate.shape[0]] * gate).sum(-1) * inverse_rms)
+    before = F.pad(wide, (0, 0, 1, 0))[..., : x.shape[-2], :]
+    if documents is not None:
+        same = F.pad(documents[..., 1:] == documents[..., :-1], (1, 0))[..., : x.shape[-2], None]
+        before = torch.where(same, before, 0)
+    return torch.addcmul(wide, share.unsqueeze(-1), before).to(x.dtype)
+
+
 # The gradients are written out because autograd would keep and copy every shifted slice. Inputs are saved in their own
 # dtype and widened again in the backward pass.
 

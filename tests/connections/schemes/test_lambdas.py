@@ -39,6 +39,16 @@ def nanochat(stream, x: Tensor, functions: list) -> Tensor:
     return x - stream.collapse.backout.weight * backed
 
 
+def nanochat_with_smear(stream, x: Tensor, functions: list) -> Tensor:
+    """A gated copy of the embedding before is added to each embedding; the gate reads normalised features."""
+    normalised = nn.functional.rms_norm(x, (DIM,))
+    rows = [x[:, 0]]
+    for t in range(1, x.shape[1]):
+        gate = stream.expand.scale * torch.sigmoid(normalised[:, t, :24] @ stream.expand.gate)
+        rows.append(x[:, t] + gate.unsqueeze(-1) * x[:, t - 1])
+    return nanochat(stream, torch.stack(rows, 1), functions)
+
+
 def modded_nanogpt(stream, x: Tensor, functions: list) -> Tensor:
     """Each sublayer reads x and writes r x + p h; attention also writes z x0."""
     x0 = x
@@ -86,6 +96,7 @@ def deepnorm(stream, x: Tensor, functions: list) -> Tensor:
 
 FORMS = {
     "nanochat": (resolve("lambdas"), nanochat),
+    "nanochat-smear": (resolve("lambdas+smear"), nanochat_with_smear),
     "modded-nanogpt": (ALL["lambdas-written"], modded_nanogpt),
     "gated": (ALL["lambdas-gated"], gated),
     "zaya": (ALL["lambdas-bias"], zaya),
@@ -109,6 +120,29 @@ def test_behind_the_embedding_convolution_it_is_the_same_stream_from_another_sta
     assert all(part is convolved[0] for part in convolved), "copies of one tensor take no memory"
     assert not torch.equal(convolved[0], x)
     assert torch.equal(behind(x, functions), plain(convolved[0], functions))
+
+
+def test_the_look_back_starts_as_nanochats():
+    """Without a copy, behind a gate of 24 features that are drawn from [0, 0.02)."""
+    plain, behind = (resolve(name).build(32, 2).expand for name in ("lambdas", "lambdas+smear"))
+    x = normal(2, 5, 32).float()
+    assert torch.equal(behind(x)[0], plain(x)[0])
+    assert behind.gate.shape == (24,)
+    assert 0 <= behind.gate.min() < behind.gate.max() < 0.02
+
+
+def test_the_look_back_reads_the_first_24_features_of_the_token_and_scales_with_the_embedding():
+    """nanochat's own embeddings are normalised; the gate is the same for embeddings of another size."""
+    expand = perturbed(resolve("residual+smear").build(32, 2)).expand.double()
+    x = normal(1, 2, 32)
+    x[:, 0] = 1.0
+    copy = (expand(x) - x)[0, 1, 0]
+    mirrored = x.clone()
+    mirrored[:, 1, 24:] *= -1  # no other norm, and nothing that the gate reads
+    assert_close((expand(mirrored) - mirrored)[0, 1, 0], copy)
+    mirrored[:, 1, 23] *= -1
+    assert not torch.allclose((expand(mirrored) - mirrored)[0, 1, 0], copy)
+    assert_close(expand(x * 50), expand(x) * 50)
 
 
 def starts(scheme: Lambdas, sublayers: int, name: str) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Connection, Scheme, State, Stream
-from residua.connections.parts.ends import Collapse, Copies, Same, TokenCompress, TokenConv
+from residua.connections.parts.ends import Collapse, Copies, Same, Smear, TokenCompress, TokenConv
 from residua.connections.parts.facts import Mixing, RankOne
 from residua.connections.parts.memory import Memory, whole_sequence, window_of
 from residua.connections.parts.options import OnlyIf, Taps, only_with, require_option
@@ -41,7 +41,9 @@ class CompressingScheme(Scheme):
                       tokens added, which starts at 0
     branch_kernel     taps of that convolution
     compress_sharing  one compressor for the two sublayers of a "block", or "separate" ones
-    expand            "repeat" the embedding, or "conv": a causal convolution of it that starts as "repeat"
+    expand            "repeat" the embedding; "conv": a causal convolution of it that starts as "repeat"; "smear":
+                      repeat it with a gated copy of that of the token before, as in nanochat. The gate reads 24
+                      features, and the copy has a factor that starts at 0
     expand_kernel     taps of that convolution
     """
 
@@ -52,7 +54,7 @@ class CompressingScheme(Scheme):
     compress_sharing: Annotated[
         Literal["block", "separate"], OnlyIf("compress is not null", lambda scheme: scheme.compresses)
     ] = "block"
-    expand: Literal["repeat", "conv"] = "repeat"
+    expand: Literal["repeat", "conv", "smear"] = "repeat"
     expand_kernel: Annotated[Taps, only_with(expand="conv")] = 4
 
     @property
@@ -74,6 +76,8 @@ class CompressingScheme(Scheme):
         compressor: makes compressor j, that of the readout as the last. If a block shares one, its second sublayer gets
         the connection of the first, to borrow from.
         """
+        if self.expand == "smear":
+            expand = SmearedEmbedding(dim, expand)
         connections: list[CompressingConnection] = []
         count = 0
         for i in range(num_sublayers):
@@ -138,6 +142,17 @@ class ConvEmbedding(TokenConv):
     def forward(self, x: Tensor, memory: Memory | None = None) -> State:
         x = super().forward(x, memory)
         return x if self.copies == 1 else (x,) * self.copies
+
+
+class SmearedEmbedding(Smear):
+    """The embedding with its look back, which `repeat` makes the state: (batch, seq, dim) -> a state."""
+
+    def __init__(self, dim: int, repeat: nn.Module):
+        super().__init__(dim)
+        self.repeat = repeat
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> State:
+        return self.repeat(super().forward(x, memory))
 
 
 class BranchCoefficients(NamedTuple):

@@ -26,6 +26,7 @@ from residua.ops import (
     causal_read,
     causal_read_on,
     channel_taps,
+    smear,
     stream_read,
 )
 from residua.ops.precision import promote
@@ -118,6 +119,35 @@ class TokenConv(SelfStarting):
         extended = remembered(x, memory, self.window)
         streams = current(causal_expand(extended, self.taps, documents_in(memory)), x, extended)
         return streams.squeeze(-2) if self.single else streams
+
+
+class Smear(SelfStarting):
+    """nanochat's look back: a gated copy of the embedding before, added to the embedding. (batch, seq, dim) -> same.
+
+    Starts as the identity, with s = 0; w is drawn from [0, 0.02). The gate reads as many features as nanochat's, or all
+    of a narrower embedding.
+    """
+
+    separates_documents = True
+    window = 1
+    features = 24
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+        self.gate = nn.Parameter(torch.empty(min(self.features, dim)))
+        self.reset_parameters()
+
+    @on_whole_tensors
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.scale)
+        nn.init.uniform_(self.gate, 0.0, 0.02)
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        expect_tokens(x, self.window, axes="(batch, seq, dim)")
+        expect_memory(self, memory, x)
+        extended = remembered(x, memory, self.window)
+        return current(smear(extended, self.scale, self.gate, documents_in(memory)), x, extended)
 
 
 CompressStart = Literal["average", "authors"] | int  # the average of the streams, the authors' draw, or one stream
