@@ -20,6 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo check test nightly resbench gpu testers lint types docs titan vllm lock newest lowest clean
 
 demo: $(LAB)
+	@echo "3/3 Training: three models side by side, about three minutes on two idle cores"
 	$(VENV)/bin/residua demo --out runs/demo
 
 # The fast lane: everything but Triton's interpreter, compilers, other processes, the browser, tests that take long, and
@@ -107,10 +108,11 @@ clean:
 # torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes. The build of PyPI
 # for Linux brings the libraries of CUDA. uv knows where the others are, and takes the one for the CPU if there is no GPU.
 $(LAB): pyproject.toml requirements.txt
-	@echo "Installing PyTorch and the laboratory in $(VENV): minutes, gigabytes, and no word until it is done."
+	@echo "1/3 PyTorch in $(VENV): 0.8 GB on the disk for a CPU, about 5 GB with CUDA; minutes without a word"
 	$(PYTHON) -m venv $(VENV)
 	command -v uv >/dev/null && uv pip install --quiet --python $(VENV) --torch-backend auto --constraint requirements.txt torch \
 	  || $(PIP) torch
+	@echo "2/3 The laboratory: about 60 packages, 0.7 GB"
 	$(PIP) hatchling
 	$(PIP) --editable '.[lab]'
 	touch $@

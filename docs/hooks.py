@@ -83,7 +83,7 @@ from residua.lab.study.report import payload  # noqa: E402
 def on_config(config):
     """Name the version and the project's addresses, and list the pages of schemes by family."""
     config.site_name = f"residua {residua.__version__}"
-    addresses = dict(url.split(", ", 1) for url in metadata("residua").get_all("Project-URL", []))
+    addresses = dict(url.split(", ", 1) for url in metadata("residua").get_all("Project-URL", []) if "OWNER" not in url)
     config.repo_url, config.site_url = addresses.get("Repository"), addresses.get("Documentation")
     section = next(pages for item in config.nav for title, pages in item.items() if title == "Schemes")
     for family, names in scheme_pages.families().items():

@@ -286,6 +286,18 @@ def test_the_page_of_a_scheme_does_not_link_to_itself(hooks):
     assert found == '<code>mhc</code> <a href="../hyper/"><code>hc</code></a>'
 
 
+def test_the_repository_has_one_address_and_nothing_installs_residua_from_an_index():
+    """Until a person publishes: pyproject.toml has the address with a placeholder, and everything else repeats it."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    address = re.search(r'^Repository = "https://(.*)"$', project, re.MULTILINE)[1]
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml")]
+    files += [*PAGES.values(), (DOCS / "tutorial.ipynb").read_text(encoding="utf-8")]
+    for text in files:
+        assert set(re.findall(r"github\.com/[\w-]+/residua\b", text)) <= {address}
+        assert not re.search(r"(pip|uv) install [^\n`]*(?<![\w./-])['\"]?residua\b(?! @)", text)
+        assert 'default: "residua' not in text
+
+
 def test_every_whole_model_solves_the_reflection_as_the_page_says():
     found = {}
     for run in records("geometry/quick/records.jsonl"):

@@ -41,7 +41,7 @@ def test_every_preset_takes_sublayers_with_one_input_but_the_two_that_the_text_n
         except TypeError:
             several.append(name)
     names = " and ".join(f"`{name}`" for name in sorted(several, reverse=True))
-    assert f"Two presets of the {len(PRESETS)}, {names}" in TEXT
+    assert f"Two of the {len(PRESETS)} presets, {names}" in TEXT
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/which.md"])

@@ -36,7 +36,7 @@ OPTIONAL = {"triton"}
 
 CONVERTED_CODE = "modeling_residua_converted"
 CONVERTED_CLASSES = {"AutoConfig": "ConvertedConfig"}
-CONVERTED_TEXT = """# The residual connections of this model are residua's; install it: pip install residua
+CONVERTED_TEXT = """# The residual connections of this model are residua's, which must be installed.
 from residua.conversion.configuration import ConvertedConfig
 
 __all__ = ["ConvertedConfig"]
@@ -168,7 +168,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
     imports, call = loading(name, remote_code=remote_code)
     needs_residua = remote_code and isinstance(opened.model.config, ConvertedConfig)
-    requirement = "# residua must be installed: pip install residua\n" if needs_residua else ""
+    requirement = "# residua must be installed\n" if needs_residua else ""
     trust = ", trust_remote_code=True" if remote_code else ""  # also for the tokenizer, which reads config.json too
     return f"""{_front_matter(base, data.get("dataset"))}
 # {_markdown(name)}
@@ -199,7 +199,7 @@ The settings of the run:
 def converted_card(base: str | Path, connection: str, *, name: str, remote_code: bool) -> str:
     """Return the text of README.md in the folder of a model that was converted and not trained."""
     imports, call = loading(name, remote_code=remote_code)
-    requirement = "# residua must be installed: pip install residua\n" if remote_code else ""
+    requirement = "# residua must be installed\n" if remote_code else ""
     return f"""{_front_matter(base, None)}
 # {_markdown(name)}
 
