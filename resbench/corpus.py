@@ -280,7 +280,8 @@ def main() -> None:
     parser.add_argument("--without", type=Path, metavar="FILE", help="make the second text, without what this one has")
     arguments = parser.parse_args()
     seen = set() if arguments.without is None else keys(arguments.without)
-    digest, size, facts, missing = hashlib.sha256(), 0, {}, []
+    lines, documents = hashlib.sha256(), hashlib.sha256()
+    size, facts, missing = 0, {}, []
     with arguments.out.open("wb") as out, tempfile.TemporaryDirectory() as temporary:
         debs = (arguments.debs or Path(temporary) / "debs").resolve()
         debs.mkdir(parents=True, exist_ok=True)
@@ -295,7 +296,8 @@ def main() -> None:
             characters = sum(map(len, texts))
             for text in texts:
                 line = (json.dumps({"text": text}, ensure_ascii=False) + "\n").encode()
-                digest.update(line)
+                lines.update(line)
+                documents.update(text.encode() + b"\0")  # as `residua prepare` reads them
                 out.write(line)
             if characters:
                 facts[name] = {"version": package.version, "characters": characters, "licences": package.licences}
@@ -303,7 +305,8 @@ def main() -> None:
             print(f"{name} {package.version}: {characters:,} characters, {size:,} in all", flush=True)
     record = {
         "characters": size,
-        "sha256": digest.hexdigest(),
+        "sha256": lines.hexdigest(),
+        "documents_sha256": documents.hexdigest(),
         "checks": checks(arguments.out),
         "not found": missing,
         "packages": facts,

@@ -10,6 +10,7 @@ from datetime import datetime
 import pytest
 
 from residua.connections import resolve
+from residua.lab.records.folder import read_object
 from residua.lab.records.statistics import paired, welch
 from residua.lab.study.definition import load_study
 from residua.lab.study.report import table
@@ -51,6 +52,15 @@ def answers(study):
 def picture():
     """The module that draws the leads."""
     return script("picture", RESBENCH)
+
+
+def test_the_hashes_of_both_texts_lead_to_every_record():
+    first, second = (read_object(RESBENCH / f"{name}.json")["documents_sha256"] for name in ("corpus", "further"))
+    for folder in ("main", "fresh", "1M", "10M"):
+        for row in records(f"{folder}/records.jsonl", RESBENCH / "records"):
+            data = row["facts"]["data"]
+            assert data["sha256"] == first
+            assert data.get("further_validation", {"sha256": second})["sha256"] == second
 
 
 def side(estimate):

@@ -107,6 +107,9 @@ def verify(
 ) -> int:
     """Repeat some runs of a study, and compare to the last bit.
 
+    It begins with what that takes. Runs that were recorded with this device and PyTorch are drawn first: others need
+    not have the same last bits.
+
     Runs of all points that its settings allow are its own, also of those that it would no longer choose, as when more
     seeds compared the finalists.
 
@@ -122,10 +125,12 @@ def verify(
         seeds (N): runs of these (default: all)
         share: of these runs
     """
-    from residua.lab.study.verify import verify
+    from residua.lab.study.verify import draw, verify
 
+    drawn = draw(folder, data=data, share=share, schemes=schemes, sizes=sizes, seeds=seeds)
+    print(one_line(str(drawn)), flush=True)
     count = wrong = 0
-    for rerun in verify(folder, data=data, share=share, schemes=schemes, sizes=sizes, seeds=seeds):
+    for rerun in verify(drawn):
         count, wrong = count + 1, wrong + (not rerun.equal)
         print(one_line(f"{rerun.key}: {rerun.outcome}"), flush=True)
     print(f"{count - wrong} of {count} runs are equal to the last bit")

@@ -14,6 +14,7 @@ from residua.files.reading import write_yaml
 from residua.lab.cost import steps as cost
 from residua.lab.cost.steps import measure
 from residua.lab.records import jsonlines
+from residua.lab.study import verify
 from residua.lab.study.engine import joined, measure_costs
 from residua.lab.study.plan import Plan
 from support.planted_study import DOCUMENT, SMALLEST, study
@@ -197,6 +198,29 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
         assert "must hold records of the study's own runs, got 4 others: 'small ddl report" in capsys.readouterr().err
     finally:
         write(out, rows)
+
+
+@pytest.mark.slow
+def test_runs_of_a_like_device_are_repeated_first(finished, data, tmp_path, monkeypatch, capsys):
+    """Behind a line with their cost."""
+    folder = shutil.copytree(finished / "out", tmp_path / "mixed")
+    rows = jsonlines.read(folder / "records.jsonl")
+    other = [{**row, "facts": {**row["facts"], "device": "NVIDIA H200"}} for row in rows[1:]]
+    write(folder, [*other, {**rows[0], "seconds": 5400}])
+    monkeypatch.setattr(verify, "repeat", lambda run, recorded, _: verify.Verified(run.key, recorded, recorded))
+    argv = ["study", "verify", str(folder), "--data", str(data), "--share"]
+    for _ in range(3):
+        assert main([*argv, "0.1"]) == 0
+        cost, run, _ = capsys.readouterr().out.splitlines()
+        assert run.startswith(rows[0]["key"])
+        assert f"1 of {len(rows)} runs" in cost
+        assert f"{rows[0]['tokens']:,} tokens, 1.50 hours" in cost
+    assert main([*argv, "1"]) == 0
+    cost, run, *others = capsys.readouterr().out.splitlines()
+    assert run.startswith(rows[0]["key"])
+    assert len(others) == len(rows)
+    write(folder, other)
+    assert main([*argv, "0.1"]) == 0, "there is no other"
 
 
 def write(out, rows, name="records"):

@@ -3,7 +3,7 @@
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +11,11 @@ from residua.errors import InputError
 from residua.lab.jobs.pool import Record, threads
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.progress import Progress
+from residua.lab.records.provenance import circumstances
 from residua.lab.study.definition import check_names
 from residua.lab.study.engine import open_study, train_run
 from residua.lab.study.plan import Run
+from residua.lab.training.loop import pick_device
 
 SAME = ("device", "torch")
 """Facts of a run with which its last bits can change."""
@@ -50,7 +52,33 @@ class Verified(NamedTuple):
         return f"recorded {self.recorded['val_loss']}, now {self.repeated['val_loss']}{where}"
 
 
-def verify(
+class Draw(NamedTuple):
+    """The runs that are to be repeated, with their records, of all that were asked for.
+
+    of        how many were asked for
+    like      how many of those were recorded on a device and with a PyTorch like those here
+    tokens    that these runs train on
+    seconds   that they took, where their records say it
+    """
+
+    runs: Sequence[Run]
+    records: Sequence[Record]
+    of: int
+    like: int
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(record.get("seconds") or 0.0 for record in self.records)
+
+    def __str__(self) -> str:
+        return (
+            f"repeats {len(self.runs)} of {self.of} runs: {self.tokens:,} tokens, {self.seconds / 3600:.2f} hours by "
+            f"their records; those of the device and torch here come first, {self.like} of the {self.of}"
+        )
+
+
+def draw(
     out: str | Path,
     *,
     data: str | None = None,
@@ -58,9 +86,9 @@ def verify(
     schemes: Sequence[str] | None = None,
     sizes: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
-    progress: bool = True,
-) -> Iterator[Verified]:
-    """Repeat a random share of a study's runs, one at least, and compare them with their records.
+) -> Draw:
+    """Draw a random share of a study's runs, one at least: others than those of a like device and torch only if these
+    are too few, since the last bits of others can differ.
 
     Args:
         schemes, sizes, seeds: the runs to draw from. None for all of them.
@@ -68,7 +96,6 @@ def verify(
     Raises:
         InputError: the folder holds no such run, or records that the study would not make, which nobody can repeat; or
             an argument cannot be used.
-        RunError: a run failed for another reason than its numbers.
     """
     plan, rows = open_study(out, data)
     check_names("--schemes", schemes, plan.study.schemes)
@@ -80,17 +107,42 @@ def verify(
         raise InputError(f"{out} must hold records of the study's own runs, got {listed}")
     wanted = {"scheme": schemes, "size": sizes, "seed": seeds}
     asked = [
-        run
+        (run, row)
         for run, row in zip(runs, finished.values())
         if all(choices is None or row[name] in choices for name, choices in wanted.items())
     ]
     if not asked:
         raise InputError(f"{out}: must have finished runs of these schemes, sizes and seeds, got none")
-    places = sorted(random.sample(range(len(asked)), max(1, round(share * len(asked)))))
-    for number, run in enumerate((asked[place] for place in places), start=1):
-        text = f"{number}/{len(places)} {run.key}"
+    shuffled = random.sample(asked, len(asked))
+    ordered = sorted(shuffled, key=lambda pair: not is_like_here(*pair))
+    drawn = ordered[: max(1, round(share * len(asked)))]
+    like = sum(is_like_here(*pair) for pair in asked)
+    tokens = sum(run.config.train.steps * plan.step_tokens[run.size] for run, _ in drawn)
+    return Draw(*zip(*drawn), len(asked), like, tokens)
+
+
+def is_like_here(run: Run, recorded: Record) -> bool:
+    """Whether a run was recorded with the device on which it would be trained here, and with this PyTorch."""
+    try:
+        here = circumstances_here(run.config.train.device)
+    except InputError:  # no such device
+        return False
+    made = recorded.get("facts") or {}
+    return all(made.get(name) == here[name] for name in SAME)
+
+
+@cache
+def circumstances_here(device: str) -> Record:
+    """Return the circumstances of runs with this `train.device`. Raises InputError if the device is missing."""
+    return circumstances(pick_device(device))
+
+
+def verify(drawn: Draw, *, progress: bool = True) -> Iterator[Verified]:
+    """Repeat runs and compare them with their records. Raises RunError if one failed, unless its loss diverged."""
+    for number, (run, recorded) in enumerate(zip(drawn.runs, drawn.records), start=1):
+        text = f"{number}/{len(drawn.runs)} {run.key}"
         with Progress("", run.config.train.steps, enabled=progress) as bar:
-            yield repeat(run, finished[run.key], partial(bar.update, text=text))
+            yield repeat(run, recorded, partial(bar.update, text=text))
 
 
 def repeat(run: Run, recorded: Record, report: Callable[[int], None]) -> Verified:
