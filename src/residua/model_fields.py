@@ -28,7 +28,11 @@ class ModelFields:
     head_dim: int | None = setting(None, "width of a head; null for hidden_size / num_attention_heads")
     intermediate_size: Size | None = setting(None, "width of the SwiGLU; null for floor(8 hidden_size / 3)")
     max_position_embeddings: Size = setting(1024, "longest sequence the model is meant for")
-    connection: str | dict = setting("ddl", """the residual scheme: a preset's name, or {"preset": name, **options}""")
+    connection: str | dict = setting(
+        "ddl",
+        "the residual scheme: a preset's name (`residua schemes` lists them, and the paper's names beside them), or "
+        '{"preset": name, **options}',
+    )
     state_dtype: Literal["float32", "bfloat16"] | None = setting(
         None, "dtype of the residual state; null for the embeddings', which is float32 under autocast"
     )

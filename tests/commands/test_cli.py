@@ -166,6 +166,7 @@ def test_schemes_explains_one(capsys):
     assert " ".join(kind.users.split()) in " ".join(text.split())
     assert all(option["meaning"] in " ".join(text.split()) for option in record["all_options"])
     assert {"scheme": "ddl-cc", "small, 1-shot": "49.13 (v2)"}.items() <= record["published"][1].items()
+    assert "ddl-cc (DDL-CC w/o EC)" in text
     assert {"row": "ddl-tc", "size": "0.1M"}.items() <= record["ours"][1].items()
     assert "ddl-cc" not in output(capsys, ["schemes", "mhc"])
     streams = "num_streams = 2 (default: 4; a whole number, at least 2, at most 256)"

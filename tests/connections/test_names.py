@@ -1,10 +1,13 @@
 """A name in any spelling, the field's names and ResBench's labels lead to the right preset."""
 
 import re
+import warnings
+from pathlib import Path
 
 import pytest
 
 import residua
+from residua.commands.schemes import schemes
 from residua.connections import PRESETS, SCHEMES, describe, names, resolve
 from residua.connections.names import canonical
 from residua.lab.study.definition import load_study
@@ -43,6 +46,60 @@ def test_a_class_and_its_name_in_files_lead_to_the_first_of_its_presets(scheme):
 )
 def test_the_names_of_the_field(name, scheme):
     assert resolve(name) == scheme
+
+
+@pytest.mark.parametrize(
+    ("typed", "preset"),
+    [
+        ("DDL-TC w/o EC", "ddl-tc"),
+        ("DDL-CC (w/o EC)", "ddl-cc"),
+        ("ddl_tc without EC", "ddl-tc"),
+        ("DDL-CC without EC", "ddl-cc"),
+        ("DDL-TC-EC", "ddl-ec"),
+        ("ddl-tc-ec", "ddl-ec"),
+        ("DDL-EC", "ddl-ec"),
+        ("DDL-CC-EC", "ddl-cc-ec"),
+        ("ddl-tc", "ddl-tc"),
+        ("ddl", "ddl"),
+    ],
+)
+def test_names_of_the_paper_that_mean_one_thing(typed, preset):
+    names._tell_apart.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert canonical(typed) == preset
+        assert resolve(typed) == PRESETS[preset]
+        assert canonical(f"{typed}:beta_init=0.5") == f"{preset}:beta_init=0.5"
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours", "theirs"),
+    [
+        ("DDL", "ddl", "ddl-cc-ec"),
+        ("DDL-TC", "ddl-tc", "ddl-ec"),
+        ("DDL_TC", "ddl-tc", "ddl-ec"),
+        ("DDL-CC", "ddl-cc", "ddl-cc-ec"),
+    ],
+)
+@pytest.mark.parametrize("lookup", [canonical, resolve, lambda name: residua.build(name, 8, 2)])
+def test_a_name_that_means_another_preset_in_the_paper_is_pointed_out_once(typed, ours, theirs, lookup):
+    names._tell_apart.cache_clear()
+    with pytest.warns(UserWarning, match=f"preset {ours} .*preset {theirs}$") as raised:
+        lookup(typed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lookup(typed)
+    assert len(raised) == 1
+    assert "\n" not in str(raised[0].message)
+
+
+def test_every_preset_of_the_paper_has_its_name_in_the_list_and_on_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "schemes.md").read_text("utf-8")
+    listed = {record["name"]: record for record in schemes().value}
+    for preset, titles in names.IN_THE_PAPER.items():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{preset}` |"))
+        assert all(f'"{title}"' in row for title in titles)
+        assert listed[preset]["name_in_paper"] == ", ".join(titles)
 
 
 def test_the_labels_of_resbench_are_the_connections_of_the_study():

@@ -9,7 +9,7 @@ from residua.errors import Count
 
 
 def demo(*, out: str = "runs/demo", steps: Count | None = None) -> int | Output:
-    """Train ddl-tc, the plain residual and a control, and compare.
+    """Train ddl-tc (DDL-TC w/o EC in the paper), the plain residual and a control, and compare.
 
     Examples:
         residua demo

@@ -7,7 +7,7 @@ from textwrap import TextWrapper, indent
 from typing import TYPE_CHECKING, Any
 
 from residua.commands.signature import Output
-from residua.connections.names import canonical
+from residua.connections.names import canonical, in_the_paper
 from residua.errors import InputError, first_line
 
 if TYPE_CHECKING:
@@ -46,12 +46,13 @@ def schemes(name: str | None = None) -> Output:
             record["name"],
             record["state_per_token"] or "-",
             "-" if record["not_built"] else f"{record['parameters_added']['small']:+,}",
-            record["paper"].removeprefix("github.com/"),
+            ": ".join(filter(None, (record["paper"].removeprefix("github.com/"), record["name_in_paper"]))),
         ]
         for record in records
     ]
     notes = [
-        "\nstate: numbers per token, at the first and last of 24 sublayers; d is the width\n"
+        "\npaper: with the name there since its third version, where it differs\n"
+        "state: numbers per token, at the first and last of 24 sublayers; d is the width\n"
         "parameters: what it adds to the plain residual in a model of 124 million\n"
         "residua schemes NAME: its equation, options, cost, who runs it, results"
     ]
@@ -78,6 +79,7 @@ def _record(name: str, scheme: "Scheme") -> dict[str, Any]:
         "equation": scheme.equation,
         "options": {option: value for option, (value, default) in values.items() if value != default},
         "paper": scheme.source,
+        "name_in_paper": in_the_paper(name),
         "state_per_token": size,
         "parameters_added": counts,
         "not_built": reason,
@@ -93,7 +95,7 @@ def _explained(name: str) -> Output:
     except (TypeError, ValueError) as error:
         raise InputError(first_line(error)) from error
     from residua.connections.explained import about, meaning, values
-    from residua.lab.evaluation.published import averages
+    from residua.lab.evaluation.published import averages, titled
 
     kind = type(scheme)
     header, rows = averages({name})
@@ -124,6 +126,8 @@ def _explained(name: str) -> Output:
     parts: list[Any] = [f"{name}: {kind.title or kind.__name__}\n\n{indent(WRAP.fill(kind.equation), '    ')}\n"]
     parts += [f"{text if text.startswith('    ') else WRAP.fill(text)}\n" for text in about(kind)]
     parts.append(f"paper: {scheme.source}")
+    if title := record["name_in_paper"]:
+        parts.append(f"its name there, since the third version: {title}")
     parts += [WRAP.fill(f"cost: {cost}"), WRAP.fill(f"who runs it: {kind.users or 'not known'}")]
     for option in sorted(record["all_options"], key=lambda option: _place(kind, option)):
         default = f"(default: {option['default']}; {option['values']})"
@@ -132,7 +136,7 @@ def _explained(name: str) -> Output:
     if rows:
         parts += [
             "\npublished, mean accuracy in percent of eight tasks, one seed (arXiv 2601.00417):\n",
-            (header, rows),
+            (header, [[titled(preset), *cells] for preset, *cells in rows]),
         ]
     sized = [[f"{label}, {size}", *cells] for label, size, *cells in ours]
     parts += [OURS, (["row, size", *ours_header[2:]], sized)] if ours else ["\nours: not trained in a comparison yet"]

@@ -1,12 +1,14 @@
 """The names of schemes as text: presets, aliases, and the names that installed packages declare.
 
 Importing this module does not import torch, so that a mistyped name costs no more than its error. `registry.py` makes
-schemes of these names. A name may be written in any case, and with or without `-` and `_`.
+schemes of these names. A name may be written in any case, and with or without `-`, `_`, spaces, brackets and `/`.
 """
 
 import functools
 import json
+import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +110,20 @@ ALIASES = {  # a preset, and the options that differ from it
     "ddl-write-only": "gated-delta:erase=none,write=value",
     "ddl-tc-write-only": "gated-delta:value_channels=4,erase=none,write=value",
     "hc-static": "hc:dynamic=false",
+    # The paper's names since its third version, in full.
+    "ddl-tc-ec": "ddl-ec",
+    "ddl-tc-wo-ec": "ddl-tc",
+    "ddl-cc-wo-ec": "ddl-cc",
+    "ddl-tc-without-ec": "ddl-tc",
+    "ddl-cc-without-ec": "ddl-cc",
+}
+
+IN_THE_PAPER = {  # a preset, and its names in the third version of arXiv 2601.00417 and later
+    "ddl": ("DDL, d_v = 1",),
+    "ddl-tc": ("DDL-TC w/o EC",),
+    "ddl-ec": ("DDL-TC",),
+    "ddl-cc": ("DDL-CC w/o EC",),
+    "ddl-cc-ec": ("DDL-CC", "DDL"),
 }
 
 RELATED = {  # names of other things, and the nearest thing here, which an error suggests
@@ -118,7 +134,7 @@ RELATED = {  # names of other things, and the nearest thing here, which an error
 
 def key(name: str) -> str:
     """Return the letters of a name that count."""
-    return name.casefold().replace("-", "").replace("_", "")
+    return re.sub(r"[-_ ()/]", "", name.casefold())
 
 
 def _meanings() -> dict[str, str]:
@@ -140,8 +156,28 @@ def meaning(name: str, registered: Iterable[str] = ()) -> str:
     """
     if name in PRESETS:
         return name
+    if name.isupper():
+        _tell_apart(name)
     others = [*registered, *(point.name for point in entry_points())]
     return name if name in others else ({key(other): other for other in others} | MEANINGS).get(key(name), name)
+
+
+def in_the_paper(preset: str) -> str:
+    """Return the names of a preset in the paper since its third version, "DDL-TC" for "ddl-ec"; "" for any other."""
+    return ", ".join(IN_THE_PAPER.get(preset, ()))
+
+
+@functools.cache
+def _tell_apart(name: str) -> None:
+    """Warn once of a name in the paper's capitals that means another preset there since the third version."""
+    ours, spelling = MEANINGS.get(key(name), ""), name.replace("_", "-")
+    theirs = next((preset for preset, titles in IN_THE_PAPER.items() if spelling in titles), ours)
+    if ours != theirs:
+        message = (
+            f"connection: {name} is the preset {ours} here, {in_the_paper(ours)!r} in the paper since its third "
+            f"version; its {spelling!r} is the preset {theirs}"
+        )
+        warnings.warn_explicit(message, UserWarning, __name__, 1)  # the place in the code says nothing
 
 
 def canonical(text: str) -> str:

@@ -87,7 +87,7 @@ class Scores:
             by_task = dict(zip(TASKS, row.scores))
             cells = [f"{by_task[score.task]:.2f}" for score in self.scores]
             average = f"{row.average:.2f}" if len(cells) == len(TASKS) else ""
-            rows.append([row.preset, f"published: {row.source}", *cells, average])
+            rows.append([row.title, f"published: {row.source}", *cells, average])
         return header, rows
 
     def to_json(self, published: Sequence[Row] = ()) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Scores:
         return {
             **finite(asdict(self)),
             "average": self.average,
-            "published": [{**row._asdict(), "scores": dict(zip(TASKS, row.scores))} for row in published],
+            "published": [row.to_json() for row in published],
         }
 
 

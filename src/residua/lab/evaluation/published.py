@@ -7,6 +7,8 @@ one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, whi
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from residua.connections.names import in_the_paper
+
 TASKS: dict[str, str] = {
     "arc_challenge": "ARC-C",
     "arc_easy": "ARC-E",
@@ -33,6 +35,15 @@ class Row(NamedTuple):
     @property
     def source(self) -> str:
         return f"arXiv 2601.00417v{self.version}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, scores by task."""
+        return {**self._asdict(), "name_in_paper": in_the_paper(self.preset), "scores": dict(zip(TASKS, self.scores))}
+
+    @property
+    def title(self) -> str:
+        """Our name and the paper's since its third version."""
+        return titled(self.preset)
 
 
 ROWS: tuple[Row, ...] = (
@@ -61,6 +72,12 @@ ROWS: tuple[Row, ...] = (
     Row("medium", 0, "ddl-ec", 3, (33.02, 59.68, 48.0, 36.8, 68.77, 81.0, 39.82, 55.88), 52.87),
     Row("medium", 0, "ddl-cc-ec", 3, (32.59, 59.55, 49.01, 36.0, 69.7, 82.3, 39.82, 53.83), 52.85),
 )
+
+
+def titled(preset: str) -> str:
+    """Return the name of a preset with the paper's beside it: "ddl-ec (DDL-TC)"."""
+    title = in_the_paper(preset)
+    return f"{preset} ({title})" if title else preset
 
 
 def rows(size: str, num_fewshot: int) -> list[Row]:
