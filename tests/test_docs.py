@@ -98,9 +98,20 @@ def test_the_python_of_a_page_runs(page, start, tmp_path):
 
 def test_the_notebook_is_the_tutorial():
     """`python docs/notebook.py` writes it; its cells run above."""
-    notebook = script("notebook", DOCS).notebook
-    assert (DOCS / "tutorial.ipynb").read_text(encoding="utf-8") == notebook(PAGES["docs/tutorial.md"])
-    assert cells(DOCS / "tutorial.ipynb") == blocks(PAGES["docs/tutorial.md"], "python")
+    module = script("notebook", DOCS)
+    assert (DOCS / "tutorial.ipynb").read_text(encoding="utf-8") == module.notebook(PAGES["docs/tutorial.md"])
+    assert cells(DOCS / "tutorial.ipynb") == [module.INSTALL, *blocks(PAGES["docs/tutorial.md"], "python")]
+
+
+def test_the_notebook_installs_a_wheel_beside_it_else_from_the_repository(monkeypatch, tmp_path):
+    called = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("subprocess.run", lambda command, check: called.append(command[-2]))
+    monkeypatch.chdir(tmp_path)
+    exec(script("notebook", DOCS).INSTALL, {})
+    (tmp_path / "residua-0.1.0-py3-none-any.whl").touch()
+    exec(script("notebook", DOCS).INSTALL, {})
+    assert called == ["residua @ git+https://github.com/OWNER/residua", "residua-0.1.0-py3-none-any.whl"]
 
 
 @pytest.mark.parametrize("name", PICTURES)
