@@ -7,6 +7,7 @@ import os
 import signal
 from collections import defaultdict
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+TESTS = Path(__file__).parent
+SLOW = TESTS / "slow.txt"  # by `python tools/slow_tests.py`: tests whose cases take more than 0.04 seconds of CPU
+
 os.fsync = lambda descriptor: None  # a test kills processes and not the machine, for which a disk must be waited for
 gc.disable()  # what is imported and collected stays: looking for garbage in it takes a fifth of that time
 with suppress(ModuleNotFoundError):  # `make gpu` runs tests where hypothesis may be missing, and none of them needs it
@@ -30,26 +34,31 @@ with suppress(ModuleNotFoundError):  # `make gpu` runs tests where hypothesis ma
     settings.register_profile("quick", settings.get_profile("residua"), max_examples=5)  # of `make check`
     settings.load_profile("residua")
 
-# A test gets a mark from the file that it is in, from a fixture that it uses, or from a decorator of its own.
+# A test gets marks from the file that it is in, from a fixture that it uses, from a parameter, from its time, or from
+# decorators.
 MARKED_FILES = {
     "ops/kernels/test_triton_*.py": "interpreter",
     "models/test_triton_models.py": "interpreter",
-    "ops/kernels/test_kernels_compile.py": "compiler",
+    "ops/kernels/test_kernels_compile.py": "compiler nightly",
     "ops/test_ops_compile.py": "compiler",
     "models/test_model_compile.py": "compiler",
     "models/test_activation_memory.py": "slow",
     "conversion/test_convert_families.py": "slow",
     "models/test_foreign_tools.py": "slow",
-    "models/test_transformers_testers.py": "slow",
-    "test_mup_check.py": "slow",
+    "models/test_transformers_testers.py": "slow nightly",
+    "benchmarks/test_*.py": "nightly",
+    "test_gpu_steps.py": "nightly",
+    "test_mup_check.py": "nightly",
+    "test_readme.py": "nightly",
+    "test_retrofit.py": "nightly",
 }
-MARKED_FIXTURES = {"browser": "browser", "start": "processes", "quick_pool": "processes"}
+MARKED_FIXTURES = {"browser": "browser nightly", "start": "processes", "quick_pool": "processes"}
+
+# In these files most presets cost too much for a change: `make test` tries those of `KINDS`, `make nightly` all.
+COSTLY = ("models/test_foreign_tools.py", "models/test_model_compile.py")
 
 # Single tests of these take minutes. They come first, so that no worker is left with one when all else is done.
 LONGEST = ("test_docs.py", "test_first_run.py", "test_links.py")
-
-# In these folders `make check` tries every preset; elsewhere, of a test for most presets, those of `variants.KINDS`.
-ALL_PRESETS = ("connections", "ops")
 
 
 def pytest_configure(config):
@@ -74,29 +83,61 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    from support.variants import KINDS, NON_CAUSAL, PRESETS, VARIANTS  # after the environment is set
-
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    tests = Path(__file__).parent
-    variants = {*VARIANTS, *NON_CAUSAL}
-    texts = [{value for value in _parameters(item).values() if isinstance(value, str)} for item in items]
-    tried = defaultdict(set)  # the schemes that each test function is tried on
-    for item, found in zip(items, texts):
-        tried[item.function] |= found & PRESETS.keys()
-    files = {}
-    for item, found in zip(items, texts):
-        if item.path not in files:
-            name = item.path.relative_to(tests)
-            marks = {mark for pattern, mark in MARKED_FILES.items() if name.match(pattern)}
-            files[item.path] = marks, name.parts[0] not in ALL_PRESETS
-        marks, few = files[item.path]
-        fixtures = set(item.fixturenames) - _parameters(item).keys()  # a parameter may have the name of a fixture
-        marks = marks | {mark for fixture, mark in MARKED_FIXTURES.items() if fixture in fixtures}
-        others = PRESETS.keys() - KINDS if few and len(tried[item.function]) > len(PRESETS) / 2 else set()
-        if found & (variants | others):
-            marks.add("variant")
-        for mark in marks:
+    shared = _shared_tests(items)
+    slow = set(SLOW.read_text(encoding="utf-8").split())
+    for item in items:
+        marks = {*_marks_of_file(item.path), *_marks_of_fixtures(item), *_marks_of_scheme(item, shared)}
+        for mark in marks | ({"slow"} if _name(item) in slow else set()):
             item.add_marker(mark)
+
+
+def _name(item):
+    return f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"
+
+
+@cache
+def _marks_of_file(path):
+    name = path.relative_to(TESTS)
+    return {mark for pattern, marks in MARKED_FILES.items() if name.match(pattern) for mark in marks.split()}
+
+
+def _marks_of_fixtures(item):
+    fixtures = set(item.fixturenames) - _parameters(item).keys()  # a parameter may have the name of a fixture
+    return {mark for name in fixtures & MARKED_FIXTURES.keys() for mark in MARKED_FIXTURES[name].split()}
+
+
+def _shared_tests(items):
+    """Return the test functions that are tried on as many schemes as half of all presets."""
+    from support.variants import PRESETS
+
+    tried = defaultdict(set)
+    for item in items:
+        tried[item.function] |= _schemes(item)
+    return {function for function, schemes in tried.items() if len(schemes) > len(PRESETS) / 2}
+
+
+def _marks_of_scheme(item, shared):
+    """Of a shared test, `make check` tries few presets, `make test` all presets, and `make nightly` variants too."""
+    from support.variants import CONTRACT, KINDS, PRESETS
+
+    schemes = _schemes(item)
+    if item.function not in shared:
+        return {"variant"} if schemes - PRESETS.keys() else set()
+    if schemes - PRESETS.keys() or (schemes - KINDS and any(map(item.path.match, COSTLY))):
+        return {"variant", "nightly"}
+    return {"variant"} if schemes - (CONTRACT if item.path.name == "test_contract.py" else KINDS) else set()
+
+
+def _schemes(item):
+    return {value for value in _parameters(item).values() if isinstance(value, str)} & _names()
+
+
+@cache
+def _names():
+    from support.variants import ALL, NON_CAUSAL
+
+    return (ALL | NON_CAUSAL).keys()
 
 
 @pytest.fixture

@@ -139,6 +139,7 @@ def test_the_equation_of_a_scheme_becomes_a_formula(name, scheme_pages):
     assert letters == re.sub(r"[^A-Za-z]", "", SCHEMES[name].equation)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(900)  # every command of every page, one after the other
 def test_the_commands_run(quick_pool, monkeypatch, tmp_path, capsys):

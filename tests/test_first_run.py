@@ -47,7 +47,7 @@ runpy.run_path(f"{sys.argv[2]}/use.py", run_name="__main__")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_scheme"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_no_command_warns_of_what_will_be_removed(tmp_path):
     texts = write_texts(tmp_path / "texts")

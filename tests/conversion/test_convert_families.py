@@ -5,9 +5,10 @@ import transformers
 
 from residua.conversion.opening import quiet
 from support.families import FAMILIES
-from support.family_table import PAGE, row, rows, version
+from support.family_table import PAGE, row, rows, sample, version
 
 OTHERS = sorted(rows().keys() - set(FAMILIES))
+SAMPLE = sample()
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +18,10 @@ def silent():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in SAMPLE else pytest.mark.nightly) for family in [*FAMILIES, *OTHERS]],
+)
 def test_a_family_is_converted_or_refused_as_the_page_says(family):
     found = row(family)
     if transformers.__version__ != version():

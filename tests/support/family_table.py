@@ -68,6 +68,21 @@ def rows() -> dict[str, str]:
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines if re.match(r"\| (?!family )[a-z]", line)}
 
 
+def sample() -> set[str]:
+    """Return the first two families of each kind of row, and the three that people ask about first."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for family, line in rows().items():
+        kinds.setdefault(_kind(line), []).append(family)
+    return {"gpt2", "llama", "qwen3"}.union(*(families[:2] for families in kinds.values()))
+
+
+def _kind(line: str) -> tuple[str, ...]:
+    """Return a row without names and numbers: how many norms a layer has, or the reason of a refusal."""
+    _, result, narrow, reason = line.strip("| ").split(" | ")
+    reason = re.sub(r"\(.*?\)|`.*?`|\d+", "x", reason)
+    return result, narrow.partition(":")[0], re.split(r"found|, got|:", reason)[0]
+
+
 def version() -> str:
     """Return the version of transformers that the page was written with."""
     found = re.search(r"transformers ([\d.]+)\.", PAGE.read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ from residua.testing import bare_sublayers, normal, perturbed
 __all__ = [
     "ALL",
     "ASSEMBLED",
+    "CONTRACT",
     "DEEP_DELTA",
     "KERNELS",
     "KINDS",
@@ -238,9 +239,12 @@ DEEP_DELTA = {name: scheme for name, scheme in ALL.items() if isinstance(scheme,
 # Presets whose parts other presets have too, put together in another way.
 ASSEMBLED = {"ddl-ec", "ddl-cc", "ddl-tc-v", "attnres-block", "mhc-glm", "orthogonal"}
 
-# The presets that `make check` tries on whole models, one of each kind of state and of memory: one row, several rows,
+# The presets that `make check` tries shared tests on, one of each kind of state and of memory: one row, several rows,
 # a growing tuple, several inputs, a penalty, sums over tokens, convolutions of the state and of the embedding.
 KINDS = {"residual", "ddl-tc", "ddl-cc-ec", "mhc", "edelta", "attnres-block", "mudd"}
+
+# Those that it tries the contract of schemes on.
+CONTRACT = {"residual", "ddl", "ddl-tc", "mhc", "attnres", "denseformer"}
 
 
 def every(kind: type[Scheme], **options: Any) -> pytest.MarkDecorator:
