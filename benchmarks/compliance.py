@@ -434,8 +434,8 @@ All of this page is made from `experiments/compliance.jsonl`, which `python -m b
 "Right" means that it agrees with our scheme, which has [its own list of deviations](deviations.md) from the paper.
 These are conventions and count as right: an eps inside its norms (the adapter takes it over), a layout of the streams,
 another start, and float32 inside. An mHC is compared with our scheme in its own order of Sinkhorn's iteration
-(`mhc:order=columns` is the paper's), and its row says which one it follows. Speed is not compared: see
-[other packages](speed.md#beside-other-packages).
+(`mhc:order=columns` is the paper's), which the kit finds, and its row says which one it follows. Speed is not
+compared: see [other packages](speed.md#beside-other-packages).
 Triton kernels ran in Triton's interpreter, which shows what they compute and nothing about a GPU. `torch.compile`
 inside Megatron-LM was switched off.
 

@@ -337,6 +337,8 @@ class Scheme(ABC):
     constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
     derived: for an option that may be None, the options from which it is then derived.
     divisors: options that must be divisors of the width.
+    published: options whose every value is a published version of the scheme. The kit accepts a module that agrees
+        with any of them, and names it.
     activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
         and mappings, in float32 at least.
     """
@@ -348,6 +350,7 @@ class Scheme(ABC):
     constraint: ClassVar[str | None] = None
     derived: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     divisors: ClassVar[tuple[str, ...]] = ()
+    published: ClassVar[tuple[str, ...]] = ()
     activations: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any):

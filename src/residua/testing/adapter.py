@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from residua.connections import Connection, Scheme, Stream
 from residua.connections.parts.phases import Borrowed
-from residua.errors import did_you_mean
+from residua.errors import did_you_mean, types_of
 from residua.testing.agreement import TOLERANCES, disagreement
 from residua.testing.checks import CheckFailed, expect, tensors
 from residua.testing.inputs import bare_sublayers, normal, perturbed, recorded
@@ -23,7 +25,8 @@ Sublayer = Callable[..., Tensor]
 class Adapter(ABC):
     """The common part of the two adapters.
 
-    scheme: the scheme of ours to compare with, all options set.
+    scheme: the scheme of ours to compare with, all options set. An option of its `published` with its default value
+        stands for every published version: your module is compared with the one that it is nearest to.
     index: which of our connections to compare with, or to say more about. The first and the last of some
         schemes lack mappings that cannot have an influence there, so the third of four is the default. Where
         the second sublayer of a block borrows a part from the first, ours has the values of that part too.
@@ -238,6 +241,33 @@ ROUNDINGS = 30
 
 def _largest(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
+
+
+def versions(scheme: Scheme) -> list[Scheme]:
+    """Return the published versions for which a scheme stands: those options of `published` varied that it leaves
+    at their defaults.
+    """
+    found = [scheme]
+    for option in scheme.published:
+        if getattr(scheme, option) == getattr(type(scheme), option):
+            values = get_args(types_of(type(scheme))[option])
+            with suppress(ValueError):  # where the other options exclude it
+                found = [replace(one, **{option: value}) for one in found for value in values]
+    return found
+
+
+def version_in_words(scheme: Scheme) -> str:
+    """Return the class of a scheme, with the options that say which published version it is."""
+    several = len(versions(replace(scheme, **{name: getattr(type(scheme), name) for name in scheme.published}))) > 1
+    options = [f"{name}={getattr(scheme, name)!r}" for name in scheme.published if several]
+    return type(scheme).__name__ + (f"({', '.join(options)})" if options else "")
+
+
+def with_attributes(adapter: Adapter, **attributes: Any) -> Adapter:
+    """Return a copy of the adapter with other attributes."""
+    other = copy(adapter)
+    vars(other).update(attributes)
+    return other
 
 
 def built(adapter: Adapter) -> nn.Module:

@@ -41,15 +41,20 @@ def equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of several checks by name: `failed`, `failed_as_expected` and `not_checked` with the reasons."""
+    """The outcome of several checks by name: `failed`, `failed_as_expected` and `not_checked` with the reasons.
+
+    subject: the subject of the checks, in words.
+    """
 
     passed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     failed_as_expected: dict[str, str] = field(default_factory=dict)
     not_checked: dict[str, str] = field(default_factory=dict)
+    subject: str = ""
 
     def __str__(self) -> str:
-        lines = [f"residua.testing, specification {SPECIFICATION}", *(f"{name}: passed" for name in self.passed)]
+        lines = [f"residua.testing, specification {SPECIFICATION}", *([self.subject] if self.subject else [])]
+        lines += [f"{name}: passed" for name in self.passed]
         lines += [f"{name}: not checked, {reason}" for name, reason in self.not_checked.items()]
         lines += [f"{name}: failed as expected, {reason}" for name, reason in self.failed_as_expected.items()]
         return "\n".join(lines + [f"{name}: FAILED, {reason}" for name, reason in self.failed.items()])

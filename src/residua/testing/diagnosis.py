@@ -7,7 +7,6 @@ differs.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from copy import copy
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -22,7 +21,7 @@ from residua.connections.families.stream_logits import StreamLogits
 from residua.connections.parts.norm import RMSNorm
 from residua.errors import types_of
 from residua.ops import rms_norm
-from residua.testing.adapter import Adapter, Pair, holding, named_once
+from residua.testing.adapter import Adapter, Pair, holding, named_once, with_attributes
 from residua.testing.agreement import TOLERANCES, agree
 from residua.testing.checks import tensors
 from residua.testing.inputs import bare_sublayers, normal, recorded
@@ -41,8 +40,8 @@ Findings = list[str | Difference]
 """Known mistakes in words, and differences that none of them explains, in the order of the computation."""
 
 
-def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expected: Calls) -> str:
-    """Return in words why a module differs from the reference.
+def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expected: Calls) -> Findings:
+    """Return why a module differs from the reference.
 
     result, reference: the results; actual, expected: the inputs of its sublayers and of ours.
     """
@@ -57,14 +56,19 @@ def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expec
     with torch.no_grad():
         variant = _variant(pair, agrees) or _left_out(pair, agrees)
         if variant is not None:
-            return variant
+            return [variant]
         others = tree_map(lambda x: torch.cat([x[:1], x[1:] + 1]), pair.state())
         if not all(torch.equal(a[:1], b[:1]) for a, b in zip(tensors(result), tensors(pair.result(others)))):
-            return "the result for a sequence depends on the other sequences of the batch"
+            return ["the result for a sequence depends on the other sequences of the batch"]
         findings = (_of_stream if pair.whole else _of_connection)(pair, state, result, reference, actual, expected)
         if any(isinstance(finding, Difference) for finding in findings):
             findings = next(([words] for words, ours in _constants(pair) if agrees(pair.part, ours)), findings)
-        return in_words(findings) + _dtype_hint(pair, result, reference)
+        return findings
+
+
+def unexplained(findings: Findings) -> int:
+    """Return how many differences no known mistake explains."""
+    return sum(isinstance(finding, Difference) for finding in findings)
 
 
 def in_words(findings: Findings) -> str:
@@ -98,7 +102,7 @@ def _other_adapters(adapter: Adapter) -> Iterator[tuple[str, Adapter]]:
     for eps in {0.0, 1e-8, torch.finfo(torch.float32).eps, 1e-6, 1e-5, 1e-3} - {adapter.norm_eps}:
         yield (
             f"agrees with norm_eps={eps:.3g}, the adapter says {adapter.norm_eps:.3g}",
-            _changed(adapter, norm_eps=eps),
+            with_attributes(adapter, norm_eps=eps),
         )
     scheme, hints = adapter.scheme, types_of(type(adapter.scheme))
     for option in (field.name for field in fields(scheme)):
@@ -113,13 +117,10 @@ def _other_adapters(adapter: Adapter) -> Iterator[tuple[str, Adapter]]:
         for choice in (choice for choice in choices if choice != value):
             with suppress(ValueError):  # a value that the other options exclude
                 other = replace(scheme, **{option: choice})
-                yield f"agrees with our {type(scheme).__name__}({option}={choice!r})", _changed(adapter, scheme=other)
-
-
-def _changed(adapter: Adapter, **attributes: Any) -> Adapter:
-    other = copy(adapter)
-    vars(other).update(attributes)
-    return other
+                yield (
+                    f"agrees with our {type(scheme).__name__}({option}={choice!r})",
+                    with_attributes(adapter, scheme=other),
+                )
 
 
 def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -395,7 +396,7 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
 
 def _reference_with(pair: Pair, ours: Mapping[str, Tensor], **options: Any) -> Mixing:
     """Return the coefficients of our connection with other options or other parameters."""
-    other = _changed(pair.adapter, scheme=replace(pair.adapter.scheme, **options))
+    other = with_attributes(pair.adapter, scheme=replace(pair.adapter.scheme, **options))
     stream = other.reference().to(pair.dtype)
     connection = stream.connections[pair.adapter.index]  # type: ignore[attr-defined]
     state = pair.state()
@@ -711,7 +712,8 @@ def _gap(pair: Pair, result: Any, reference: Any) -> str:
     return "it agrees"
 
 
-def _dtype_hint(pair: Pair, result: Any, reference: Any) -> str:
+def dtype_hint(pair: Pair, result: Any, reference: Any) -> str:
+    """Return the advice for a module that agrees to float32, "" for any other."""
     close = pair.dtype == torch.float64 and all(
         agree(a, b, dtype=torch.float32, factor=0.1) for a, b in zip(tensors(result), tensors(reference))
     )

@@ -51,6 +51,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     users = "DeepSeek-V4 and GLM-5.3-Flash, in a form of their own: `mhc_deepseek`."
     paper = "arXiv 2512.24880"
     constraint = "doubly stochastic"
+    published = ("order",)
     # Reads sum to 1, writes are 1, and mixing keeps equal streams.
     residual_start = {"start": "residual"}
 
