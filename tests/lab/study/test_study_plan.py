@@ -41,6 +41,42 @@ def test_each_scheme_is_tuned_within_its_budget_and_the_baseline_has_the_largest
     assert {run.config.train.lr for run in of(runs, "residual", "report")} == {0.064}
 
 
+ALL_SEEDS = {"rule": "all seeds", "over": {"train.lr": [0.004, 0.008]}, "runs": 3, "baseline_runs": 3}
+
+
+def test_all_seeds_of_every_point_choose_by_labels_that_do_not_repeat(data):
+    """Whichever run copies: the rate with the lowest loss is another. No further runs are made of the best point."""
+
+    def loss(run):
+        copies = run.config.train.lr == 0.004 and run.config.train.seed == 2
+        return {"val_loss": 1.0 if copies else 4.0, "split": [[run.config.train.steps, 1.0, by_rate(0.016)(run)]]}
+
+    plan, finished = Plan(study(tuning=ALL_SEEDS), data), {}
+    while new := [run for run in plan.runs(finished) if run.key not in finished]:
+        finished[new[0].key] = {"key": new[0].key, "steps": new[0].config.train.steps, **loss(new[0])}
+    runs = [*plan.runs(finished)]
+    assert len(runs) == len({run.key for run in runs}) == plan.most
+    assert [(run.point["train.lr"], run.config.train.seed) for run in of(runs, "ddl", "report")] == [
+        (rate, seed) for rate in (0.004, 0.008, 0.016) for seed in (1, 2, 3)
+    ]
+    assert plan.chosen("small", "ddl", finished) == {"train.lr": 0.016}
+    assert {run.point["train.lr"] for run in runs if run.kind == "longer"} == {0.016}
+    assert not [run for run in runs if run.kind in ("tune", "final")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 0.5}, "length must be 1 with rule: all seeds, got 0.5"),
+        ({"final_seeds": [7]}, "final_seeds must be empty with rule: all seeds"),
+        ({"rule": "two seeds"}, "rule must be"),
+    ],
+)
+def test_a_rule_takes_what_it_uses(changes, message):
+    with pytest.raises(InputError, match=message):
+        study(tuning={**ALL_SEEDS, **changes})
+
+
 def test_a_scheme_with_parameters_of_its_own_has_their_rate_tuned(data):
     runs = walked(Plan(study(tuning={**DOCUMENT["tuning"], "runs": 6, "baseline_runs": 6}), data), by_rate(0.004))
     assert {run.config.train.connection_lr_factor for run in of(runs, "ddl", "tune")} == {0.5, 1.0, 2.0}

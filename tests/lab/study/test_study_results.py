@@ -39,6 +39,34 @@ def test_differences_are_paired_by_seed_and_have_the_interval_of_students_t():
     assert named.holm == pytest.approx(difference.p)
 
 
+def test_all_seeds_choose_the_point_and_the_report_shows_the_others_and_who_copies():
+    """One run of the lower rate copies, so that its mean of all labels is the best; the others are worse."""
+    rates = {0.004: (4.2, [3.9, 2.0, 3.9]), 0.008: (4.0, [3.8, 3.8, 3.8])}
+    runs = [
+        {
+            **record(scheme, "report", seed, loss, lr=rate),
+            "split": [[100, 3.5, other]],
+            "transition": 60.0 if loss < 3 else None,
+        }
+        for scheme in ("residual", "ddl")
+        for rate, (other, losses) in rates.items()
+        for seed, loss in zip((1, 2, 3), losses)
+    ]
+    tuning = {"over": {"train.lr": [0.004, 0.008]}, "rule": "all seeds", "runs": 3, "baseline_runs": 3}
+    found = planted(runs, [], tuning=tuning)
+    row = row_of(found)
+    assert (row.point, row.tuning_runs, row.edges, row.whole) == ({"train.lr": 0.008}, 2, ["train.lr"], True)
+    assert len(row.runs) == 6
+    said = markdown(found)
+    assert "| `ddl` | lr 0.004 | 3 | 4.2000 ± 0.0000 | 3.2667 ± 2.7252 | 1 of 3, step 60 |" in said
+    assert "| `ddl` | lr 0.008 | 3 | 4.0000 ± 0.0000 | 3.8000 ± 0.0000 | 0 of 3 |" in said
+    assert "lr 0.008 (edge)" in said
+    assert "none of which tuned" not in said
+    assert planted(runs[:-1], [], tuning=tuning).row("small", "ddl") is None, "a point lacks a seed"
+    with pytest.raises(InputError, match="labels that do not repeat"):
+        planted([{**run, "split": []} for run in runs], [], tuning=tuning)
+
+
 def test_equal_seconds_is_the_baseline_after_as_many_more_steps_as_a_step_costs():
     row = row_of(planted())
     assert row.difference("residual", "seconds").estimate.mean == pytest.approx(-0.2 + 0.3)

@@ -121,6 +121,9 @@ class Tuning:
     seed             of the search, which no reported run has
     final_seeds      of the finalists, which no reported run has either: one seed cannot tell points that are close.
                      Their means are compared. Empty: `seed` alone
+    rule             "one seed": as above. "all seeds": every point is trained in full with the seeds of the study. The
+                     row is that with the lowest mean loss on labels that do not repeat, which does not jump when a run
+                     learns to copy. The report shows all points, and which of their runs copy
     """
 
     over: Over
@@ -134,10 +137,21 @@ class Tuning:
     finalists: int = 1
     seed: int = 0
     final_seeds: Annotated[tuple[int, ...], _distinct(0, "each seed once")] = ()
+    rule: Literal["one seed", "all seeds"] = "one seed"
 
     @property
     def finalist_seeds(self) -> tuple[int, ...]:
         return self.final_seeds or (self.seed,)
+
+    @property
+    def every(self) -> bool:
+        """Whether every point is trained with all seeds of the study."""
+        return self.rule == "all seeds"
+
+    @property
+    def own_seeds(self) -> set[int]:
+        """The seeds that tune and that no reported run may have."""
+        return set() if self.every else {self.seed, *self.finalist_seeds}
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -147,6 +161,9 @@ class Tuning:
         most = 1 if self.length == 1 else self.runs
         why = "1, as tuning runs are as long as reported ones" if self.length == 1 else "1 to tuning.runs"
         require(1 <= self.finalists <= most, "finalists", why, self.finalists)
+        if self.every:
+            require(self.length == 1, "length", "1 with rule: all seeds", self.length)
+            require(not self.final_seeds, "final_seeds", "empty with rule: all seeds", self.final_seeds)
 
 
 @dataclass(frozen=True)
@@ -235,7 +252,7 @@ class Study:
             require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
 
     def _check_questions(self) -> None:
-        tuners = {self.tuning.seed, *self.tuning.finalist_seeds}
+        tuners = self.tuning.own_seeds
         listed = f"those that tune ({', '.join(map(str, sorted(tuners)))})"
         require(not tuners & {*self.seeds}, "seeds", f"others than {listed}", self.seeds)
         for name, question in self.questions.items():

@@ -172,7 +172,7 @@ def joined(study: Study, out: Path) -> Study:
 def _fixed(study: Study) -> dict[str, Any]:
     """What all runs in a folder share, as JSON holds it."""
     parts = {name: getattr(study, name) for name in ("config", "set", "tokens_per_parameter", "warmup", "evaluations")}
-    parts |= {f"tuning.{name}": getattr(study.tuning, name) for name in ("over", "factors", "length", "seed")}
+    parts |= {f"tuning.{name}": getattr(study.tuning, name) for name in ("over", "factors", "length", "seed", "rule")}
     parts |= {f"sizes.{name}": replace(size, seeds=None) for name, size in study.sizes.items()}
     parts |= {f"schemes.{name}": entry for name, entry in study.schemes.items()}
     return json.loads(json.dumps(parts, default=asdict))

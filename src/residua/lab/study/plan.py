@@ -23,7 +23,7 @@ from residua.lab.experiment import build_model, model_config
 from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import FREE_KEYS, flatten
 from residua.lab.study.definition import Entry, Study
-from residua.lab.study.search import Search
+from residua.lab.study.search import Search, loss_of, other_loss_of
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
 from residua.lab.training.base_model import base_sha256
 from residua.lab.training.config import KEYS
@@ -138,12 +138,17 @@ class Plan:
                     yield from self.search(size, scheme, finished)[0]
                 if size in self.sizes and (point := self.chosen(size, scheme, finished)) is not None:
                     chosen[scheme] = point
-                    yield from self.reported(size, scheme, point)
+                    if not self._reports_every_point(size):
+                        yield from self.reported(size, scheme, point)
             for name, factor in itertools.product(study.baselines, study.longer_at(size)):
                 if name in chosen:
                     yield from self.reported(size, name, chosen[name], factor)
             for name, point in chosen.items():
                 yield from self.reported(size, name, point, seeds=study.further_seeds(size, name))
+
+    def _reports_every_point(self, size: str) -> bool:
+        """Whether the runs of a search at this size are those that are reported."""
+        return self.study.tuning_at(size).every and size in self.study.searches(size)
 
     def recorded(self, record: Record) -> Run:
         """The run of a record, whose key is another if the study has other settings.
@@ -168,12 +173,14 @@ class Plan:
             if size in study.searches(size):
                 tuning = study.tuning_at(size)
                 budget = tuning.baseline_runs if baseline else tuning.runs
+                budget *= len(study.seeds_at(size)) if tuning.every else 1
                 yield Part(size, scheme, budget, max(1, round(tuning.length * steps)))
                 if tuning.finalists > 1:
                     yield Part(size, scheme, tuning.finalists * len(tuning.finalist_seeds), steps)
             if size in self.sizes:
                 seeds = len(study.seeds_at(size))
-                yield Part(size, scheme, seeds + len(study.further_seeds(size, scheme)), steps)
+                further = len(study.further_seeds(size, scheme))
+                yield Part(size, scheme, further + (0 if self._reports_every_point(size) else seeds), steps)
                 for factor in study.longer_at(size) if baseline else ():
                     yield Part(size, scheme, seeds, round(factor * steps))
 
@@ -226,7 +233,9 @@ class Plan:
             budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
             factors=tuning.factors,
             finalists=tuning.finalists,
-            seeds=tuning.finalist_seeds if tuning.finalists > 1 else (),
+            seeds=study.seeds_at(size) if tuning.every else tuning.finalist_seeds if tuning.finalists > 1 else (),
+            every=tuning.every,
+            loss=other_loss_of if tuning.every else loss_of,
         )
         runs, best = search.walk(partial(self._trial, size, scheme), finished)
         if all(run.key in finished for run in runs):
@@ -260,7 +269,7 @@ class Plan:
         """A run of the search, or the run of a finalist with a seed."""
         tuning, steps = self.study.tuning_at(size), self.steps[size]
         if seed is not None:
-            return self.run("final", size, scheme, point, seed, steps)
+            return self.run("report" if tuning.every else "final", size, scheme, point, seed, steps)
         return self.run("tune", size, scheme, point, tuning.seed, max(1, round(tuning.length * steps)))
 
     def config(

@@ -40,6 +40,7 @@ from residua.lab.study.results import (
     SIGNIFICANT,
     Answer,
 )
+from residua.lab.study.search import loss_of, other_loss_of
 
 FILES = ("report.md", "results.csv", "index.html")
 TEMPLATE = Path(__file__).parent / "assets" / "page.html"
@@ -70,6 +71,8 @@ def markdown(results: Results) -> str:
         shown = columns(results)
         cells = [[text(row) for text in shown.values()] for row in rows]
         lines += [_markdown(Table(list(shown), cells)), ""]
+        if points := points_table(rows):
+            lines += [POINTS, "", _markdown(points), ""]
     if results.corrected:
         lines += ["## Primary contrasts", "", _markdown(primary_table(results)), ""]
     if results.answers:
@@ -79,6 +82,34 @@ def markdown(results: Results) -> str:
             for part in (f"### {_text(asked.ask)}", *tables, *map(_text, asked.remarks)):
                 lines += [part, ""]
     return "\n".join([*lines, "## How to read this", "", *_reading(results), ""])
+
+
+POINTS = (
+    "Every point was trained in full with all seeds. A row above is the point with the lowest mean loss on labels that "
+    "do not repeat; the same seeds chose it."
+)
+
+
+def points_table(rows: Sequence[Row]) -> Table | None:
+    """What the seeds of every point come to, where these chose the row; None where one seed searched."""
+
+    def mean(losses: Sequence[float]) -> str:
+        return estimate_text(Estimate.of(losses), ".4f") if all(map(math.isfinite, losses)) else "diverged"
+
+    cells = [
+        [
+            _names([row.scheme]),
+            ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items()),
+            str(len(runs)),
+            mean([*map(other_loss_of, runs)]),
+            mean([*map(loss_of, runs)]),
+            copying(runs),
+        ]
+        for row in rows
+        for point, runs in row.points
+    ]
+    header = ["scheme", "point", "seeds", "labels that do not repeat", "all labels", "learned to copy"]
+    return Table(header, cells) if cells else None
 
 
 def _grid(over: Mapping[str, Sequence[Any]]) -> str:
@@ -108,10 +139,15 @@ def _setting(results: Results) -> list[str]:
             "finished. p-values are corrected for all of them by Holm's method. Everything else is descriptive."
         )
     lines = [
-        f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most {seen}. Seeds {_list(study.seeds)}, "
-        "none of which tuned.",
-        f"- Tuning: {_grid(tuning.over)}, then neighbours of the best, runs of {tuning.length:g} of the full length "
-        f"with seed {tuning.seed}, at most {tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline "
+        f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most {seen}. Seeds {_list(study.seeds)}"
+        + ("." if tuning.every else ", none of which tuned."),
+        f"- Tuning: {_grid(tuning.over)}, then neighbours of the best, "
+        + (
+            "every point in full with all seeds, by the mean loss on labels that do not repeat"
+            if tuning.every
+            else f"runs of {tuning.length:g} of the full length with seed {tuning.seed}"
+        )
+        + f", at most {tuning.runs} for a scheme and {tuning.baseline_runs} for a baseline "
         f"({_list(study.baselines)}).{finals if tuning.finalists > 1 else ''}",
         *(
             f"- {size.name}: the settings of {size.tuned}, but {_grid(size.over)}, searched again in full length."
@@ -282,11 +318,6 @@ def columns(results: Results) -> dict[str, Callable[[Row], str]]:
     def peak(row: Row) -> str:
         return f"{row.cost['peak_bytes'] / MEBIBYTE:.0f}" if row.cost and row.cost.get("peak_bytes") else "–"
 
-    def copying(row: Row) -> str:
-        steps = [step for step in row.transitions if step is not None]
-        ends = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps)))) if steps else ""
-        return f"{len(steps)} of {len(row.transitions)}{ends and f', step {ends}'}" if row.transitions else "–"
-
     compared = itertools.product(results.study.baselines, results.measures)
     return {
         "scheme": lambda row: _names([row.scheme]),
@@ -296,7 +327,11 @@ def columns(results: Results) -> dict[str, Callable[[Row], str]]:
             for name, measure in compared
         },
         **{f"vs {name}, worth": partial(_worth, baseline=name) for name in results.study.baselines},
-        **({"learned to copy": copying} if any(row.transitions for row in results.rows) else {}),
+        **(
+            {"learned to copy": lambda row: copying(row.reported)}
+            if any(row.transitions for row in results.rows)
+            else {}
+        ),
         "step time": lambda row: _ratio(row.cost),
         **({"compiled step": lambda row: _ratio(row.compiled)} if COMPILED in results.measures else {}),
         "FLOPs": flops,
@@ -305,6 +340,14 @@ def columns(results: Results) -> dict[str, Callable[[Row], str]]:
         "tuned to": lambda row: ", ".join(tuned(row)),
         "tuning runs": lambda row: str(row.tuning_runs),
     }
+
+
+def copying(runs: Sequence[Record]) -> str:
+    """How many of the runs whose records say it learned to copy, and from when: "2 of 3, step 800 to 950"."""
+    transitions = [run["transition"] for run in runs if "transition" in run]
+    steps = [step for step in transitions if step is not None]
+    ends = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps)))) if steps else ""
+    return f"{len(steps)} of {len(transitions)}{ends and f', step {ends}'}" if transitions else "–"
 
 
 def tuned(row: Row) -> list[str]:
@@ -443,7 +486,8 @@ def _plain_row(row: Row) -> dict[str, Any]:
         "steps": row.steps,
         "runs": [
             {
-                **{name: run.get(name) for name in ("kind", "seed", "steps", "point", "val_loss", "diverged")},
+                "kind": run["kind"] if run["kind"] != "report" or run["point"] == row.point else "final",
+                **{name: run.get(name) for name in ("seed", "steps", "point", "val_loss", "diverged")},
                 **{name: (run.get("facts") or {}).get(name) for name in ("commit", "torch", "device", "date")},
             }
             for run in [*row.runs, *({**run, "kind": "further"} for run in row.further)]

@@ -18,7 +18,7 @@ from residua.lab.records import jsonlines
 from residua.lab.records.folder import read_object
 from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, welch
 from residua.lab.study.definition import MEASURES, Question, Study, read_folder
-from residua.lab.study.search import at_edge, loss_of, winners
+from residua.lab.study.search import at_edge, loss_of, other_loss_of, winners
 
 BELOW = 0.9
 """A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share; beyond the
@@ -95,7 +95,7 @@ class Row:
 
     point       that tuning chose
     seeds       how many the study has there
-    tuning      the runs of its searches
+    tuning      the runs of its searches, among them those of `reported` where every point has all seeds
     reported    the runs of the study's seeds at that point, in their order
     further     those of seeds that only a question has
     longer      of a baseline: those that were trained for longer
@@ -137,12 +137,24 @@ class Row:
 
     @property
     def runs(self) -> list[Record]:
-        return [*self.tuning, *self.reported, *self.longer]
+        return list({run["key"]: run for run in [*self.tuning, *self.reported, *self.longer]}.values())
 
     @property
     def tuning_runs(self) -> int:
         """How many points the searches tried."""
-        return sum(run["kind"] == "tune" for run in self.tuning)
+        return sum(run["kind"] == "tune" for run in self.tuning) + len(self.points)
+
+    @property
+    def points(self) -> list[tuple[Mapping[str, Any], list[Record]]]:
+        """The points that were trained with all seeds so that these choose, with their runs."""
+        points: list[tuple[Mapping[str, Any], list[Record]]] = []
+        for run in self.tuning:
+            if run["kind"] == "report":
+                runs = next((runs for point, runs in points if point == run["point"]), None)
+                if runs is None:
+                    points.append((run["point"], runs := []))
+                runs.append(run)
+        return points
 
     @property
     def transitions(self) -> list[float | None]:
@@ -187,7 +199,7 @@ class Row:
         for key, best in self.point.items():
             tried: dict[str, set[float]] = {}
             for run in self.tuning:
-                if run["kind"] == "tune":
+                if run["kind"] != "final":
                     tried.setdefault(run["size"], set()).add(run["point"][key])
             searched = [values for values in tried.values() if len(values) > 1]
             if searched and at_edge(best, searched[-1]):
@@ -444,15 +456,14 @@ def _searched(
     start: where it may have begun, as far as the search before it tells.
     """
     tuning, moved = study.tuning_at(size), study.sizes[size].over or study.tuning.over
-    length = {max(1, round(tuning.length * r["steps"])) for r in records if r["kind"] == "report"}
     begins = [{key: value for key, value in point.items() if key not in moved} for point in start]
-    tuned = [
-        r
-        for r in records
-        if r["kind"] == "tune"
-        and (not length or r["steps"] in length)
-        and {key: value for key, value in r["point"].items() if key not in moved} in begins
-    ]
+    begun = [r for r in records if {key: value for key, value in r["point"].items() if key not in moved} in begins]
+    if tuning.every:
+        seeds = study.seeds_at(size)
+        runs = [r for r in begun if r["kind"] == "report" and r["seed"] in seeds]
+        return runs, winners(((r["point"], r["seed"], other_loss_of(r)) for r in runs), None, seeds)
+    length = {max(1, round(tuning.length * r["steps"])) for r in records if r["kind"] == "report"}
+    tuned = [r for r in begun if r["kind"] == "tune" and (not length or r["steps"] in length)]
     finals = [r for r in records if r["kind"] == "final"]
     runs = [*tuned, *finals]
     ends = ((r["point"], r["seed"] if r["kind"] == "final" else None, loss_of(r)) for r in runs)

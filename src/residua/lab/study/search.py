@@ -35,6 +35,8 @@ class Search:
     factors      from a point to its neighbours in a key; FACTOR for the keys that are not here
     finalists    how many of the best points are finalists; None: all of them
     seeds        of the finalists; without any the best point of the search wins
+    every        True: every point of the search is trained with all seeds, and the lowest mean is the best
+    loss         of a record, by which points are compared
     """
 
     over: Mapping[str, Sequence[float]]
@@ -44,6 +46,8 @@ class Search:
     factors: Mapping[str, float] = field(default_factory=dict)
     finalists: int | None = None
     seeds: Sequence[int] = ()
+    every: bool = False
+    loss: Callable[[Record], float] = field(default_factory=lambda: loss_of)
 
     def walk(
         self, run_of: Callable[[Mapping[str, Any], int | None], Run], finished: Mapping[Any, Record]
@@ -60,21 +64,26 @@ class Search:
             for point, seed in trials:
                 runs[point, seed] = run_of(self.named(point), seed)
                 if record := finished.get(runs[point, seed].key):
-                    losses[point, seed] = loss_of(record)
+                    losses[point, seed] = self.loss(record)
             return len(losses) == len(runs)
+
+        first: Sequence[int | None] = self.seeds if self.every else (None,)
+
+        def searched(point: Point) -> float:
+            return math.fsum(losses[point, seed] for seed in first) / len(first)
 
         points = new = list(dict.fromkeys(itertools.product(*self.over.values())))
         while new:
-            if not trained((point, None) for point in new):
+            if not trained(itertools.product(new, first)):
                 return list(runs.values()), None
-            ranked = sorted(points, key=lambda point: losses[point, None])
-            finite = [point for point in ranked if math.isfinite(losses[point, None])]
+            ranked = sorted(points, key=searched)
+            finite = [point for point in ranked if math.isfinite(searched(point))]
             room = None if self.budget is None else max(0, self.budget - len(points))
             beside = (point for best in finite[:1] for point in self._beside(best) if not _among(point, points))
             new = list(itertools.islice(beside, room))
             points = points + new
-        done = trained(itertools.product(finite[: self.finalists], self.seeds))
-        finalists = (self.finalists or len(points)) if self.seeds else 1
+        done = self.every or trained(itertools.product(finite[: self.finalists], self.seeds))
+        finalists = None if self.every else (self.finalists or len(points)) if self.seeds else 1
         best = winners(((*trial, loss) for trial, loss in losses.items()), finalists, self.seeds) if done else []
         return list(runs.values()), self.named(best[0]) if best else None
 
@@ -102,16 +111,21 @@ def _among(point: Point, others: Iterable[Point]) -> bool:
     return any(all(map(partial(math.isclose, rel_tol=1e-4), point, other)) for other in others)
 
 
-def winners(runs: Iterable[tuple[Any, int | None, float]], finalists: int, seeds: Sequence[int]) -> list[Any]:
+def winners(runs: Iterable[tuple[Any, int | None, float]], finalists: int | None, seeds: Sequence[int]) -> list[Any]:
     """Return the points that won a search: several if losses are equal, none while a finalist is not trained in full.
 
-    runs    points with seeds and losses, infinite if a run diverged; the seed is None in the search itself
-    seeds   that decide between the finalists, by the mean of their losses; for one finalist nothing is to decide
+    runs        points with seeds and losses, infinite if a run diverged; the seed is None in the search itself
+    finalists   None: every point is one
+    seeds       that decide between the finalists, by the mean of their losses; for one finalist nothing is to decide
     """
     runs = list(runs)
-    best = _lowest(((point, loss) for point, seed, loss in runs if seed is None), finalists)
-    if finalists == 1:
-        return best
+    if finalists is None:
+        best = [point for place, (point, *_) in enumerate(runs) if all(point != other[0] for other in runs[:place])]
+        finalists = len(best)
+    else:
+        best = _lowest(((point, loss) for point, seed, loss in runs if seed is None), finalists)
+        if finalists == 1:
+            return best
     means = []
     for point in best:
         by_seed = {seed: loss for other, seed, loss in runs if other == point and seed is not None}
@@ -135,3 +149,16 @@ def at_edge(value: float, tried: Iterable[float]) -> bool:
 def loss_of(record: Record) -> float:
     """The last validation loss of a run; infinite where it diverged."""
     return math.inf if record["val_loss"] is None else record["val_loss"]
+
+
+def other_loss_of(record: Record) -> float:
+    """The last validation loss of a run on labels that do not repeat; infinite where it diverged.
+
+    Raises InputError for a record without it, of other code.
+    """
+    if record["val_loss"] is None:
+        return math.inf
+    split = record.get("split") or []
+    if not split or split[-1][0] != record["steps"]:
+        raise InputError(f"the run {record['key']} must have its last loss on labels that do not repeat, got none")
+    return split[-1][2]
