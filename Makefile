@@ -24,7 +24,7 @@ demo: $(LAB)
 	$(VENV)/bin/residua demo --out runs/demo
 
 # The fast lane: everything but Triton's interpreter, compilers, other processes, the browser, tests that take long, and
-# of tests for all schemes those for variants and, on whole models, for most presets. Property tests draw fewer examples.
+# of tests for all schemes those for variants and for most presets. Property tests draw fewer examples.
 check: $(READY)
 	$(PYTEST) $(PARALLEL) $(FAST)
 
@@ -32,7 +32,8 @@ check: $(READY)
 test: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not nightly"
 
-# All that `make test` leaves out: every variant of every scheme, every family of models, the browser, compilers.
+# All that `make test` leaves out: every variant of every scheme, every family of models, compilers for most schemes, the
+# browser, the commands of pages, and tests of scripts and records.
 nightly: $(READY)
 	$(PYTEST) $(PARALLEL) -m nightly
 
@@ -46,7 +47,7 @@ resbench: $(READY)
 gpu:
 	$(if $(wildcard $(READY)),$(VENV)/bin/python,$(PYTHON)) tools/gpu.py $(if $(DRY),--dry-run)
 
-# The model testers of transformers. Its source archive, which `make test` uses, lacks those of generation.
+# The model testers of transformers. Its source archive, which `make nightly` uses, lacks those of generation.
 testers: $(READY)
 	version=$$($(VENV)/bin/python -c "import transformers; print(transformers.__version__)"); \
 	test -d $(VENV)/transformers-$$version || git clone --quiet --depth 1 --branch v$$version \

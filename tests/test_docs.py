@@ -310,6 +310,7 @@ def test_the_repository_has_one_address_and_nothing_installs_residua_from_an_ind
         assert 'default: "residua' not in text
 
 
+@pytest.mark.nightly
 def test_every_whole_model_solves_the_reflection_as_the_page_says():
     found = {}
     for run in records("geometry/quick/records.jsonl"):
@@ -320,6 +321,7 @@ def test_every_whole_model_solves_the_reflection_as_the_page_says():
     assert f"a mean cosine of at least {int(worst * 1000) / 1000}" in PAGES["docs/geometry.md"].replace("\n", " ")
 
 
+@pytest.mark.nightly
 def test_the_extra_times_that_pages_name_are_those_of_the_records():
     """Of a token of a converted model, and of a training step of ours."""
     tokens = {row["preset"]: 100 * (row["ratio"]["median"] - 1) for row in records("bench-generate-converted.jsonl")}
@@ -354,6 +356,7 @@ def test_every_scheme_is_in_a_family(scheme_pages):
     assert sorted(name for members in scheme_pages.families().values() for name in members) == sorted(SCHEMES)
 
 
+@pytest.mark.nightly
 def test_the_cited_rows_of_the_deviations_are_the_right_ones():
     ((first, last),) = re.findall(r"\(deviations\.md\), rows (\d+) to (\d+)", PAGES["docs/geometry.md"])
     cited = [deviations()[number].split(" | ")[:2] for number in range(int(first), int(last) + 1)]
@@ -371,6 +374,7 @@ def test_the_demo_has_the_settings_that_resbench_found():
         assert {config.train.steps} == steps
 
 
+@pytest.mark.nightly
 def test_the_limits_of_the_reproduction_agree_with_its_records():
     """What the sweep of the demo says of the rows whose initial scale was not tuned."""
     losses = {}

@@ -2,7 +2,7 @@
 
     python tools/house.py              a table, within ten seconds
     python tools/house.py --record     append it to tools/house.jsonl too
-    python tools/house.py --tests      append a line: `make check` and `make test`
+    python tools/house.py --tests      append a line: `make check`, `make test` and `make nightly`
 
 lines      of Python in src/residua, by package, and in tests
 rooms      packages directly in src/residua, and the modules beside them
@@ -11,7 +11,7 @@ checks     places that raise, require or expect, for every 1,000 lines of src
 functions  outside kernels: the longest, the highest cyclomatic number (decisions, `and` and `or` among them, plus 1),
            and how many are over the budget
 seconds    user time of `residua --help`, the median of five
-tests      for each of the two: what pytest counted, seconds on the wall, and seconds of all processes it waited for
+tests      for each of the three: what pytest counted, seconds on the wall, and seconds of all processes it waited for
 
 Idioms of validation are not counted: a reader has to.
 """
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "residua"
 RECORD = Path(__file__).with_name("house.jsonl")
+LANES = "check", "test", "nightly"
 LONGEST, HIGHEST = 80, 20
 BUDGET = {
     "lines": 27_500,
@@ -167,7 +168,7 @@ def append(record: dict[str, Any]) -> None:
 
 def main() -> int:
     if sys.argv[1:] == ["--tests"]:
-        append({"tests": {f"make {target}": lane(target) for target in ("check", "test")}})
+        append({"tests": {f"make {target}": lane(target) for target in LANES}})
         return 0
     if sys.argv[1:] not in ([], ["--record"]):
         print(__doc__)

@@ -9,6 +9,7 @@ import yaml
 
 from residua.errors import InputError, RunError
 from residua.files.durable import remove
+from residua.lab.records import folder as folders
 from residua.lab.records.folder import hold
 from residua.lab.training import claim, latest_checkpoint, log
 from residua.lab.training import folder as folder_module
@@ -77,8 +78,9 @@ def test_a_refused_resume_leaves_the_settings(tmp_path, fit):
     assert fit(folder, resume=True)["step"] == 12
 
 
-def test_two_processes_do_not_share_a_folder(tmp_path, fit):
+def test_two_processes_do_not_share_a_folder(tmp_path, fit, monkeypatch):
     """A lock of this process counts as that of another one."""
+    monkeypatch.setattr(folder_module, "PATIENCE_SECONDS", 0.1)
     fit(tmp_path / "run", batches=ToyBatches(signals={5: signal.SIGINT}))
     with hold(tmp_path / "run", markers=["config.yaml"]):
         for resume in (False, True):
@@ -191,7 +193,8 @@ def test_a_run_from_somebody_else_deletes_no_checkpoints_of_another_run(linked, 
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
-def test_a_run_whose_folder_goes_under_it_ends_with_an_error(how, tmp_path, fit):
+def test_a_run_whose_folder_goes_under_it_ends_with_an_error(how, tmp_path, fit, monkeypatch):
+    monkeypatch.setattr(folders, "LEASE_SECONDS", 1.0)  # the lease goes with the folder
     folder = tmp_path / "run"
 
     class Goes(ToyBatches):
