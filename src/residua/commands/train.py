@@ -47,7 +47,7 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
         return 128 + result["signal"]
     if is_first():
         print(
-            f"{one_line(run)}: step {result['step']}, validation loss {result['val_loss']:.4f}, "
-            f"{result['bits_per_byte']:.4f} bits per byte"
+            f"{one_line(run)}: step {result['step']}, validation loss {result['val_loss']:.4f}"
+            + (f", {result['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in result else "")
         )
     return 0

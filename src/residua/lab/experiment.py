@@ -231,7 +231,7 @@ def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> Prep
     return prepare(
         config.source,
         folder,
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab_size if config.tokenizer == "bpe" else None,
         tokenizer=config.tokenizer,
         validation_fraction=config.validation_fraction,
         progress=progress,
@@ -444,7 +444,8 @@ def _evaluator(
         results = {}
         for prefix, data in texts.items():
             shard = shard_batches(batches[prefix], ranks.rank, ranks.world_size)
-            length, end_of_text = data.validation_bytes, _end_of_text(config, data)
+            length = None if data.facts.get("lost_share") else data.validation_bytes
+            end_of_text = _end_of_text(config, data)
             losses = held_out_loss(model, shard, bytes=length, end_of_text=end_of_text, gather=ranks.gather)
             results |= {f"{prefix}{name}": value for name, value in losses.items()}
         return results

@@ -1,5 +1,7 @@
 """Documents: which text is found, in which order, how it is split, and what is refused."""
 
+import csv
+import gzip
 import hashlib
 import json
 import os
@@ -17,10 +19,11 @@ from hypothesis import strategies as st
 
 import residua
 from residua.errors import InputError
+from residua.lab.data import prepare
 from residua.lab.data.corpus import Document
-from residua.lab.data.files import PIECE
+from residua.lab.data.formats import PIECE
 from residua.lab.data.sources import open_corpus
-from residua.lab.data.split import split_documents
+from residua.lab.data.split import Share, share_of, split_documents
 
 
 def texts(source):
@@ -132,7 +135,11 @@ NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 3, 6], "<i4"
         ("a.txt", b"text \xff\xfe", "a.txt must be UTF-8"),
         ("a.md", b"\x00\x01\x02", "a.md must be text, got a binary file"),
         ("a.jsonl", b'{"text": "one"}\n{"text": "tw', "a.jsonl:2 must be one JSON object with .*, got"),
-        ("a.jsonl", b'{"text": "one"}\n{"content": "two"}\n', 'a.jsonl:2 must be .* with Unicode text as its "text"'),
+        (
+            "a.jsonl",
+            b'{"content": "one"}\n{"content": "two"}\n',
+            'a.jsonl must have rows with .* "text", got .*content',
+        ),
         ("a.jsonl", b'"one"\n', "a.jsonl:1 must be one JSON object"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1 must be one JSON object"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1 must be .* Unicode .*\\ud800"),
@@ -148,7 +155,15 @@ NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 3, 6], "<i4"
             pa.table({"text": NOT_UTF8}),
             "a.parquet must be UTF-8 text: invalid start byte",
         ),
-        ("a.csv", b"text\none\n", r"a.csv must be or hold files ending in .txt .md .jsonl .parquet, found \.csv"),
+        ("a.docx", b"text\none\n", r"a.docx must be or hold files ending in .txt .md .jsonl .*, found \.docx"),
+        ("a.csv", b'text\n"one\n', "a.csv:2: not a readable table"),
+        ("a.csv", b"content\none\n", 'a.csv must have rows with .* "text", got .*content'),
+        ("a.json", b'[{"text": "one"}', "a.json must be an array of JSON objects"),
+        ("a.json", b'[{"text": 5}]', "a.json: row 1 must be one JSON object"),
+        ("a.arrow", b"not arrow at all", "a.arrow: not a readable arrow file"),
+        ("a.txt.gz", b"not compressed", "a.txt.gz: cannot be read: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"one" * 9)[:-9], "a.txt.gz: a damaged or cut .gz file"),
+        ("a.txt.zst", b"not compressed", "a.txt.zst: cannot be read"),
     ],
 )
 def test_unusable_files_are_refused_by_name_and_line(tmp_path, name, content, expected):
@@ -159,6 +174,165 @@ def test_unusable_files_are_refused_by_name_and_line(tmp_path, name, content, ex
     with pytest.raises(InputError, match=expected) as error:
         texts(tmp_path / name)
     assert "\n" not in str(error.value)
+
+
+ROWS = [{"text": "one\n\u2028two", "meta": {"text": "ONE"}}, {"text": "three", "meta": {"text": "THREE"}}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def arrow(new, table):
+    sink = pa.BufferOutputStream()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(column):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": column, "meta": [row["meta"] for row in ROWS]}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+WORDS = [row["text"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl.gz", gzip.compress(LINES[:30]) + gzip.compress(LINES[30:])),
+        ("a.jsonl.zst", bytes(pa.Codec("zstd").compress(LINES[:9])) + bytes(pa.Codec("zstd").compress(LINES[9:]))),
+        ("a.json", json.dumps(ROWS).encode()),
+        ("lines.json", LINES),
+        ("a.json.GZ", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.arrow", arrow(pa.ipc.new_stream, pa.Table.from_pylist(ROWS))),
+        ("file.arrow", arrow(pa.ipc.new_file, pa.Table.from_pylist(ROWS))),
+        ("category.parquet", parquet(pa.array(WORDS).dictionary_encode())),
+        ("view.parquet", parquet(pa.array(WORDS, pa.string_view()))),
+    ],
+)
+def test_every_format_gives_its_texts_also_of_nested_columns(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert texts(tmp_path / name) == WORDS
+    nested = open_corpus(tmp_path / name, text_column="meta.text")
+    assert [document.text for document in nested] == ["ONE", "THREE"]
+
+
+def test_tables_have_cells_of_any_length_and_with_line_ends(tmp_path):
+    cells = ["a\n\n b", "c, " * 100_000]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("id", "text"), *enumerate(cells), (2,)])
+    limit = csv.field_size_limit()
+    assert texts(tmp_path) == cells
+    assert csv.field_size_limit() == limit
+    (tmp_path / "a.csv").rename(tmp_path / "b.tsv")
+    with pytest.raises(InputError, match='"text", got'):
+        texts(tmp_path)
+
+
+def test_an_array_may_hold_texts(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(WORDS))
+    assert texts(tmp_path) == WORDS
+
+
+def test_what_is_left_out_of_a_folder_is_named_and_both_halves_are_read(tmp_path, capsys):
+    half = [json.dumps({"text": f"document {n}"}) + "\n" for n in range(100)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "part-0.jsonl").write_text("".join(half[:50]))
+    (tmp_path / "in" / "part-1.jsonl.gz").write_bytes(gzip.compress("".join(half[50:]).encode()))
+    for name, content in (("package.json", "{}"), ("notes.json", "// no JSON"), ("a.csv", "x,y\n1,2\n"), ("b.gz", "")):
+        (tmp_path / "in" / name).write_text(content)
+    data = prepare(tmp_path / "in", tmp_path / "out", tokenizer="byte")
+    assert data.facts["documents"] == 100
+    assert "left out 4 files: a.csv, b.gz, notes.json, package.json" in capsys.readouterr().err
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    assert index["left_out"] == ["a.csv", "b.gz", "notes.json", "package.json"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_without_text_are_skipped_and_counted(tmp_path, suffix, capsys):
+    rows = [{"text": f"document {n}"} for n in range(100)] + [{"text": None}, {"text": " "}]
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([*rows, {}]), tmp_path / "a.parquet")
+    else:
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"other": 1}]))
+    facts = prepare(tmp_path, tmp_path / "out", tokenizer="byte").facts
+    assert (facts["documents"], facts["blank_documents"]) == (100, 3)
+    assert "left out 3 rows or documents without text" in capsys.readouterr().err
+
+
+def test_long_rows_are_cut_like_prose_if_asked(tmp_path):
+    text = "A line of a book.\n" * 4000
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
+    assert texts(tmp_path / "b.jsonl") == [text]
+    for length in (PIECE, 1000, 0):
+        cut = [[x.text for x in open_corpus(tmp_path / name, longest_document=length)] for name in ("a.txt", "b.jsonl")]
+        assert cut[0] == cut[1]
+        assert "".join(cut[0]) == text
+        assert len(cut[0]) > 5 or (length == 0 and len(cut[0]) == 1)
+
+
+def test_options_without_effect_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for arguments in ({"tokenizer": "byte", "vocab_size": 600}, {"text_column": "body"}):
+        with pytest.raises(InputError, match=r"(vocab_size|text_column) must be left out"):
+            prepare(tmp_path, tmp_path / "out", **arguments)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3, 0.9])
+def test_the_held_out_share_of_one_book_is_the_one_asked(tmp_path, suffix, fraction):
+    text = "".join(f"Line {n} of a book, and no other.\n" for n in range(2500))
+    (tmp_path / f"a{suffix}").write_text(text if suffix == ".txt" else json.dumps({"text": text}))
+    data = prepare(tmp_path, tmp_path / "out", tokenizer="byte", validation_fraction=fraction, split="share")
+    assert len(data.validation) / (len(data.train) + len(data.validation)) == pytest.approx(fraction, rel=0.1)
+    kept = "".join(
+        data.tokenizer().decode(part.window(0, len(part)).tolist()) for part in (data.train, data.validation)
+    )
+    assert sorted(kept.replace("<|endoftext|>", "")) == sorted(text)
+    assert data.facts["split"] == "share"
+
+
+@given(st.lists(st.text(max_size=300), min_size=2, max_size=40), st.floats(0.01, 0.9))
+def test_a_share_keeps_all_text_and_separates_copies(found, fraction):
+    share = share_of(lambda: documents(*found), fraction, always=True)
+    parts = {"train": [], "validation": []}
+    for split, document in split_documents(share.documents(documents(*found)), fraction, share=share):
+        parts[split].append(document.text)
+    assert sorted("".join(parts["train"] + parts["validation"])) == sorted("".join(found))
+    assert not {*parts["train"]} & {*parts["validation"]} - {""}
+
+
+def test_documents_go_by_their_own_keys_if_that_comes_close():
+    many = documents(*(f"text {n}" for n in range(20_000)))
+    assert share_of(lambda: many, 0.05) is None
+    assert isinstance(share_of(lambda: many, 0.05, always=True), Share)
+
+
+# Recorded before shares were measured, and before there were more formats.
+BEFORE = {
+    (0.1, "bpe"): "9e27f33cd3952235a746a97df827a0d2391f072459a9296e43c953353b1207a9",
+    (0.1, "byte"): "9468590531e44b48fe3873a5f4d3c108a0aef58ee99c1e6951f18ed57ed440aa",
+    (None, "bpe"): "c300f70718914cfcb7a2a57fa833a47f2953cf6705a18def6ec064ba04209483",
+    (None, "byte"): "5a9cadc95a3d31af55aed184e5694a4f11277c5e45e00663b97983859256d6a2",
+}
+
+
+@pytest.mark.parametrize(("fraction", "tokenizer"), BEFORE)
+def test_a_text_that_was_prepared_before_keeps_its_fingerprint(tmp_path, fraction, tokenizer):
+    rows = [" ".join(f"w{i * j % 97}" for j in range(5 + i % 40)) + f" {i}." for i in range(400)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    (tmp_path / "a.txt").write_text("\n\n".join(rows))
+    size = {"vocab_size": 300} if tokenizer == "bpe" else {}
+    data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=tokenizer, validation_fraction=fraction, **size)
+    assert data.fingerprint == BEFORE[fraction, tokenizer]
+
+
+def test_a_text_of_few_documents_is_split_as_before_on_request(tmp_path):
+    rows = [" ".join(f"w{i * j % 97}" for j in range(5 + i % 40)) + f" {i}." for i in range(400)]
+    (tmp_path / "a.txt").write_text("\n\n".join(rows))
+    data = prepare(tmp_path, tmp_path / "out", tokenizer="byte", split="documents")
+    assert data.fingerprint == "f7989426752dfab5b8d36292045bf9bcc837e1ae925465f9efcbdeb8a7621e1f"
 
 
 def test_empty_files_have_no_documents(tmp_path):
@@ -174,9 +348,9 @@ def test_folder_without_text_lists_what_it_holds(tmp_path):
     with pytest.raises(InputError, match="found no files"):
         open_corpus(tmp_path)
     (tmp_path / "a.png").write_bytes(b"")
-    (tmp_path / "b.csv").write_bytes(b"")
+    (tmp_path / "b.docx").write_bytes(b"")
     (tmp_path / "Makefile").write_bytes(b"")
-    with pytest.raises(InputError, match=r"found \.csv, \.png, Makefile"):
+    with pytest.raises(InputError, match=r"found \.docx, \.png, Makefile"):
         open_corpus(tmp_path)
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import resource
 import shutil
 
 import numpy as np
@@ -101,7 +102,7 @@ def test_the_bpe_does_not_see_the_validation_text(tmp_path):
     for name, content in (("without", texts), ("with", [*texts, strange])):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in content))
-        data = prepare(path, tmp_path / name, vocab_size=275)
+        data = prepare(path, tmp_path / name, vocab_size=275, split="documents")
         vocabularies.append(data.tokenizer().get_vocab())
     assert len(data.validation) > 1000
     assert vocabularies[0] == vocabularies[1]
@@ -255,7 +256,7 @@ def test_out_must_be_new_or_empty(source, tmp_path):
     [
         ("", {}, "must hold documents"),
         (" \n\n ", {}, "must hold documents"),
-        ("One short text.", {}, r"too small: of 1 document\(s\) nothing is left for train"),
+        ("One short text.", {}, r"too small: of 1 document\(s\) nothing is left for"),
         ("One short text.", {"vocab_size": 256}, "vocab_size must be 257 .* got 256"),
         ("One short text.", {"vocab_size": 10**9}, "vocab_size must be 257 .* to 1,000,000, got 1000000000"),
         ("One short text.", {"validation_fraction": 0.0}, "validation_fraction must be a number between 0 and 1"),
@@ -372,3 +373,11 @@ def test_a_forged_note_of_progress_is_refused(source, tmp_path):
         (stage / "progress.json").write_text(content)
         with pytest.raises(InputError, match=r"progress\.json must be"):
             prepare(source, tmp_path / "out", vocab_size=400)
+
+
+def test_few_open_files_are_enough_for_many_shards(source, tmp_path, monkeypatch):
+    data = prepare(source, tmp_path / "out", tokenizer="byte", shard_tokens=100)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    whole = [data.train.window(start, 100) for start in range(0, len(data.train) - 100, 100)]
+    assert len(whole) > 40
+    assert len(data.train._mapped) == 8

@@ -1,14 +1,19 @@
 """Tokenizers: exact round trips, reproducible training, and no special tokens out of text."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, models
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from residua.errors import InputError
-from residua.lab.data.encode import Encoder
+from residua.lab.data import prepare
+from residua.lab.data.encode import Encoder, lost_bytes
 from residua.lab.data.tokenizer import (
     END_OF_TEXT,
     byte_tokenizer,
@@ -127,3 +132,32 @@ def test_unusable_own_tokenizers_are_refused(tmp_path):
         with pytest.raises(InputError, match="must be bpe, byte or a folder") as error:
             load_tokenizer(tmp_path / "broken")
         assert "\n" not in str(error.value)
+
+
+def test_a_folder_with_vocabulary_and_merges_is_taken(tmp_path):
+    ByteLevelBPETokenizer().save_model(str(tmp_path))
+    vocab = {character: number for number, character in enumerate(["<|endoftext|>", *ByteLevel.alphabet()])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"})
+    )
+    assert text_encoder(load_tokenizer(tmp_path))(["ab"]) == [[vocab["a"], vocab["b"]]]
+
+
+def test_the_share_that_a_tokenizer_loses_is_measured(tmp_path):
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "[EOS]": 1, "the": 2, "fox": 3}, unk_token="[UNK]"))
+    backend.normalizer, backend.pre_tokenizer = Lowercase(), WhitespaceSplit()
+    lossy = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]")
+    save_tokenizer(lossy, tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ["The fox", "the wolf"] * 50))
+    data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"))
+    assert data.facts["lost_share"] == pytest.approx((1 + 5) / 15)  # T, and " wolf"
+    assert prepare(tmp_path / "a.jsonl", tmp_path / "byte", tokenizer="byte").facts["lost_share"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "decoded", "lost"),
+    [("a b", " a b", 0), ("Ab", "ab", 1), ("é", "e", 2), ("ab", "ba", 1), ("a\nb", "a b", 1)],
+)
+def test_lost_bytes(text, decoded, lost):
+    assert lost_bytes(text, decoded) == lost

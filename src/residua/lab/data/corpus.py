@@ -30,6 +30,8 @@ class Corpus:
     facts: dict[str, Any] = field(default_factory=dict)
     local: bool = True
     validation_fraction: float = 0.05
+    left_out: tuple[str, ...] = ()
+    """The files of a folder that are not read."""
 
     def __iter__(self) -> Iterator[Document]:
         return (document for document in self.read() if document.text.strip())

@@ -1,47 +1,60 @@
-"""Read the user's text: .txt, .md, .jsonl and .parquet files."""
+"""Read the user's text: a file, or a folder of files, of the formats in `formats`."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn
 
-from residua.errors import InputError, extra, first_line, shown
-from residua.files.reading import regular
-from residua.lab.data.corpus import Corpus, Document
+from residua.errors import InputError, require
+from residua.lab.data.corpus import Corpus
+from residua.lab.data.formats import PIECE, PROSE, SUFFIXES, file_documents, file_size, has_column, kind
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-PIECE = 8192
-"""Characters of a document: a longer text file is cut at the last blank line, or line, before this length."""
+SIDE_FILES = (".json", ".csv", ".tsv", ".arrow")
+"""Formats of many files that are no text: beside texts, such a file without the column is left out."""
 
 
-def open_files(path: Path, text_column: str) -> Corpus:
+def open_files(path: Path, text_column: str = "text", longest_document: int = PIECE) -> Corpus:
     """Open a file, or a folder of files.
 
-    A folder is read recursively in sorted order; names that begin with a dot and other suffixes are skipped. Text files
-    are UTF-8; a long one is cut into documents of about `PIECE` characters. JSON lines are objects with a string
-    `text_column`; parquet files have a string column of that name.
+    A folder is read recursively in sorted order, without names that begin with a dot. Text files are UTF-8; a long one
+    is cut into documents of about `longest_document` characters (0: not at all). Rows of the other formats have a
+    string `text_column`, which may be nested ("meta.text"). Text, JSON and CSV may be compressed (.gz, .zst).
+
+    A file of a folder is left out, and named in `left_out`, if its suffix is another one, or if it is one of
+    `SIDE_FILES` without the column.
     """
     if not path.exists():
         raise InputError(
             f"{path}: no such file or folder; give a path, stdlib for the embedded corpus, fineweb-edu or hf:OWNER/NAME"
         )
     paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts) if path.is_dir() else [path]
-    files = [file for file in paths if file.suffix.lower() in SUFFIXES]
+    files = [file for file in paths if kind(file) in SUFFIXES]
+    if len(files) > 1:
+        files = [file for file in files if kind(file) not in SIDE_FILES or has_column(file, text_column)] or files
     if not files:
         suffixes = ", ".join(sorted({file.suffix or file.name for file in paths})) or "no files"
-        raise InputError(f"{path} must be or hold files ending in {' '.join(SUFFIXES)}, found {suffixes}")
-    sizes = [_size(file, text_column) for file in files]
+        raise InputError(
+            f"{path} must be or hold files ending in {' '.join(SUFFIXES)} (the texts among them also in .gz or .zst), "
+            f"found {suffixes}"
+        )
+    rows = any(kind(file) not in PROSE for file in files)
+    require(rows or text_column == "text", "text_column", f"left out, since {path} has no rows", text_column)
+    sizes = [file_size(file, text_column) for file in files]
+    read = set(files)
     return Corpus(
         name=path.resolve().name.encode(errors="backslashreplace").decode(),
         size=sum(sizes),
-        read=lambda: chain.from_iterable(_documents(file, text_column) for file in files),
+        read=lambda: chain.from_iterable(file_documents(file, text_column, longest_document) for file in files),
         identity={"files": _listing_hash(path, files), "text_column": text_column},
         facts={"files": len(files), "skipped_files": len(paths) - len(files)},
+        left_out=tuple(_name(file.relative_to(path)) for file in paths if file not in read),
     )
+
+
+def _name(path: Path) -> str:
+    return str(path).encode(errors="backslashreplace").decode()
 
 
 def _listing_hash(path: Path, files: list[Path]) -> str:
@@ -63,97 +76,3 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _refuse(error: OSError) -> NoReturn:
     raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-
-def _size(file: Path, text_column: str) -> int:
-    with _reading(file):
-        if regular(file).suffix.lower() != ".parquet":
-            return file.stat().st_size
-        with _parquet(file, text_column) as parquet:
-            groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
-            columns = (group.column(index) for group in groups for index in range(group.num_columns))
-            return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == text_column)
-
-
-def _documents(file: Path, text_column: str) -> Iterator[Document]:
-    suffix = file.suffix.lower()
-    with _reading(file):
-        if suffix == ".parquet":
-            yield from _parquet_documents(file, text_column)
-            return
-        # Prose may have any line ending; JSON lines end at "\n" only.
-        with file.open(encoding="utf-8-sig", newline="\n" if suffix == ".jsonl" else None) as stream:
-            if suffix == ".jsonl":
-                yield from _json_documents(file, stream, text_column)
-            else:
-                yield from _text_documents(file, stream)
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Raise InputError for a file that cannot be read, or not as text."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} must be UTF-8 text: {error.reason}; convert or remove it") from None
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror or first_line(error)}") from error
-
-
-def _text_documents(file: Path, stream: TextIO) -> Iterator[Document]:
-    text = ""
-    while block := stream.read(PIECE):
-        if "\0" in block:
-            raise InputError(f"{file} must be text, got a binary file (it has a zero byte); convert or remove it")
-        text += block
-        if len(text) > PIECE:
-            piece, text = _cut(text)
-            yield Document(piece, len(piece.encode()))
-    if text:
-        yield Document(text, len(text.encode()))
-
-
-def _cut(text: str) -> tuple[str, str]:
-    for end in ("\n\n", "\n"):
-        head, separator, tail = text.rpartition(end)
-        if separator:
-            return head + separator, tail
-    return text, ""
-
-
-def _json_documents(file: Path, stream: TextIO, column: str) -> Iterator[Document]:
-    for number, line in enumerate(stream, start=1):
-        if line.isspace():
-            continue
-        try:
-            text = json.loads(line)[column]
-            text.encode()  # fails for half of a surrogate pair
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            expected = f'one JSON object with Unicode text as its "{column}"'
-            raise InputError(f"{file}:{number} must be {expected}, got {shown(line.strip())}") from error
-        yield Document(text, len(line.encode()))
-
-
-def _parquet_documents(file: Path, column: str) -> Iterator[Document]:
-    with _parquet(file, column) as parquet:
-        # One row group at a time, so that memory is bounded by the largest.
-        for number in range(parquet.num_row_groups):
-            for rows in parquet.iter_batches(batch_size=256, row_groups=[number], columns=[column]):
-                for text in rows.column(0).to_pylist():
-                    yield Document(text or "", len(text.encode()) if text else 0)
-
-
-@contextmanager
-def _parquet(file: Path, column: str) -> Iterator[Any]:
-    with extra("lab"):
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    try:
-        with ParquetFile(file) as parquet:
-            kinds = {field.name: field.type for field in parquet.schema_arrow}
-            if kinds.get(column) not in (pyarrow.string(), pyarrow.large_string()):
-                columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-                raise InputError(f"{file} must have a column {column} of strings, got columns {columns}")
-            yield parquet
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{file}: not a readable parquet file: {first_line(error)}") from error

@@ -8,8 +8,8 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 from residua.errors import InputError, extra, require
 from residua.files.durable import write_text
 from residua.lab.data import writer
-from residua.lab.data.corpus import Corpus
+from residua.lab.data.corpus import Corpus, Document
 from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData, SplitFiles
 from residua.lab.data.sources import open_corpus
-from residua.lab.data.split import Split, split_documents
+from residua.lab.data.split import MOST_KEYS, Share, Split, Splitting, share_of, split_documents
 from residua.lab.data.tokenizer import (
+    LOSSLESS,
     byte_tokenizer,
     check_vocab_size,
     load_tokenizer,
@@ -32,6 +33,7 @@ from residua.lab.data.tokenizer import (
 )
 from residua.lab.data.writer import staging, text_progress
 from residua.lab.records.folder import new_folder
+from residua.lab.records.progress import say
 
 with extra("lab"):
     from transformers import PreTrainedTokenizerFast
@@ -39,17 +41,25 @@ with extra("lab"):
 BPE_TEXT = 100_000_000
 """Approximate bytes of text to train a BPE on: every n-th document of a larger local corpus, the first of the hub's."""
 
+DEFAULT_ENTRIES = 2048
+SHOWN = 20
+"""Names of files that were left out to print; index.json has all."""
+NOTABLE = 0.1
+"""The relative distance of the held-out share from the one asked beyond which a line says so."""
+
 
 def prepare(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    vocab_size: int = 2048,
+    vocab_size: int | None = None,
     tokenizer: str = "bpe",
     validation_fraction: float | None = None,
     shard_tokens: int = 100_000_000,
     text_column: str = "text",
     sample: str | None = None,
+    split: Splitting | None = None,
+    longest_document: int | None = None,
     progress: bool = True,
 ) -> PreparedData:
     """Tokenize the text of `source` into the new folder `out`.
@@ -63,14 +73,19 @@ def prepare(
         source: "stdlib" (the documentation inside this Python, about 2 MB), a path, "fineweb-edu" or a data set of the
             hub, see `open_corpus`.
         out: a new or empty folder.
-        vocab_size: entries of a trained BPE; a short text gives fewer, with a warning.
+        vocab_size: entries of a trained BPE, by default 2048; a short text gives fewer, with a warning.
         tokenizer: "bpe", trained on the training part; "byte", the 256 bytes and the end of text; a folder with a
             tokenizer saved by transformers; "gpt2" or "hf:OWNER/NAME" from the hub.
-        validation_fraction: hold out about this part of the documents, chosen by a hash of each text, so that copies
+        validation_fraction: hold out about this part of the text, chosen by a hash of each document, so that copies
             of a text stay together. By default 0.05; of fineweb-edu the part that has about 100 million tokens.
         shard_tokens: tokens in a shard; the last one of a split has fewer.
-        text_column: the column of parquet files, JSON lines and data sets that holds the text.
+        text_column: the column or key of rows and data sets that holds the text, nested if dotted ("meta.text").
         sample: the part of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
+        split: "documents" sends each document to one side by its own hash; "share" holds out those with the smallest
+            hashes until their bytes are the part that was asked, and cuts the document that is too long. By default
+            the first if it comes within a quarter of the part (and for the hub, and more than a million documents).
+        longest_document: characters of a document; a longer one is cut at a blank line, or a line, before them, and 0
+            cuts none. By default 8192 in text files, and none elsewhere.
         progress: report progress on standard error.
 
     Raises:
@@ -80,21 +95,27 @@ def prepare(
     out = Path(out).resolve()
     between = validation_fraction is None or 0 < validation_fraction < 1
     require(between, "validation_fraction", "a number between 0 and 1", validation_fraction)
-    if tokenizer == "bpe":
-        check_vocab_size(vocab_size)
+    require(
+        vocab_size is None or tokenizer == "bpe", "vocab_size", f"left out with the tokenizer {tokenizer}", vocab_size
+    )
+    entries = DEFAULT_ENTRIES if vocab_size is None else vocab_size
+    check_vocab_size(entries)
     require(shard_tokens >= 1, "shard_tokens", "at least 1", shard_tokens)
     new_folder(out)
     codec = None if tokenizer == "bpe" else byte_tokenizer() if tokenizer == "byte" else load_tokenizer(tokenizer)
-    corpus = open_corpus(source, text_column=text_column, sample=sample)
+    corpus = open_corpus(source, text_column=text_column, sample=sample, longest_document=longest_document)
     if next(iter(corpus), None) is None:
         raise InputError(f"{source} must hold documents, found nothing or white space")
     validation_fraction = validation_fraction or corpus.validation_fraction
+    share = _share(corpus, validation_fraction, split)
+    if share is not None:
+        corpus = replace(corpus, read=_cut(corpus, share), identity=corpus.identity | {"split": "share"})
 
     plan = {
         "version": VERSION,
         "source": corpus.name,
         **corpus.identity,
-        "tokenizer": f"bpe {vocab_size}" if codec is None else _content_hash(codec),
+        "tokenizer": f"bpe {entries}" if codec is None else _content_hash(codec),
         "validation_fraction": validation_fraction,
         "shard_tokens": shard_tokens,
     }
@@ -102,19 +123,62 @@ def prepare(
         if stage.saved:
             codec = load_tokenizer(stage.folder / "tokenizer")
         else:
-            codec = codec or _train(corpus, vocab_size, validation_fraction, progress)
+            codec = codec or _train(corpus, entries, validation_fraction, progress, share)
             save_tokenizer(codec, stage.folder / "tokenizer")
         dtype = DTYPES[_dtype(codec)]
-        splits, text = writer.write_shards(corpus, codec, dtype, stage, validation_fraction, shard_tokens, progress)
-        facts = {"validation_fraction": validation_fraction, "tokenizer": _tokenizer_name(tokenizer)}
+        lossless = tokenizer in LOSSLESS
+        splits, text = writer.write_shards(
+            corpus, codec, dtype, stage, validation_fraction, shard_tokens, progress, share, lossless
+        )
+        facts = {
+            "validation_fraction": validation_fraction,
+            "split": "documents" if share is None else "share",
+            "tokenizer": _tokenizer_name(tokenizer),
+        }
         index = _index(corpus, codec, tokenizer_hash(stage.folder / "tokenizer"), splits, text, facts)
         write_text(stage.folder / "index.json", json.dumps(index, indent=2) + "\n")
     data = PreparedData.open(out)
-    if tokenizer == "bpe" and data.vocab_size < vocab_size:
+    if progress:
+        for remark in _remarks(data, corpus):
+            say(f"prepare: {remark}")
+    if tokenizer == "bpe" and data.vocab_size < entries:
         warnings.warn(
-            f"{corpus.name}: the text gives {data.vocab_size} of the {vocab_size} vocabulary entries", stacklevel=2
+            f"{corpus.name}: the text gives {data.vocab_size} of the {entries} vocabulary entries", stacklevel=2
         )
     return data
+
+
+def _share(corpus: Corpus, fraction: float, split: Splitting | None) -> Share | None:
+    """Return the share of a corpus to hold out, or None if each document goes by its own key."""
+    if not corpus.local:
+        require(split != "share", "split", f"documents for {corpus.name}, which is downloaded in one pass", split)
+    if split == "documents" or not corpus.local:
+        return None
+    share = share_of(lambda: iter(corpus), fraction, always=split == "share")
+    many = f"documents for more than {MOST_KEYS:,} documents"
+    require(split != "share" or share is not None, "split", many, split)
+    return share
+
+
+def _cut(corpus: Corpus, share: Share) -> Callable[[], Iterator[Document]]:
+    return lambda: share.documents(corpus.read())
+
+
+def _remarks(data: PreparedData, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each thing that is not as the user may think."""
+    facts = data.facts
+    if corpus.left_out:
+        listed = ", ".join(corpus.left_out[:SHOWN])
+        more = f" and {len(corpus.left_out) - SHOWN:,} more, all in {data.folder / 'index.json'}"
+        yield f"left out {len(corpus.left_out):,} files: {listed}{more if len(corpus.left_out) > SHOWN else ''}"
+    if blank := facts.get("blank_documents"):
+        yield f"left out {blank:,} rows or documents without text"
+    asked, held_out = facts["validation_fraction"], facts["validation_tokens"] / facts["tokens"]
+    if abs(held_out - asked) > NOTABLE * asked:
+        advice = "; --split share comes closer" if facts["split"] == "documents" and corpus.local else ""
+        yield f"{held_out:.3g} of the tokens are held out, {asked:.3g} were asked{advice}"
+    if lost := facts["lost_share"]:
+        yield f"the tokenizer loses {max(lost, 1e-4):.2%} of the text, so that bits per byte of it mean nothing"
 
 
 def _content_hash(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -127,9 +191,11 @@ def _tokenizer_name(tokenizer: str) -> str:
     return Path(tokenizer).resolve().name
 
 
-def _train(corpus: Corpus, vocab_size: int, validation_fraction: float, progress: bool) -> PreTrainedTokenizerFast:
+def _train(
+    corpus: Corpus, vocab_size: int, validation_fraction: float, progress: bool, share: Share | None
+) -> PreTrainedTokenizerFast:
     with text_progress("tokenizer", corpus, corpus.size, 0, progress) as documents:
-        sides = split_documents(documents, validation_fraction)
+        sides = split_documents(documents, validation_fraction, share=share)
         training = (document.text for side, document in sides if side == "train")
         if corpus.local:
             sample = islice(training, 0, None, -(-corpus.size // BPE_TEXT))
@@ -147,7 +213,7 @@ def _index(
     tokenizer: PreTrainedTokenizerFast,
     tokenizer_sha256: str,
     splits: Mapping[Split, SplitFiles],
-    text_sha256: str,
+    text: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     parts = splits.values()
@@ -155,7 +221,8 @@ def _index(
     for split, part in splits.items():
         if part.tokens < 2:
             raise InputError(
-                f"{corpus.name}: too small: of {documents} document(s) nothing is left for {split}; give more text"
+                f"{corpus.name}: too small: of {documents} document(s) nothing is left for {split}; give more text, or "
+                "cut long documents with --longest-document"
             )
     return {
         "format": FORMAT,
@@ -167,7 +234,7 @@ def _index(
         "facts": {
             "source": corpus.name,
             **corpus.facts,
-            "sha256": text_sha256,
+            **text,
             "documents": documents,
             "bytes": sum(part.bytes for part in parts),
             "tokens": sum(part.tokens for part in parts),
@@ -177,6 +244,7 @@ def _index(
             **facts,
         },
         "tokenizer_sha256": tokenizer_sha256,
+        **({"left_out": corpus.left_out} if corpus.left_out else {}),
     }
 
 

@@ -19,6 +19,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 from residua.errors import Count, InputError, Natural, check_types, extra, fits, require
 from residua.files.durable import file_sha256
 from residua.files.reading import inside, read_json
@@ -36,7 +41,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 VERIFY_ON_OPEN = 64_000_000
 """Bytes of shards up to which `PreparedData.open` also verifies their content."""
 MAPPED_SHARDS = 256
-"""The most shards that are mapped at a time; each has a file descriptor."""
+"""The most shards of a split that are mapped at a time; each has a file descriptor."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +117,18 @@ class Tokens:
 
     def _shard(self, number: int) -> np.memmap:
         if number not in self._mapped:
-            if len(self._mapped) == MAPPED_SHARDS:
+            while len(self._mapped) >= _most_mapped():
                 self._mapped.pop(next(iter(self._mapped)))
             self._mapped[number] = np.memmap(self.folder / self.shards[number].file, self.dtype, "r")
         return self._mapped[number]
+
+
+def _most_mapped() -> int:
+    """Return MAPPED_SHARDS, or less where a process may have few open files: an eighth of them."""
+    if resource is None:
+        return MAPPED_SHARDS
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAPPED_SHARDS if files < 0 else max(1, min(MAPPED_SHARDS, files // 8))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ with extra("lab"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+LOSSLESS = ("bpe", "byte", "gpt2")
+"""Tokenizers that reproduce every text."""
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
 """256 bytes and the end of text."""
@@ -70,14 +72,15 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         folder = download_tokenizer(folder)
     folder = Path(folder)
     try:
-        if not (folder / "tokenizer.json").is_file():
-            raise InputError(f"found no {folder / 'tokenizer.json'}")
+        if not folder.is_dir():
+            raise InputError("no such folder")
         expect_regular(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _ = tokenizer.backend_tokenizer.to_str()
     except Exception as error:  # transformers and tokenizers raise many types
         raise InputError(
             f"tokenizer must be bpe, byte or a folder with tokenizer.json, got {folder}: {first_line(error)} "
-            "(from the hub: gpt2 or hf:OWNER/NAME)"
+            "(or with other files that AutoTokenizer opens as a fast tokenizer; from the hub: gpt2 or hf:OWNER/NAME)"
         ) from error
     if tokenizer.eos_token is None:
         raise InputError(f"tokenizer {folder}: no eos_token to separate documents; set one and save it again")
@@ -114,7 +117,8 @@ def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     ignored. Raises InputError if it is damaged or has no end of text.
     """
     try:
-        backend = Tokenizer.from_file(str(regular(folder / "tokenizer.json")))
+        # Its bytes, since tokenizers takes no path that is not UTF-8.
+        backend = Tokenizer.from_buffer(regular(folder / "tokenizer.json").read_bytes())
         end_of_text = read_json(folder / "tokenizer_config.json")["eos_token"]
         _ = backend.get_vocab()[end_of_text]
     except Exception as error:  # tokenizers raises Exception itself for content that it cannot use

@@ -3,13 +3,14 @@
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, RunError, extra
+from residua.errors import InputError, RunError, extra, fits, require
 from residua.files.durable import publish, remove, sync, unlinked, write_text
 from residua.files.reading import inside
 from residua.files.tensors import undamaged
@@ -32,7 +33,7 @@ from residua.files.durable import file_sha256
 from residua.lab.data.corpus import Corpus
 from residua.lab.data.encode import Encoded, Encoder
 from residua.lab.data.shards import Shard
-from residua.lab.data.split import split_documents
+from residua.lab.data.split import Share, split_documents
 
 with extra("lab"):
     import numpy as np
@@ -49,10 +50,12 @@ class Staging:
     folder: Path
     plan: dict[str, Any]
     saved: Mapping[Split, SplitFiles]
+    lost: int = 0
+    """Bytes of the saved text that the tokens do not give back."""
 
     def save(self, splits: Mapping[Split, SplitFiles]) -> None:
         parts = {name: asdict(split) for name, split in splits.items()}
-        write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, "splits": parts}))
+        write_text(self.folder / PROGRESS, json.dumps({"plan": self.plan, "splits": parts, "lost": self.lost}))
         self.saved = splits
 
     def close(self) -> None:
@@ -73,7 +76,7 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
     """
     folder = unlinked(out.with_name(f".{out.name}.preparing"))
     with hold(folder, markers=None):
-        stage = Staging(folder, plan, _read_progress(folder, plan))
+        stage = Staging(folder, plan, *_read_progress(folder, plan))
         try:
             if not stage.saved:
                 for path in folder.iterdir():
@@ -93,15 +96,19 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
             stage.close()
 
 
-def _read_progress(folder: Path, plan: dict[str, Any]) -> Mapping[Split, SplitFiles]:
-    """Return what an earlier preparation noted, if any. Raises InputError if it has another plan."""
+def _read_progress(folder: Path, plan: dict[str, Any]) -> tuple[Mapping[Split, SplitFiles], int]:
+    """Return what an earlier preparation noted, if any, and its lost bytes.
+
+    Raises InputError if it has another plan.
+    """
     path = folder / PROGRESS
     if not path.exists():
-        return {}
+        return {}, 0
     with undamaged(path, "the progress of a preparation", f"remove {folder}"):
         progress = read_object(path)
         old_plan = dict(progress["plan"])
-        saved = read_splits(path, progress["splits"])
+        saved, lost = read_splits(path, progress["splits"]), progress.get("lost", 0)
+        require(fits(lost, int) and lost >= 0, f"{path}: lost", "a number of bytes", lost)
         for split in saved.values():
             for shard in split.shards:
                 inside(folder, shard.file)
@@ -112,7 +119,7 @@ def _read_progress(folder: Path, plan: dict[str, Any]) -> Mapping[Split, SplitFi
             f"{folder}: an unfinished preparation with other settings or another text ({changes}); give the same to "
             "continue it, or remove that folder"
         )
-    return saved
+    return saved, lost
 
 
 UPDATE_SECONDS = 1.0
@@ -162,7 +169,9 @@ def write_shards(
     validation_fraction: float,
     shard_tokens: int,
     progress: bool,
-) -> tuple[dict[Split, SplitFiles], str]:
+    share: Share | None = None,
+    lossless: bool = True,
+) -> tuple[dict[Split, SplitFiles], dict[str, Any]]:
     """Write the shards of both splits into `stage`, continuing after what it has saved.
 
     It saves after each shard, but at least SAVE_TEXT bytes of text apart. An interrupted preparation ends with the same
@@ -170,9 +179,12 @@ def write_shards(
 
     Args:
         dtype: of a token on the disk.
+        share: the documents to hold out, in place of a fraction of the keys.
+        lossless: whether the tokenizer is known to lose nothing.
 
     Returns:
-        The splits, and the sha256 of the text.
+        The splits, and facts on the text: its `sha256`, the `lost_share` of its bytes, and if there are any,
+        the `blank_documents` or rows that were left out.
 
     Raises:
         InputError: the text cannot be used, or a shard that was saved is gone or cut.
@@ -184,15 +196,19 @@ def write_shards(
     }
     shards = sum(len(writer.shards) for writer in writers.values())
     text, skipped_size, unsaved_bytes = hashlib.sha256(), 0, 0
-    remaining = iter(corpus)
+    blank = Counter[str]()
+    remaining = _with_text(corpus, blank)
     for skipped in islice(remaining, sum(writer.documents for writer in writers.values())):
         text.update(skipped.text.encode() + b"\0")
         skipped_size += skipped.size
     with text_progress("tokens", remaining, corpus.size, skipped_size, progress) as documents:
-        encoded = chain.from_iterable(Encoder(tokenizer, dtype).map(_groups(documents, text)))
-        settled = bool(stage.saved)
-        for side, document in split_documents(encoded, validation_fraction, key=lambda x: x.key, settled=settled):
+        encoded = chain.from_iterable(Encoder(tokenizer, dtype, lossless=lossless).map(_groups(documents, text)))
+        sides = split_documents(
+            encoded, validation_fraction, key=lambda x: x.key, settled=bool(stage.saved), share=share
+        )
+        for side, document in sides:
             writers[side].add(document)
+            stage.lost += document.lost
             unsaved_bytes += len(document.text)
             whole_shards = sum(len(writer.shards) for writer in writers.values())
             # Where validation has a document and training gets the next, none waits, so all that were read are added.
@@ -200,7 +216,18 @@ def write_shards(
             if complete and whole_shards > shards and unsaved_bytes >= SAVE_TEXT:
                 shards, unsaved_bytes = whole_shards, 0
                 stage.save({name: writer.state() for name, writer in writers.items()})
-    return {name: writer.close() for name, writer in writers.items()}, text.hexdigest()
+    splits = {name: writer.close() for name, writer in writers.items()}
+    whole = sum(split.bytes for split in splits.values())
+    return splits, {"sha256": text.hexdigest(), **blank, "lost_share": stage.lost / max(1, whole)}
+
+
+def _with_text(corpus: Corpus, blank: "Counter[str]") -> Iterator[Document]:
+    """Yield the documents of a corpus, and count the blank ones."""
+    for document in corpus.read():
+        if document.text.strip():
+            yield document
+        else:
+            blank["blank_documents"] += 1
 
 
 def _groups(documents: Iterable[Document], digest: Any) -> Iterator[list[bytes]]:

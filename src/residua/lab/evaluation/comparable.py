@@ -43,7 +43,7 @@ class Measurement(NamedTuple):
         """Return the measure of a run by its settings with dotted keys and the facts of its data."""
         text = data.get("fingerprint")
         if data.get("sha256") is not None:  # of the text, of which other tokenizers make other data
-            text = data["sha256"], data.get("validation_fraction")
+            text = data["sha256"], data.get("validation_fraction"), data.get("split", "documents")
         lost = data.get("lost_share")
         window = settings.get("train.sequence_length")
         tokens = [settings.get(f"train.{name}") for name in ("steps", "batch_size")] + [window]
