@@ -54,6 +54,11 @@ class ModelFields:
         "projections start with standard deviation factor / sqrt(hidden_size), projections that write into the "
         "residual with another 1 / sqrt(num_hidden_layers)",
     )
+    output_init: Literal["sqrt_depth", "depth"] = setting(
+        "sqrt_depth",
+        "sqrt_depth: as above; depth: as the current code of the authors of DDL, factor / sqrt(n_in) * "
+        "min(1, sqrt(n_out / n_in)), and what writes into the residual divided by num_hidden_layers",
+    )
     tie_word_embeddings: bool = setting(True, "the head's weights are the embedding's")
     mup: bool = setting(False, "scale logits by mup_base_width / hidden_size, and learning rates by the rules of muP")
     mup_base_width: Count = setting(1024, "the width at which muP changes nothing")

@@ -1,5 +1,7 @@
 """What a stream computes before it has learned anything: gates, compressors, expansions start where they were told."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -123,6 +125,35 @@ def test_the_authors_draws(compress, head):
         assert bias.abs().max() <= 1 / 20
         assert bias.unique().numel() == 4
         assert (connection.norm.weight == 1).all()
+
+
+@pytest.mark.parametrize("compress", ["token", "channel"])
+@pytest.mark.parametrize(("head", "channels", "kernel"), [("linear", 4, None), ("mlp", 3, 2), ("linear", 1, None)])
+def test_the_start_of_the_authors_current_code(compress, head, channels, kernel):
+    """Filters of 1 / k, reads of 1 / d_v, maps with 0.5 / sqrt(n_in) min(1, sqrt(n_out / n_in)): 0.5 / dim for a gate.
+
+    One value channel has no filters, and its map is as narrow as a gate.
+    """
+    torch.manual_seed(0)
+    dim, hidden = 4000, 40
+    options = {"compress": compress, "compress_kernel": kernel, "expand": "conv"} if channels > 1 else {}
+    two_layer = {"beta_head": "mlp", "beta_hidden": hidden} if head == "mlp" else {}
+    stream = DeepDelta(value_channels=channels, beta_init=0.5, init="rewrite", **options, **two_layer).build(dim, 2)
+    for compressor in (stream.connections[0].compress, stream.collapse.compress) if channels > 1 else ():
+        taps = kernel or channels if compress == "channel" else kernel or 4
+        assert (compressor.taps == 1 / taps).all()
+        assert len(compressor.taps) == taps
+        assert (compressor.read == 1 / channels).all()
+    for connection in stream.connections:
+        if head == "mlp":
+            spread(connection.beta.hidden.weight, 0.5 / math.sqrt(dim) * math.sqrt(hidden / dim))
+        spread(connection.beta.out.weight, 0.5 / (hidden if head == "mlp" else dim))
+        assert torch.sigmoid(connection.beta.out.bias).item() == pytest.approx(0.25, rel=1e-6)
+        spread(connection.value.project.weight, 0.5 * math.sqrt(channels) / dim)
+        assert 0 < connection.value.project.bias.abs().max() <= 1 / math.sqrt(dim)
+    if channels > 1:
+        assert (stream.expand.taps[0] == 1).all()
+        assert (stream.expand.taps[1:] == 0).all()
 
 
 def test_the_draws_of_the_other_maps():

@@ -63,6 +63,39 @@ def spread(parameter: torch.Tensor, std: float) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["residual", "ddl-cc:init=rewrite"])
+def test_the_backbone_starts_as_in_the_authors_current_code(name, tmp_path):
+    """Under every scheme: 0.5 / sqrt(n_in) min(1, sqrt(n_out / n_in)), and maps into the residual divided by L."""
+    d, layers, factor = 128, 3, 0.7
+    config = tiny_config(
+        name,
+        hidden_size=d,
+        num_hidden_layers=layers,
+        num_attention_heads=1,
+        head_dim=32,
+        intermediate_size=300,
+        hidden_init_std_factor=factor,
+        output_init="depth",
+        attention_output_gate=True,
+    )
+    torch.manual_seed(0)
+    for model in doors(config, tmp_path).values():
+        for layer in model.model.layers:
+            for part in ("q_proj", "k_proj", "v_proj", "g_proj"):
+                spread(getattr(layer.attention, part).weight, factor / math.sqrt(d) * math.sqrt(32 / d))
+            spread(layer.attention.o_proj.weight, factor / math.sqrt(32) / layers)
+            spread(layer.mlp.gate_proj.weight, factor / math.sqrt(d))
+            spread(layer.mlp.up_proj.weight, factor / math.sqrt(d))
+            spread(layer.mlp.down_proj.weight, factor / math.sqrt(300) * math.sqrt(d / 300) / layers)
+
+
+def test_configurations_of_before_start_as_before(tmp_path):
+    config = tiny_config("residual").to_dict()
+    del config["output_init"]
+    assert type(tiny_config("residual")).from_dict(config).output_init == "sqrt_depth"
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(("name", "tied"), [("residual", True), ("ddl-cc-ec", False)])
 def test_the_backbone_starts_as_declared(name, tied, tmp_path):
     """Embedding, projections, those that write into the residual with 1 / sqrt(L) more, and norms at one."""

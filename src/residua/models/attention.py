@@ -1,6 +1,5 @@
 """Causal multi-head attention with rotary positions and normalised queries and keys, without a residual."""
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from residua.connections import Memory, RMSNorm
 from residua.connections.parts.ends import TokenConv
 from residua.errors import extra
 from residua.models.configuration import ResiduaConfig
-from residua.models.linear import linear
+from residua.models.linear import linear, start_of
 from residua.ops import at_least_float32
 
 with extra("lab"):
@@ -105,12 +104,11 @@ class Attention(nn.Module):
         head_dim: int = config.head_dim  # type: ignore[assignment]  # the configuration has chosen it
         self.scaling = head_dim**-0.5
         width = config.num_attention_heads * head_dim
-        std = config.hidden_init_std_factor / math.sqrt(config.hidden_size)
+        std = start_of(config, config.hidden_size, width)
         self.q_proj = linear(config.hidden_size, width, std=std)
         self.k_proj = linear(config.hidden_size, width, std=std)
         self.v_proj = linear(config.hidden_size, width, std=std)
-        # Two sublayers of every layer write into the residual; this keeps their sum from growing with depth.
-        self.o_proj = linear(width, config.hidden_size, std=std / math.sqrt(config.num_hidden_layers))
+        self.o_proj = linear(width, config.hidden_size, std=start_of(config, width, config.hidden_size, writes=True))
         if config.key_value_kernel is not None:
             self.convolution = TokenConv(2 * width, config.key_value_kernel)
         if config.qk_norm is not None:

@@ -135,6 +135,7 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         rope_ratio=float(settings.pop("rope_ratio", 1.0)),
         attention_output_gate=bool(settings.pop("use_output_gate", False)),
         embedding_init_std=float(settings.get("embedding_init_std", 0.02)),
+        output_init="depth" if _is_current(state) else "sqrt_depth",
         hidden_init_std_factor=float(settings.get("hidden_init_std_factor", 0.5)),
         mup=mup,
         mup_base_width=int(base_width) if base_width == int(base_width) else base_width,
@@ -206,7 +207,12 @@ def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
     elif declared["value_channels"] not in (None, 1):
         raise ValueError(f"ddl_value_channels must be 1 as in the state_dict, got {declared['value_channels']}")
     beta_init = min(max(float(declared["beta_init"]), 0.0), 2.0)
-    return DeepDelta(k_eps=float(declared["k_eps"]), beta_init=beta_init, init="authors", **options)
+    return DeepDelta(
+        k_eps=float(declared["k_eps"]),
+        beta_init=beta_init,
+        init="rewrite" if _is_current(state) else "authors",
+        **options,
+    )
 
 
 def _convolves(state: Mapping[str, Tensor]) -> bool:

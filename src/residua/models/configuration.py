@@ -39,7 +39,7 @@ def _without_attention(config: Any) -> Any:
     content = {}
     for key, value in config.items():
         names = value.values() if isinstance(value, dict) else [value]
-        if not key.lstrip("_").startswith("attn_implementation") or all(name in ATTENTION for name in names):
+        if not str(key).lstrip("_").startswith("attn_implementation") or all(name in ATTENTION for name in names):
             content[key] = _without_attention(value)
     return content
 

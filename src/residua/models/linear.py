@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.connections.parts.projection import spectral_std
 from residua.connections.parts.sharded import on_whole_tensors
 from residua.models.configuration import ResiduaConfig
 
@@ -30,6 +31,19 @@ def initialise(module: nn.Module) -> None:
         reset()
 
 
+def start_of(config: ResiduaConfig, in_features: int, out_features: int, *, writes: bool = False) -> float:
+    """Return the standard deviation with which a projection starts.
+
+    writes: its outputs are added to the residual by two sublayers of every layer; a smaller start keeps their sum from
+    growing with depth.
+    """
+    factor, layers = config.hidden_init_std_factor, config.num_hidden_layers
+    if config.output_init == "depth":
+        return spectral_std(in_features, out_features, factor) / (layers if writes else 1)
+    std = factor / math.sqrt(config.hidden_size)
+    return std / math.sqrt(layers) if writes else std
+
+
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), (..., hidden_size) -> (..., hidden_size), without biases. arXiv 2002.05202."""
 
@@ -37,11 +51,9 @@ class MLP(nn.Module):
         super().__init__()
         d: int = config.hidden_size
         hidden: int = config.intermediate_size  # type: ignore[assignment]  # the configuration has chosen it
-        std = config.hidden_init_std_factor / math.sqrt(d)
-        self.gate_proj = linear(d, hidden, std=std)
-        self.up_proj = linear(d, hidden, std=std)
-        # Two sublayers of every layer write into the residual; this keeps their sum from growing with depth.
-        self.down_proj = linear(hidden, d, std=std / math.sqrt(config.num_hidden_layers))
+        self.gate_proj = linear(d, hidden, std=start_of(config, d, hidden))
+        self.up_proj = linear(d, hidden, std=start_of(config, d, hidden))
+        self.down_proj = linear(hidden, d, std=start_of(config, hidden, d, writes=True))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from residua.connections.parts.gates import logit
 from residua.connections.parts.memory import Memory, documents_in, expect_tokens
 from residua.connections.parts.norm import RMSNorm
-from residua.connections.parts.projection import Projection, WideProjection
+from residua.connections.parts.projection import Projection, WideProjection, spectral_std
 from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
 from residua.ops import at_least_float32, causal_read
 
@@ -24,7 +24,8 @@ class Gate(nn.Module):
     (..., outputs) for several gates.
 
     The bias starts at logit(beta_init / 2) and the last weights at 0, so beta = beta_init for every token;
-    `init="authors"` draws those weights from N(0, (0.5/sqrt(in_features))^2). arXiv 2601.00417v2 appendix B.2.
+    `init="authors"` draws those weights from N(0, (0.5/sqrt(in_features))^2), `"rewrite"` all weights with
+    `spectral_std`. arXiv 2601.00417v2 appendix B.2.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Gate(nn.Module):
         self.single = outputs is None
         # The authors' clamp: beta_init = 0 gives beta = 2e-6, as a gate at exactly 0 would get no gradient.
         p = min(max(beta_init / 2, 1e-6), 1 - 1e-6)
-        self.hidden = WideProjection(in_features, hidden) if head == "mlp" else None
-        self.out = WideProjection(
-            in_features if self.hidden is None else hidden,
-            outputs or 1,
-            std=0.5 / math.sqrt(in_features) if init == "authors" else 0.0,
-            bias=logit(p),
-        )
+        rewritten = init == "rewrite"
+        spectral = spectral_std(in_features, hidden) if rewritten else None
+        self.hidden = WideProjection(in_features, hidden, std=spectral) if head == "mlp" else None
+        last = in_features if self.hidden is None else hidden
+        std = 0.5 / math.sqrt(in_features) if init == "authors" else 0.0
+        std = spectral_std(last, outputs or 1) if rewritten else std
+        self.out = WideProjection(last, outputs or 1, std=std, bias=logit(p))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.hidden is not None:
@@ -60,8 +61,9 @@ class Value(nn.Module):
     """v from a linear map in at least float32, (..., dim) -> (..., value_channels).
 
     `activation="scaled_sigmoid"`: scale * sigmoid(W x + b); `"linear"`: W x + b; `"constant"`: the number `constant`
-    everywhere, no parameters. `bias=False` omits b. The authors' code draws W from N(0, (0.5/sqrt(dim))^2) and b from
-    PyTorch's uniform distribution (`init="authors"`); here b starts at 0.
+    everywhere, no parameters. `bias=False` omits b. The authors' first code draws W from N(0, (0.5/sqrt(dim))^2) and b
+    from PyTorch's uniform distribution (`init="authors"`), their current one W with `spectral_std` (`"rewrite"`); here
+    b starts at 0.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class Value(nn.Module):
         self.activation = activation
         self.scale = scale
         self.constant = constant
-        start: float | Literal["uniform"] | None = None if not bias else "uniform" if init == "authors" else 0.0
-        self.project = None if activation == "constant" else WideProjection(dim, value_channels, bias=start)
+        start: float | Literal["uniform"] | None = None if not bias else 0.0 if init == "average" else "uniform"
+        std = spectral_std(dim, value_channels) if init == "rewrite" else None
+        self.project = None if activation == "constant" else WideProjection(dim, value_channels, std=std, bias=start)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.project is None:

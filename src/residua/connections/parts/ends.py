@@ -150,7 +150,8 @@ class Smear(SelfStarting):
         return current(smear(extended, self.scale, self.gate, documents_in(memory)), x, extended)
 
 
-CompressStart = Literal["average", "authors"] | int  # the average of the streams, the authors' draw, or one stream
+CompressStart = Literal["average", "authors", "rewrite"] | int
+"""The average of the streams, the starts of the authors' first and current code, or one stream."""
 
 
 def _start_read(read: Tensor, init: CompressStart) -> None:
@@ -166,8 +167,8 @@ class TokenCompress(SelfStarting):
     """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
 
     Starts as the average of the current token's streams, or as stream `init` of it; `init="authors"` draws the taps
-    from N(0, (0.5/sqrt(dim))^2) as their code does. (batch, seq, streams, dim), or (batch, seq, dim) with
-    num_streams=None, -> (batch, seq, dim).
+    from N(0, (0.5/sqrt(dim))^2) as their first code does, `"rewrite"` averages the tokens too, as their current one.
+    (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None, -> (batch, seq, dim).
     """
 
     separates_documents = True
@@ -186,6 +187,8 @@ class TokenCompress(SelfStarting):
         _start_read(self.read, self.init)
         if self.init == "authors":
             nn.init.normal_(self.taps, std=0.5 / math.sqrt(self.taps.shape[-1]))
+        elif self.init == "rewrite":
+            nn.init.constant_(self.taps, 1 / self.taps.shape[0])
         else:
             nn.init.zeros_(self.taps)
             nn.init.ones_(self.taps[0])
@@ -217,8 +220,8 @@ class ChannelCompress(SelfStarting):
 
     `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads on
     one side). `form="direct"`: one weight for each stream and feature (the paper). Both start as the average of the
-    streams, or as stream `init`; `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2).
-    (batch, seq, streams, dim) -> (batch, seq, dim).
+    streams, or as stream `init`; `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2), `"rewrite"` makes each
+    1 / kernel. (batch, seq, streams, dim) -> (batch, seq, dim).
     """
 
     def __init__(
@@ -244,6 +247,8 @@ class ChannelCompress(SelfStarting):
             _start_read(self.read, self.init)
         if self.init == "authors":
             nn.init.normal_(self.taps, std=0.5 / math.sqrt(self.taps.shape[-1]))
+        elif self.init == "rewrite":
+            nn.init.constant_(self.taps, 1 / self.taps.shape[0])
         elif self.read is None:
             _start_read(self.taps, self.init)
         else:

@@ -23,6 +23,14 @@ def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
     return type(module) is kind and is_unobserved(module)
 
 
+def spectral_std(in_features: int, out_features: int, factor: float = 0.5) -> float:
+    """Return factor / sqrt(in_features) min(1, sqrt(out_features / in_features)), which bounds a map's spectral norm.
+
+    The standard deviation of every map in the current code of the authors of DDL (commit d1f7621).
+    """
+    return factor / math.sqrt(in_features) * min(1.0, math.sqrt(out_features / in_features))
+
+
 class Projection(SelfStarting, nn.Linear):
     """`nn.Linear` whose weights start from N(0, std^2), by default with the authors' std = 0.5 / sqrt(in_features).
 

@@ -63,7 +63,8 @@ class DeepDelta(ChannelScheme):
     phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
-    init             "average": compressors average and gates start at beta_init; "authors": as their code draws them
+    init             "average": compressors average and gates start at beta_init; "authors": as their first code draws
+                     them; "rewrite": as their current code, whose models start with `output_init="depth"` too
     """
 
     title = "Deep Delta Learning"
@@ -93,7 +94,7 @@ class DeepDelta(ChannelScheme):
     phi_k: Annotated[Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"], only_with(map="v")] = "mlp"
     phi_k_input: Annotated[Literal["context", "x_in"], only_with(map="v", phi_k=("linear", "mlp"))] = "context"
     phi_k_rank: Annotated[Count | None, only_with(map="v", phi_k=NETS)] = None
-    init: Literal["average", "authors"] = "average"
+    init: Literal["average", "authors", "rewrite"] = "average"
 
     def __post_init__(self):
         super().__post_init__()
