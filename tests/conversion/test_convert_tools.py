@@ -61,6 +61,30 @@ def test_a_copied_stream_borrows_the_norm_of_its_layer_and_a_copied_layer_its_ow
     assert not any(isinstance(module, LlamaRMSNorm) for module in layer.stream.modules())
 
 
+class Steered(nn.Module):
+    """A norm whose input and output somebody changes; `calls` counts."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.calls = norm, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.norm(x.tanh()) + 0.5
+
+
+def test_a_wrapper_around_a_norm_is_the_norm_and_runs_once():
+    plain, model = llama(), residua.convert(llama(), "residual")
+    for each in (plain, model):
+        each.model.layers[1].input_layernorm = Steered(each.model.layers[1].input_layernorm)
+    assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    wrapper = model.model.layers[1].input_layernorm
+    assert wrapper.calls == 1
+    residua.unconvert(model)
+    assert type(wrapper) is Steered
+    assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+
+
 class Double(nn.Module):
     def forward(self, weight):
         return 2 * weight

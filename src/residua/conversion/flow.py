@@ -504,6 +504,13 @@ class ConvertedLayer(Swapped):
             kwargs[name] = flow
         return stream.leave(super().forward(*args, **kwargs), memories)  # type: ignore[misc]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. A module in the place of a connection's norm, such as a wrapper, is the norm then."""
+        before = vars(self)["_modules"].get(name)
+        if isinstance(value, nn.Module) and getattr(before, "residua_is_norm", False):
+            become_norm(value)
+        super().__setattr__(name, value)
+
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
     """Return the names of arguments that a layer or a module in it takes."""
@@ -544,6 +551,13 @@ class Reader(Swapped):
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
+def become_norm(module: nn.Module) -> None:
+    """Let a module be the norm of a connection: it is called with tensors, by the connection alone."""
+    if not isinstance(module, Reader):
+        swap(module, Reader)
+    vars(module)["residua_is_norm"] = True
+
+
 INPUTS = ("hidden_states", "x", "inputs_embeds", "inputs", "hidden_state")
 """The names under which trunks hand their layers the residual, where they do not by position."""
 
@@ -559,14 +573,19 @@ def swap(module: Any, mixin: Any) -> None:
     """Move a module to the class with `mixin`; below the class of its own that a parametrisation gave it."""
     plain: Any = type(module)
     if is_parametrized(module) and plain.__name__.startswith("Parametrized"):  # a wrapper passes the question on
-        module.__class__ = _rebased(plain, swapped_class(mixin, *plain.__bases__))
+        _move(module, _rebased(plain, swapped_class(mixin, *plain.__bases__)))
     else:
-        module.__class__ = swapped_class(mixin, plain)
+        _move(module, swapped_class(mixin, plain))
+
+
+def _move(module: Any, cls: type) -> None:
+    """Move a module to a class. A compiled module would hand the assignment on to the module in it."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def swap_back(module: Any) -> None:
     """Move a swapped module back to the class that it came from, with what tools have derived from it since."""
-    module.__class__ = _swapped_back(type(module))
+    _move(module, _swapped_back(type(module)))
 
 
 def _swapped_back(cls: type) -> type:
