@@ -415,11 +415,11 @@ VERDICTS = ("right", "right, with a limit", "another scheme", "differs", "not ch
 TEMPLATE = """\
 # Which implementations are right?
 
-Read this before you take an implementation of hyper-connections, depth attention or AltUp from another package: does it
-compute what the paper, or the released model, says? [The kit](testing.md) compared each with our scheme on a CPU, with
+Does an implementation of hyper-connections, depth attention or AltUp from another package compute the
+equations of its paper, or of the released model? [The kit](testing.md) compared each with our scheme on a CPU, with
 random parameters and streams that differ ({versions}).
-Of {count} implementations: **{verdicts}**. The words stand [below](#what-the-verdicts-mean).
-All of this page is made from `experiments/compliance.jsonl`, which `python -m benchmarks.compliance` writes.
+Of {count} implementations: **{verdicts}**. The verdicts are explained [below](#what-the-verdicts-mean).
+This page is generated from `experiments/compliance.jsonl`, which `python -m benchmarks.compliance` writes.
 
 {table}
 
@@ -429,7 +429,7 @@ All of this page is made from `experiments/compliance.jsonl`, which `python -m b
 - **right, with a limit**: the same, but a check about training fails. In float32 and without autocast it is right.
 - **another scheme**: it computes something else than the paper of our scheme. That may be what its authors wanted.
 - **differs**: no known variant explains the difference.
-- **not checked**: it does not run here, for the reason that stands there. That says nothing about it.
+- **not checked**: it does not run here, for the reason in its row. That says nothing about it.
 
 "Right" means that it agrees with our scheme, which has [its own list of deviations](deviations.md) from the paper.
 These are conventions and count as right: an eps inside its norms (the adapter takes it over), a layout of the streams,
@@ -449,7 +449,7 @@ run
 python -m benchmarks.compliance --only tokenbender-mhc
 ```
 
-(the names stand in `benchmarks/compliance.py`), and open an issue or a pull request with the adapter and the new
+(names are listed in `benchmarks/compliance.py`), and open an issue or a pull request with the adapter and the new
 record. If the adapter misreads your code, the row is our mistake. To keep your code right,
 [run the kit in your own CI](testing.md#in-your-ci).
 """

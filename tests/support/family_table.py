@@ -100,7 +100,7 @@ def page(language_models: list[str], others: list[str]) -> str:
         [
             "# Families that convert",
             "",
-            "Read this if you want to know whether your model converts. Search the page for its `model_type`.",
+            "Does your model convert? Search the page for its `model_type`.",
             f"Of the causal language models {count(language_models, 'bit-equal')} of {len(language_models)} compute",
             "what they computed before, to the last bit; "
             f"{count(language_models, 'refused')} raise an error with the reason; "

@@ -61,8 +61,9 @@ def run(
         forecasts = [*forecast(Plan(chosen, chosen.data(data), sizes), teraflops and 1e12 * teraflops)]
         processes = pool.processes or 1
         hours = sum(each.hours for each in forecasts) / processes
+        time = f"{hours:,.2f} hours" if hours >= 0.1 else f"{60 * hours:.1f} minutes"
         notes = (
-            f"\nabout {hours:,.2f} hours, {processes} at a time; a scheme's elementwise work comes on top\n"
+            f"\nabout {time}, {processes} at a time; a scheme's elementwise work comes on top\n"
             "sees: the difference that four of five such studies show before a correction, in standard deviations of "
             "the difference between two runs with one seed"
         )

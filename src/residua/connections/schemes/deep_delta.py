@@ -40,14 +40,15 @@ class DeltaCoefficients(NamedTuple):
 class DeepDelta(ChannelScheme):
     """Deep Delta Learning with every variant of the paper's versions and of the authors' code.
 
-    The defaults follow the authors' code, but for the start (`init`). docs/deviations.md lists every choice. Raises
-    ValueError for an option that is set but has no effect with the others. The options of the state are those of
-    `ChannelScheme`.
+    k: the normalised direction along which a connection erases and writes. v: the values that it writes there, one
+    for each value channel. beta: the gate between 0 (keeps), 1 (replaces) and 2 (mirrors). The defaults follow the
+    authors' code, but for the start (`init`). docs/deviations.md lists every choice.
 
     map              "k": the sublayer gives the direction, so that with "unit" the size of its output has no effect
                      (LayerScale, DropPath's 1/keep, depth-scaled initialisation), and a zero skips it;
                      "v": the sublayer gives the value
-    k_norm, k_eps    how the direction is divided by its norm, see `ops.unit`
+    k_norm           how the direction is divided by its norm, see `ops.unit`
+    k_eps            the eps of that norm, which keeps a direction of zero finite
     k_proj           the direction is a linear map of the sublayer's output
     operator         "unit": I - beta k k^T with unit k; "v1_eps": as in the first version, with raw k
     beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6
@@ -67,6 +68,7 @@ class DeepDelta(ChannelScheme):
                      them; "rewrite": as their current code, whose models start with `output_init="depth"` too
     """
 
+    # An option that is set but has no effect with the others is a ValueError. `ChannelScheme` has those of the state.
     title = "Deep Delta Learning"
     equation = "X + beta k (v^T - k^T X)"
     users = (

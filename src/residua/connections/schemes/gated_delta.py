@@ -56,7 +56,6 @@ class GatedDelta(ChannelScheme):
     With several value channels the compressor of each block starts as one channel, another in every block, because
     channels that are read alike would stay equal. DDL itself is `erase="coupled", write="value"`, and its write-only
     control X + beta k v^T is `erase="none", write="value"`; their compressors start as the average, as in `DeepDelta`.
-    The options of the state are those of `ChannelScheme`.
 
     erase         e for each token, from the normalised context c: "signed", scale tanh(w . c + b), where e < 0 enlarges
                   what X has along k; "positive", the larger of that and 0; "none", e = 0, the write-only control, which

@@ -54,7 +54,8 @@ class Estimate:
         header = [f"{unit} per GPU", *(f"states: {way}" for way in cells)]
         yield Table(header, [*zip([*parts, "largest batch_size"], *cells.values())])
         total = self.tokens * sum(self.flops_per_token.values())
-        yield f"\n{self.tokens / 1e9:.3g} billion tokens, {total:.3g} FLOPs\n"
+        tokens = f"{self.tokens / 1e9:.3g} billion" if self.tokens >= 1e9 else f"{self.tokens:,}"
+        yield f"\n{tokens} tokens, {total:.3g} FLOPs\n"
         yield from (fill(f"assumed: {line}", 79) for line in self.assumptions)
         if all(self.memory[way]["total"] > self.gpu_memory for way in ways):
             yield f"note: this does not fit into {self.gpu_memory / GIB:.0f} GiB; lower train.batch_size"

@@ -131,7 +131,7 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
         [
             *map(cell, (each.size, each.schemes, each.runs, each.tokens)),
             f"{each.flops / 1e15:,.2f}",
-            f"{each.hours:,.2f}",
+            f"{each.hours:,.2f}" if each.hours >= 0.1 else f"{each.hours:.2g}",
             "nothing" if each.sees is None else f"{each.sees:.1f} deviations",
         ]
         for each in forecasts
