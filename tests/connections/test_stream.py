@@ -100,8 +100,9 @@ def test_no_axis_but_the_sequence_is_mixed(name):
     if any(map(reads_other_tokens, stream.parts)):
         with pytest.raises(ValueError, match=r"x must be \(batch, seq, dim\), got \(2, 3, 5, 8\)"):
             stream(x, sublayers)
+        connection = next(filter(reads_other_tokens, stream.connections), stream.connections[0])
         with pytest.raises(ValueError, match=r"must be .*\(batch, seq, "):
-            stream.collapse(stream.connections[0].read(stream.expand(x))[1].residual)
+            stream.collapse(connection.read(stream.expand(x))[1].residual)
     else:
         torch.testing.assert_close(stream(x, sublayers), stream(x.flatten(1, 2), sublayers).view_as(x))
 

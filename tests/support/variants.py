@@ -44,6 +44,7 @@ _VARIANTS = {
     # The same that convolves what sublayers write, and other schemes of one row that do.
     "residual-branch4": "residual:branch=conv",
     "residual-gated-branch2": "residual:branch=conv,branch_kernel=2,expand=conv,gate=token",
+    "lambdas-branch-mlp": "lambdas:branch=conv,branch_sublayers=mlp,r=1.0,z=0.1,backout=0.1",
     "lambdas-branch3": "lambdas:branch=conv,branch_kernel=3,r=1.0,z=0.1,backout=0.1,gate=token",
     "gated-orthogonal-branch1": "gated-orthogonal:branch=conv,branch_kernel=1",
     "gated-delta-branch2": "gated-delta:branch=conv,branch_kernel=2",

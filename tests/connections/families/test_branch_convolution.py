@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua import Stream
-from residua.connections.families.convolved import CompressingScheme
+from residua.connections import resolve
+from residua.connections.families.convolved import BranchConnection, CompressingScheme
 from residua.connections.parts.ends import TokenConv
 from support.stream_cases import DIM, built
 from support.tolerances import assert_close
@@ -17,10 +18,14 @@ from support.variants import bare_sublayers, every, normal, perturbed
 
 def beside_plain(scheme: CompressingScheme, **options: float) -> tuple[Stream, Stream]:
     """The stream of a scheme, and that of the scheme without convolutions, with the same parameters."""
-    ours, plain = built(scheme, **options), built(replace(scheme, branch=None, branch_kernel=4))
+    ours, plain = built(scheme, **options), built(replace(scheme, branch=None, branch_kernel=4, branch_sublayers="all"))
     states = {name.replace(".inner.", "."): p for name, p in ours.state_dict().items() if ".convolution." not in name}
     plain.load_state_dict(states)
     return ours, plain
+
+
+def with_branch(stream: Stream) -> list[BranchConnection]:
+    return [connection for connection in stream.connections if isinstance(connection, BranchConnection)]
 
 
 def convolved(y: Tensor, taps: Tensor) -> Tensor:
@@ -35,13 +40,15 @@ def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
     ours, plain = beside_plain(scheme, noise=0.3)
     sublayers = bare_sublayers(DIM, len(ours.connections))
     wrapped = [
-        lambda x, sublayer=sublayer, connection=connection: convolved(sublayer(x), connection.convolution.taps)
+        (lambda x, sublayer=sublayer, taps=connection.convolution.taps: convolved(sublayer(x), taps))
+        if connection in with_branch(ours)
+        else sublayer
         for sublayer, connection in zip(sublayers, ours.connections)
     ]
     x, grad = normal(2, 6, DIM), normal(2, 6, DIM, seed=7)
     results = []
     for stream, functions in ((ours, sublayers), (plain, wrapped)):
-        start, taps = x.clone().requires_grad_(), [connection.convolution.taps for connection in ours.connections]
+        start, taps = x.clone().requires_grad_(), [connection.convolution.taps for connection in with_branch(ours)]
         out = stream(start, functions)
         results.append([out, *torch.autograd.grad(out, [start, *taps], grad)])
     for a, b in zip(*results, strict=True):
@@ -54,7 +61,14 @@ def test_it_starts_as_the_scheme_without_to_the_bit(scheme):
     ours, plain = beside_plain(scheme)
     assert torch.equal(ours(x, sublayers), plain(x, sublayers))
     ours(x, sublayers).square().sum().backward()
-    assert all(connection.convolution.taps.grad.abs().min() > 1e-9 for connection in ours.connections)
+    assert all(connection.convolution.taps.grad.abs().min() > 1e-9 for connection in with_branch(ours))
+
+
+def test_some_sublayers_have_it():
+    kinds = {kind: resolve(f"residual:branch=conv,branch_sublayers={kind}") for kind in ("all", "attention", "mlp")}
+    streams = {kind: scheme.build(DIM, 4) for kind, scheme in kinds.items()}
+    places = {kind: [x in with_branch(stream) for x in stream.connections] for kind, stream in streams.items()}
+    assert places == {"all": [True] * 4, "attention": [True, False] * 2, "mlp": [False, True] * 2}
 
 
 def test_it_is_the_short_convolution_of_inkling():

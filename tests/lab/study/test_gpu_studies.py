@@ -77,6 +77,33 @@ def test_one_million_parameters_are_planned(planned):
     assert 1.0e6 < size.tokens / 20 < 1.1e6
 
 
+@pytest.mark.slow
+def test_rivals_and_rates_have_the_recipe_and_the_steps_of_one_million_parameters(planned):
+    first, rivals, rates = (planned(name, 2048, 72 * 10**6) for name in ("1M.yaml", "rivals-1M.yaml", "rates-1M.yaml"))
+    assert first.steps == rivals.steps == rates.steps
+    (size,) = forecast(rivals, 50e9)
+    assert (size.runs, size.schemes) == (9 * 3 * 3 + 3, 9)
+    order = list(dict.fromkeys(run.scheme for run in rivals.runs(Every())))
+    assert order[:4] == ["lambdas+smear", "mhc", "hc", "attnres-block"]
+    assert {frozenset(pair) for pair in rivals.study.primary["1M"]} == {
+        frozenset((name, "lambdas+smear")) for name in order[1:]
+    }
+    begun = {row["key"] for row in records("rates-1M/records.jsonl", RESBENCH / "records")}
+    assert len(begun) == 5
+    assert begun <= {run.key for run in rates.runs(Every())}
+    assert {run.key for run in first.reported("1M", "lambdas", {"train.lr": 0.008})} <= begun
+
+
+class Every(dict):
+    """Records of whatever run is asked for, of which the rate 0.008 is the best."""
+
+    def __contains__(self, key):
+        return True
+
+    def get(self, key):
+        return {"key": key, "steps": 1, "val_loss": 4.0, "split": [[1, 3.0, 4.0]]}
+
+
 @pytest.mark.parametrize(("seeds", "deviations"), [(5, 1.7), (3, 3.1), (2, 10.0)])
 def test_the_deviations_that_seeds_can_see(seeds, deviations):
     assert round(Estimate(0.0, 1.0, seeds).detectable, 1) == deviations

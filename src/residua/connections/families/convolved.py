@@ -40,6 +40,7 @@ class CompressingScheme(Scheme):
     branch            None: a sublayer's output is written as it is; "conv": with a causal convolution of it over the
                       tokens added, which starts at 0
     branch_kernel     taps of that convolution
+    branch_sublayers  the sublayers that have it: "all", or those of even ("attention") or odd ("mlp") numbers
     compress_sharing  one compressor for the two sublayers of a "block", or "separate" ones
     expand            "repeat" the embedding; "conv": a causal convolution of it that starts as "repeat"; "smear":
                       repeat it with a gated copy of that of the token before, as in nanochat. The gate reads 24
@@ -49,6 +50,7 @@ class CompressingScheme(Scheme):
 
     branch: Literal["conv"] | None = None
     branch_kernel: Annotated[Taps, only_with(branch="conv")] = 4
+    branch_sublayers: Annotated[Literal["all", "attention", "mlp"], only_with(branch="conv")] = "all"
     compress: Literal["token", "channel"] | None = None
     compress_kernel: Taps | None = None
     compress_sharing: Annotated[
@@ -61,6 +63,10 @@ class CompressingScheme(Scheme):
     def compresses(self) -> bool:
         """Whether sublayers read the state through a learned compressor."""
         return self.compress is not None
+
+    def has_branch(self, index: int) -> bool:
+        """Whether the output of sublayer `index` is convolved."""
+        return self.branch is not None and self.branch_sublayers in ("all", ("attention", "mlp")[index % 2])
 
     def stack(
         self,
@@ -86,7 +92,7 @@ class CompressingScheme(Scheme):
             else:
                 compress, count = compressor(count), count + 1
             made = connection(i, compress)
-            if self.branch is not None:  # a connection has one memory
+            if self.has_branch(i):  # a connection has one memory
                 require_option(self, "branch", not made.window, "null if reads are convolved over the tokens too")
                 made = BranchConnection(made, dim, self.branch_kernel)
             connections.append(made)
