@@ -162,7 +162,7 @@ NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 3, 6], "<i4"
         ("a.json", b'[{"text": 5}]', "a.json: row 1 must be one JSON object"),
         ("a.arrow", b"not arrow at all", "a.arrow: not a readable arrow file"),
         ("a.txt.gz", b"not compressed", "a.txt.gz: cannot be read: Not a gzipped file"),
-        ("a.txt.gz", gzip.compress(b"one" * 9)[:-9], "a.txt.gz: a damaged or cut .gz file"),
+        ("a.txt.gz", gzip.compress(b"one" * 9, mtime=0)[:-9], "a.txt.gz: a damaged or cut .gz file"),
         ("a.txt.zst", b"not compressed", "a.txt.zst: cannot be read"),
     ],
 )
@@ -199,11 +199,11 @@ WORDS = [row["text"] for row in ROWS]
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl.gz", gzip.compress(LINES[:30]) + gzip.compress(LINES[30:])),
+        ("a.jsonl.gz", gzip.compress(LINES[:30], mtime=0) + gzip.compress(LINES[30:], mtime=0)),
         ("a.jsonl.zst", bytes(pa.Codec("zstd").compress(LINES[:9])) + bytes(pa.Codec("zstd").compress(LINES[9:]))),
         ("a.json", json.dumps(ROWS).encode()),
         ("lines.json", LINES),
-        ("a.json.GZ", gzip.compress(json.dumps(ROWS).encode())),
+        ("a.json.GZ", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("a.arrow", arrow(pa.ipc.new_stream, pa.Table.from_pylist(ROWS))),
         ("file.arrow", arrow(pa.ipc.new_file, pa.Table.from_pylist(ROWS))),
         ("category.parquet", parquet(pa.array(WORDS).dictionary_encode())),
