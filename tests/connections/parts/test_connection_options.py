@@ -43,9 +43,10 @@ def test_the_presets_are_the_papers_variants():
     assert PRESETS["mhc-deepseek"] == DeepSeekHyperConnections(head="sigmoid")
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ["residual", "ddl-tc", "mhc", "mudd-trimmed"])
 def test_spelt_out_and_read_again(name):
-    """Every option is in the description, which survives JSON and describes the same scheme."""
+    """Every option is in the description, which survives JSON and describes the same scheme. That the options of every
+    scheme do is in the contract."""
     scheme = ALL[name]
     described = describe(scheme)
     assert described.keys() == {"scheme", *(field.name for field in fields(scheme))}
