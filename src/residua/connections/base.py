@@ -32,10 +32,12 @@ from residua.connections.parts.memory import (
     Place,
     StreamMemory,
     expect_memory,
+    finite_at_padding,
     give_places,
     memory_of,
     no_sequence,
     reads_other_tokens,
+    window_of,
 )
 from residua.connections.parts.norm import RMSNorm
 from residua.connections.parts.options import check_options, require_option
@@ -312,6 +314,8 @@ class Stream(WideParts):
             raise ValueError(no_sequence(tuple(x.shape)))
         if documents is None:
             expect_memory(self.expand, memory, x)
+        if attention_mask is not None and any(map(window_of, self.parts)):
+            x = finite_at_padding(x, attention_mask)
         state = self.expand(x, memory_of(self.expand, memory, attention_mask, documents))
         for connection, sublayer in zip(self.connections, sublayers):
             state = connection(state, sublayer, memory=memory, attention_mask=attention_mask, documents=documents)

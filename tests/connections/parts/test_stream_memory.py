@@ -244,6 +244,30 @@ def test_a_mask_that_can_mean_anything_is_refused(name):
     stream(x, SUB, attention_mask=torch.zeros(2, 5, dtype=torch.long))
 
 
+@each_way_to_look_back
+def test_what_stands_at_padding_reaches_no_gradient_of_a_token(name):
+    stream, x, tokens = build(name), normal(2, 5, DIM), torch.ones(2, 5, dtype=torch.bool)
+    tokens[0, 3:] = False
+    gradients = []
+    for at_padding in (0.0, float("nan"), float("inf")):
+        row = x.masked_fill(~tokens[..., None], at_padding).requires_grad_()
+        stream(row, SUB, attention_mask=tokens)[tokens].square().sum().backward()
+        gradients.append(row.grad[tokens])
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["edelta-cumulative", "ddl-tc"])
+def test_what_is_not_finite_stays_in_its_document(name):
+    stream, x, documents = build(name), normal(1, 6, DIM), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    expected = stream(x, SUB, documents=documents)
+    for wrong in (float("nan"), float("inf")):
+        x[0, 1, 2] = wrong
+        result = stream(x, SUB, documents=documents)
+        assert_close(result[:, 3:], expected[:, 3:])
+        assert result[0, 1:3].isnan().any()
+
+
 @torch.no_grad()
 @looking_back
 def test_what_stands_at_padding_reaches_no_token(name):

@@ -132,7 +132,9 @@ def test_padded_and_packed_rows_and_those_with_earlier_tokens_are_refused_where_
     begun = {CACHE: model(input_ids=prompt(1, 7), use_cache=True)[CACHE]}
     padded = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}
     packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}
-    for keywords in (padded, packed, begun):
+    numbered = {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]])}
+    added = {"attention_mask": torch.full((1, 1, 7, 7), -1e4).triu(1).index_fill(3, torch.tensor([0]), -1e4)}
+    for keywords in (padded, packed, begun, numbered, added):
         with boundaries(model), pytest.raises(InputError, match="needs whole rows"):
             model(input_ids=prompt(1, 7), **keywords)
     with boundaries(model):

@@ -40,10 +40,16 @@ def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
 def _sums_within(documents: Tensor, x: Tensor) -> Tensor:
     """Return the running sum of x: (batch, seq, features) over each of the documents, (batch, seq) numbers."""
     expect_shape("documents", documents, x.shape[:2], "(batch, seq)")
-    # A sum over a document is a difference of sums over the row, which loses digits.
-    wide = x.to(torch.float64)
-    sums = wide.cumsum(1)
-    return (sums - (sums - wide).gather(1, firsts_in(documents).unsqueeze(-1).expand_as(x))).to(x.dtype)
+    firsts = firsts_in(documents).unsqueeze(-1).expand_as(x)
+
+    def within(rows: Tensor) -> Tensor:
+        sums = rows.cumsum(1)
+        return sums - (sums - rows).gather(1, firsts)
+
+    # A sum over a document is a difference of sums over the row, which loses digits, and all after what is not finite.
+    finite = x.isfinite()
+    sums = within(torch.where(finite, x, 0).to(torch.float64)).to(x.dtype)
+    return torch.where(within((~finite).long()) > 0, torch.nan, sums)
 
 
 class PooledConnection(Connection):

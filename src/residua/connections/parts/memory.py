@@ -388,6 +388,16 @@ def masked(x: Tensor, padding: Tensor | None) -> Tensor:
     return torch.where(padding.view(*padding.shape, *(1,) * (x.dim() - 2)), x, 0)
 
 
+def finite_at_padding(x: Tensor, mask: Tensor) -> Tensor:
+    """Return x: (batch, seq, dim) with 0 for what is not finite at padding.
+
+    0 times NaN is NaN, so that it would reach gradients of tokens. mask: of any form that `tokens_of` takes.
+    """
+    padding = ~tokens_of(mask)
+    expect_shape("attention_mask", padding, x.shape[:2], "(batch, seq) of this call")
+    return torch.where(padding.unsqueeze(-1) & ~x.isfinite(), 0, x)
+
+
 def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
     """Return the earlier rows in `memory`, if any, followed by x: (batch, seq, ...); zeros as from `Memory.extend`."""
     return x if memory is None or not window else memory.extend(x, window)

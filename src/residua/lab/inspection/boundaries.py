@@ -5,6 +5,7 @@ model. `boundaries` gives that tensor at every boundary to hooks, and writes wha
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from residua.conversion.flow import Flow, layer_streams
 from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import StandIn, as_written, replaced
-from residua.models.memory import CACHE_NAMES
+from residua.models.memory import CACHE_NAMES, attention_mask_of, documents_of, padding_of
 
 LOGITS = 2**26
 """Numbers of logits at a time, of some boundaries."""
@@ -57,7 +58,8 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
     collapse = subject.stream.collapse
 
     def check(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        if window_of(collapse) and not _whole_rows(keywords):
+        names = inspect.signature(model.forward).parameters
+        if window_of(collapse) and not _whole_rows(dict(zip(names, arguments)) | keywords):
             raise InputError(
                 "boundaries needs whole rows, without padding, packed documents and earlier tokens in a cache, because "
                 "the readout looks at earlier tokens"
@@ -77,15 +79,15 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
         yield points
 
 
-def _whole_rows(keywords: dict[str, Any]) -> bool:
-    """Whether every row of a forward pass is one text from its first token on."""
-    mask, positions = keywords.get("attention_mask"), keywords.get("position_ids")
-    caches = [keywords.get(name) for name in CACHE_NAMES]
-    return (
-        not (isinstance(mask, Tensor) and not mask.all())
-        and not (positions is not None and (positions.diff(dim=-1) != 1).any())
-        and not any(cache.get_seq_length() for cache in caches if cache is not None)
-    )
+def _whole_rows(given: dict[str, Any]) -> bool:
+    """Whether every row of a forward pass is one text from its first token on; given: its arguments by name."""
+    if any(cache.get_seq_length() for name in CACHE_NAMES if (cache := given.get(name)) is not None):
+        return False
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    mask = attention_mask_of(given.get("attention_mask"))
+    documents = documents_of(tokens, None, given.get("position_ids"), given, cached=False)
+    padding = padding_of(tokens, mask, None, documents)
+    return (documents is None or not documents.any()) and (padding is None or bool(padding.all()))
 
 
 class _Passed(StandIn):
