@@ -378,6 +378,7 @@ PUBLISHED_LOSSES = {
 
 def paper_table() -> str:
     """Give every row of the paper's tables the published differences and ours, in columns of their own."""
+    from residua.connections.names import in_the_paper
     from residua.lab.evaluation.published import rows as published
 
     ours = {row.variant: row for row in reproduction.results()}
@@ -387,15 +388,57 @@ def paper_table() -> str:
         gains = [f"{averages[size][preset] - averages[size]['residual']:+.2f}" for size in averages]
         cells = [reproduction.interval(one) for one in (ours[preset].at_tokens, ours[preset].at_seconds)]
         lines.append(
-            [f"`{preset}`", " / ".join(f"{loss:+.3f}" for loss in losses), " / ".join(gains)]
+            [f"`{preset}`", in_the_paper(preset), " / ".join(f"{loss:+.3f}" for loss in losses), " / ".join(gains)]
             + [f"{mean:+.3f} ± {half:.3f}" for mean, half in cells]
         )  # fmt: skip
     header = [
         "minus the plain residual",
+        "in the paper since v3",
         "published: validation loss, 124M / 353M",
         "published: mean of eight tasks, 0-shot",
     ]
     return markdown([*header, "ours at 0.64M: loss, same tokens", "ours: loss, same seconds"], lines)
+
+
+def published_runs_table() -> str:
+    """Give the paper's final losses and costs, with the hours that its speeds imply."""
+    from residua.connections.names import in_the_paper
+    from residua.lab.evaluation.published import PARAMETERS, models
+
+    rows = []
+    for size, parameters in PARAMETERS.items():
+        of_size = [model for (its_size, _), model in models().items() if its_size == size and model.loss is not None]
+        (plain,) = (model for model in of_size if model.preset == "residual")
+        for model in of_size:
+            cells = ["–"] * 4
+            if model.hours is not None:
+                speed = model.train_tokens_per_second
+                cells = [f"{speed / 1000:,.1f} ({speed / plain.train_tokens_per_second:.2f})"]
+                cells += [f"{model.hours:.1f}", f"{model.inference_tokens_per_second / 1000:,.1f}"]
+                cells += [f"{model.peak_gigabytes:.2f} GB"]
+            name = in_the_paper(model.preset) or "Baseline"
+            rows.append([parameters, f"`{model.preset}`", name, f"{model.loss:.4f}", f"{model.perplexity:.4f}", *cells])
+    header = ["size", "preset", "in the paper", "validation loss", "perplexity", "training, thousand tokens/s (of the"]
+    header[-1] += " baseline)"
+    return markdown([*header, "hours for 49 billion tokens", "inference, thousand tokens/s", "peak memory"], rows)
+
+
+def published_curves_table() -> str:
+    """Give the published losses along training: the plain residual's, and those of the others minus it."""
+    from residua.lab.evaluation.published import PARAMETERS, models
+
+    places = (5, 10, 20, 30, 40, 49.15)
+    rows = []
+    for (size, preset), model in models().items():
+        if model.curve:
+            plain = models()[size, "residual"]
+            losses = [model.loss_at(at) for at in places]
+            if preset == "residual":
+                cells = [f"{loss:.3f}" for loss in losses]
+            else:
+                cells = [f"{loss - plain.loss_at(at):+.4f}" for loss, at in zip(losses, places)]
+            rows.append([PARAMETERS[size], f"`{preset}`", *cells])
+    return markdown(["size", "minus `residual`, at billions of tokens", *map(str, places)], rows)
 
 
 def preserved_table() -> str:
@@ -543,7 +586,12 @@ PAGES: dict[str, Blocks] = {
     },
     "docs/hugging-face.md": {"serving": serving_table},
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
-    "docs/reproduce.md": {"paper": paper_table, "results": results_table},
+    "docs/reproduce.md": {
+        "paper": paper_table,
+        "runs": published_runs_table,
+        "curves": published_curves_table,
+        "results": results_table,
+    },
     "docs/field.md": {"published": published_table},
     "docs/retrofit.md": {
         "largest": largest_logit,

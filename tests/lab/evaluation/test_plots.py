@@ -1,7 +1,11 @@
+import json
+
 import pytest
 
-from residua.lab.evaluation.compare import compare
-from residua.lab.evaluation.plots import RESIDUAL_COLOUR, _differences, _losses, _styles, draw
+from residua.commands.cli import main
+from residua.lab.evaluation.compare import compare, published_beside, published_losses
+from residua.lab.evaluation.plots import RESIDUAL_COLOUR, _differences, _losses, _styles, draw, draw_published
+from residua.lab.evaluation.published import models
 from residua.lab.records.figures import COLOURS
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -102,3 +106,42 @@ def test_the_baseline_is_within_the_frame_however_far_the_others_are(make_run):
     for panel in _differences(compare([make_run("a"), make_run("b", connection="ddl", offset=-0.5)])).axes:
         low, high = panel.get_ylim()
         assert low < -0.5 < 0 < high
+
+
+def planted_small(make_run, name, connection, ends_at):
+    """A run with the published depth and width, whose losses are the published ones, 0.01 higher."""
+    folder = make_run(name, connection=connection)
+    settings = json.loads((folder / "config.yaml").read_text())
+    settings["model"] |= {"num_hidden_layers": 12, "hidden_size": 768}
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    rows = [
+        {"step": i, "tokens": int(at * 1e9), "seconds": i, "val_loss": loss + 0.01}
+        for i, (at, loss) in enumerate(models()["small", connection].curve, 1)
+        if at <= ends_at
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_published_curves_stand_beside_runs_of_their_scheme_and_size(make_run, tmp_path):
+    folders = [planted_small(make_run, name, name, ends_at=5.5) for name in ("residual", "ddl-tc")]
+    comparison = compare([*folders, make_run("other", connection="mhc")])
+    (picture,) = draw_published(comparison, tmp_path)
+    assert picture.stat().st_size > 10_000
+    assert [model.preset for model in published_beside(comparison)] == ["residual", "ddl-tc"]
+    rows = {row["run"]: row for row in published_losses(comparison)}
+    for name in ("residual", "ddl-tc"):
+        assert rows[name]["val_loss"] - rows[name]["published_loss"] == pytest.approx(0.01, abs=1e-6)
+        assert rows[name]["same_size"]
+    assert rows["other"]["published"] is rows["other"]["published_loss"] is None
+    assert not rows["other"]["same_size"]
+
+
+def test_the_command_prints_the_published_losses(make_run, capsys):
+    folder = str(planted_small(make_run, "run", "ddl-ec", ends_at=5.5))
+    assert main(["compare", folder, "--published"]) == 0
+    assert "ddl-ec (DDL-TC), published at 124M" in capsys.readouterr().out
+    assert main(["compare", folder, "--published", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["published"][0]["published_loss"] == pytest.approx(3.13, abs=0.05)
+    assert main(["compare", folder, "--json"]) == 0
+    assert "published" not in json.loads(capsys.readouterr().out)

@@ -1,9 +1,10 @@
+import math
 import statistics
 from types import SimpleNamespace
 
 import pytest
 
-from residua.lab.evaluation.published import ROWS, TASKS, comparable, rows
+from residua.lab.evaluation.published import ROWS, TASKS, comparable, models, rows
 
 SIZES = {
     "arc_challenge": 1172,
@@ -47,3 +48,29 @@ def test_published_rows_stand_beside_a_model_of_their_size_and_their_tasks_alone
     for other in ({"num_hidden_layers": 24}, {"hidden_size": 1024}, {"num_hidden_layers": 4, "hidden_size": 128}):
         assert comparable(SimpleNamespace(**{**vars(small), **other}), TASKS, 1) == []
     assert comparable(SimpleNamespace(), TASKS, 1) == []
+
+
+def test_every_curve_ends_at_the_printed_loss():
+    for model in models().values():
+        tokens, losses = zip(*model.curve) if model.curve else ((), ())
+        assert list(tokens) == sorted(tokens)
+        if model.curve and model.loss is not None:
+            assert (tokens[-1], losses[-1]) == (49.15, pytest.approx(model.loss, abs=1e-4))
+        assert bool(model.curve) != (model.preset == "ddl"), "one value channel has no curve, and all others have one"
+    assert models()["small", "residual"].hours == pytest.approx(9.04, abs=0.01)
+    assert models()["small", "hc"].loss is None
+
+
+def test_the_loss_between_two_points_of_a_curve():
+    curve = models()["small", "ddl-tc"].curve
+    (start, before), (end, after) = curve[10:12]
+    model = models()["small", "ddl-tc"]
+    assert model.loss_at(start) == pytest.approx(before)
+    assert model.loss_at((start + end) / 2) == pytest.approx((before + after) / 2)
+    assert model.loss_at(curve[0][0] - 0.1) is model.loss_at(50.0) is None
+
+
+def test_the_printed_losses_agree_with_the_perplexities():
+    for model in models().values():
+        if model.loss is not None:
+            assert math.log(model.perplexity) == pytest.approx(model.loss, abs=6e-5)

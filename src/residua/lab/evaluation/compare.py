@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from residua.connections.names import label
 from residua.errors import InputError, did_you_mean, extra
 from residua.lab.evaluation.comparable import Measurement, Unit, Verdict, judged
+from residua.lab.evaluation.published import Model, models, size_of
 from residua.lab.evaluation.records import Point, Run
 from residua.lab.records import table
 from residua.lab.records.jsonlines import finite
@@ -52,6 +53,41 @@ class Difference(NamedTuple):
         """Whether the 95 % confidence interval over pairs of seeds (Student's t) excludes 0; False for one pair."""
         half = Estimate(self.mean, self.deviation, self.count).half_width
         return half is not None and abs(self.mean) > half
+
+
+def published_beside(comparison: "Comparison") -> list[Model]:
+    """Return the published models with a curve for the runs: of their schemes and the plain residual, at their size.
+
+    Where no published model has the size of a run, those of 124M.
+    """
+    found = {}
+    for run in comparison.runs:
+        size = size_of(run.settings) or "small"
+        for preset in (BASELINE_CONNECTION, run.connection):
+            model = models().get((size, preset))
+            if model is not None and model.curve:
+                found[size, preset] = model
+    return list(found.values())
+
+
+def published_losses(comparison: "Comparison") -> list[dict[str, Any]]:
+    """Return the last validation loss of every run beside the published losses at the same tokens, as plain values."""
+    rows = []
+    for run in (run for run in comparison.runs if run.validation):
+        last, size = run.validation[-1], size_of(run.settings) or "small"
+        own, plain = (models().get((size, preset), Model(size, preset)) for preset in (run.connection, "residual"))
+        rows.append(
+            {
+                "run": run.folder.name,
+                "tokens": last.tokens,
+                "val_loss": last.loss if math.isfinite(last.loss) else None,
+                "published": own.title if own.curve else None,
+                "published_loss": own.loss_at(last.tokens / 1e9),
+                "published_residual_loss": plain.loss_at(last.tokens / 1e9),
+                "same_size": size_of(run.settings) is not None,
+            }
+        )
+    return rows
 
 
 class Group(table.Group[Run]):
@@ -115,6 +151,11 @@ class Comparison:
             listed, nearest = ", ".join(groups), did_you_mean(baseline, groups)
             raise InputError(f"the baseline must be one of {listed}; got {baseline}{nearest}")
         return replace(self, baseline=named[0])
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs that are in a group."""
+        return [run for group in self.groups for run in group.runs]
 
     def _of_scheme(self, name: str) -> list[Group]:
         return [group for group in self.groups if group.runs[0].connection == name]

@@ -7,7 +7,7 @@ from textwrap import fill
 from typing import Any
 
 from residua.errors import extra
-from residua.lab.evaluation.compare import Axis, Comparison, Group
+from residua.lab.evaluation.compare import Axis, Comparison, Group, published_beside
 from residua.lab.evaluation.records import Point
 from residua.lab.records import figures
 
@@ -24,6 +24,7 @@ LABEL_CHARACTERS = 60  # that fit below one panel
 PANELS: dict[Axis, str] = {"step": "Training step", "seconds": "Wall-clock time of the training steps (seconds)"}
 EARLIER = "A slower run is seen earlier in its learning-rate schedule"
 APART = "cannot be compared"
+PUBLISHED = "Pale and wide: published (arXiv 2601.00417), one seed, on its own validation text."
 UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
 
 
@@ -35,6 +36,36 @@ def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
     compared = any(comparison.differences(group) for group in comparison.groups)
     pictures = {"loss.png": _losses(comparison), "difference.png": _differences(comparison) if compared else None}
     return figures.save(pictures, folder)
+
+
+def draw_published(comparison: Comparison, folder: str | Path) -> list[Path]:
+    """Draw `published.png` into `folder`: validation losses by tokens, and the paper's curves of the same schemes."""
+    figure, ((panel,),) = figures.panels(1, 1, (9, 4.5), dpi=150)
+    curves = published_beside(comparison)
+    end = max((point.tokens / 1e9 for run in comparison.runs for point in run.validation), default=0.0)
+    shown: list[float] = []
+    for group, style in _styles(comparison):
+        for run in group.runs:
+            points = [(point.tokens / 1e9, point.loss) for point in run.validation]
+            label = group.name if run is group.runs[0] else None
+            figures.curve(panel, points, **style, linewidth=1.3, label=label)
+            shown += [loss for at, loss in points if at >= UNSETTLED_LOSS * end and math.isfinite(loss)]
+    colours = {group.runs[0].connection: style["color"] for group, style in reversed(list(_styles(comparison)))}
+    for model in curves:
+        begun = end >= model.curve[0][0]  # else all of the curve is shown: the run ends before it begins
+        points = [(at, loss) for at, loss in model.curve if not begun or at <= 1.15 * end]
+        colour = colours.get(model.preset, "#888888")
+        panel.plot(*zip(*points), color=colour, linewidth=4, alpha=0.3, zorder=1, label=model.title)
+        shown += [loss for at, loss in points if at >= UNSETTLED_LOSS * points[-1][0]]
+    if shown:
+        margin = 0.05 * (max(shown) - min(shown)) or 0.01
+        panel.set_ylim(min(shown) - margin, max(shown) + margin)
+    panel.set_xlim(left=0)
+    panel.set_xlabel("Training tokens (billions)")
+    panel.set_ylabel("Validation loss (nats per token)")
+    panel.set_title(PUBLISHED, loc="right", fontsize=8, color="#555555")
+    figures.legend(figure)
+    return figures.save({"published.png": figure}, folder)
 
 
 def _losses(comparison: Comparison) -> Figure:

@@ -1,10 +1,17 @@
-"""Published results of arXiv 2601.00417 on the eight tasks, in percent; never mixed with our own measurements.
+"""Published results of arXiv 2601.00417; never mixed with our own measurements.
+
+On the eight tasks, in percent, here; losses, costs and validation curves in published.jsonl beside this file. Those are
+the tables of the PDF of 27 July 2026 in the authors' repository, and the points of its figures, which are vector
+graphics: read to 1e-4 of the printed losses, tokens in billions. "hc" is in a figure and in no table.
 
 The paper does not name its metric; the values fit `acc_norm` for tasks that define it and `acc` for others. Each row is
 one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, which no number of correct answers gives.
 """
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.connections.names import in_the_paper
@@ -20,6 +27,45 @@ TASKS: dict[str, str] = {
     "winogrande": "WG",
 }
 """The tasks by the harness's names, with the paper's names and in the order of its columns."""
+
+
+TRAINING_TOKENS = 100_000 * 480 * 1024
+SHAPES = {"small": (12, 768), "medium": (24, 1024)}
+"""Layers and width of the published models."""
+PARAMETERS = {"small": "124M", "medium": "353M"}
+
+
+class Model(NamedTuple):
+    """A published model: its validation loss at the end, the cost of its run, and its loss by billions of tokens.
+
+    None, and no curve, where the paper has none. Tokens per second are of four H200.
+    """
+
+    size: str
+    preset: str
+    loss: float | None = None
+    perplexity: float | None = None
+    train_tokens_per_second: int | None = None
+    inference_tokens_per_second: int | None = None
+    peak_gigabytes: float | None = None
+    curve: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def hours(self) -> float | None:
+        """The hours of four H200 that its speed implies for the whole run, which is all that the paper says of them."""
+        speed = self.train_tokens_per_second
+        return None if speed is None else TRAINING_TOKENS / speed / 3600
+
+    def loss_at(self, billions: float) -> float | None:
+        """Return the loss between the two nearest points of the curve, None outside of it."""
+        for (start, before), (end, after) in zip(self.curve, self.curve[1:]):
+            if start <= billions <= end:
+                return before + (after - before) * (billions - start) / (end - start)
+        return None
+
+    @property
+    def title(self) -> str:
+        return f"{titled(self.preset)}, published at {PARAMETERS[self.size]}"
 
 
 class Row(NamedTuple):
@@ -78,6 +124,20 @@ def titled(preset: str) -> str:
     """Return the name of a preset with the paper's beside it: "ddl-ec (DDL-TC)"."""
     title = in_the_paper(preset)
     return f"{preset} ({title})" if title else preset
+
+
+@cache
+def models() -> Mapping[tuple[str, str], Model]:
+    """Return the published models by size and preset."""
+    lines = Path(__file__).with_name("published.jsonl").read_text(encoding="utf-8").splitlines()
+    found = (Model(**{**(row := json.loads(line)), "curve": tuple(map(tuple, row.get("curve", ())))}) for line in lines)
+    return {(model.size, model.preset): model for model in found}
+
+
+def size_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the published size with the depth and width of a run's settings, which have dotted keys."""
+    shape = settings.get("model.num_hidden_layers"), settings.get("model.hidden_size")
+    return next((size for size, published in SHAPES.items() if published == shape), None)
 
 
 def rows(size: str, num_fewshot: int) -> list[Row]:
