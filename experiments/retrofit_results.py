@@ -128,12 +128,15 @@ def draw(found: list[Row], path: Path) -> None:
 
     from residua.lab.records.figures import COLOURS, plain, save
 
-    modes = {"connections": "connections alone, to the norms' gains", "all": "all weights, to the plain residual"}
+    modes = {
+        "connections": "only the connections, to the gains of the norms",
+        "all": "all weights, to the plain residual",
+    }
     compared = [row for row in found if row.tokens is not None]
     names = sorted({row.scheme for row in compared}, reverse=True)
     lengths = sorted({row.steps for row in compared})
     figure = Figure(figsize=(9.6, 0.5 * len(names) + 1.6), dpi=130, layout="constrained")
-    for panel, (mode, title) in zip(figure.subplots(1, len(modes), sharey=True), modes.items()):
+    for panel, (mode, title) in zip(figure.subplots(1, len(modes), sharex=True, sharey=True), modes.items()):
         panel.axvline(0, color="#222222", linewidth=1.2)
         for i, (steps, colour) in enumerate(zip(lengths, COLOURS)):
             own = [row for row in compared if (row.mode, row.steps) == (mode, steps)]
@@ -144,10 +147,14 @@ def draw(found: list[Row], path: Path) -> None:
                 fmt="o", color=colour, markersize=4.5, linewidth=1.3, capsize=2.5, label=f"{steps} steps",
             )  # fmt: skip
         panel.set_title(title, fontsize=10)
-        panel.set_yticks(range(len(names)), names, family="monospace", fontsize=8.5)
-        panel.set_xlabel("Difference of the loss (nats per token)")
+        panel.set_yticks(range(len(names)), names, family="monospace", fontsize=10)
+        panel.set_ylim(-0.6, len(names) - 0.4)
+        panel.set_xlabel("Difference of the loss (nats per token); left is better")
         plain(panel, "x")
-    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False)
+    few = {steps: sorted({row.scheme for row in compared if row.steps == steps}) for steps in lengths}
+    handles, _ = panel.get_legend_handles_labels()
+    labels = [f"{n} steps" + (f" (only {few[n][0]})" if len(few[n]) == 1 else "") for n in lengths]
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     save({path.name: figure}, path.parent)
 
 

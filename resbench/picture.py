@@ -85,8 +85,9 @@ def draw(results: Results) -> Figure:
         title = f"{size.removesuffix('M')} million parameters\nfive seeds, 95 % interval{split}"
         panel.set_title(title, fontsize=10)
     labels = "labels that repeat an earlier pair (15 %)", "all other labels"
-    handles = [panels[1].barh(0, 0, color=colour, label=label) for label, colour in zip(labels, COLOURS)]
-    figure.legend(handles=handles, loc="outside upper right", ncols=2, fontsize=9, frameon=False)
+    handles = [panels[0].barh(0, 0, color=COLOURS[5], label="all labels")]
+    handles += [panels[1].barh(0, 0, color=colour, label=label) for label, colour in zip(labels, COLOURS)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=10, frameon=False)
     panels[0].set_yticks(range(len(SCHEMES)), [f"{words}\n" for words in SCHEMES.values()], fontsize=9)
     for place, name in enumerate(SCHEMES):
         below = panels[0].text(-0.04, place + 0.22, name, transform=panels[0].get_yaxis_transform())

@@ -21,6 +21,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (
 REFERENCE_COLOUR = "#777777"
 WIDTH, PANEL_HEIGHT = 10.0, 3.3  # inches
 MOST_DOTS = 12  # more hide the dashes
+MOST_LINES = 7  # of a panel in colour: of more, three have their colours and names, and the others are grey
+OTHERS = {"color": "#c9c9c9", "linewidth": 0.9, "marker": "", "zorder": 1}
 
 Points = list[tuple[float, float]]
 Curve = Callable[[Record], Points]
@@ -128,8 +130,9 @@ def _figure(shown: Sequence[Panel], styles: dict[str, dict[str, Any]], note: str
             place.remove()
         else:
             _draw(place, panel, styles)
-    legend(figure, columns=3, fontsize=9, handlelength=3.2)
-    note = f"Strong: mean of seeds. Pale: each seed. {note}"
+    legend(figure, fontsize=9, handlelength=3.2)
+    grey = " Grey: the others." if any(len(_named(panel)) < len(panel.groups) for panel in shown) else ""
+    note = f"Strong: mean of seeds. Pale: each seed.{grey} {note}"
     figure.supxlabel(note, fontsize=8.5, color="#555555", x=0.01, ha="left")
     return figure
 
@@ -149,8 +152,12 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
         axes.set_ylim(-0.03, 1.03)
     if panel.line is not None:
         axes.axhline(panel.line, color=REFERENCE_COLOUR, linewidth=0.8, zorder=0)
+    named = _named(panel)
     for group in panel.groups:
         mean = _mean(group, panel.curve)
+        if group.name not in named:
+            curve(axes, mean, **OTHERS)
+            continue
         style = styles[group.name] | ({} if len(mean) <= MOST_DOTS else {"marker": ""})
         name = f"{group.name} (not causal)" if is_causal(group) is False else group.name
         seeds = map(panel.curve, group.runs) if len(group.runs) > 1 else ()
@@ -167,6 +174,13 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
         if floors:
             mark = {"marker": "_", "markersize": 16, "markeredgewidth": 2, "linestyle": "none", "color": "#111111"}
             axes.plot([1], floors, **mark, zorder=5, label="causal floor of the first position")
+
+
+def _named(panel: Panel) -> set[str]:
+    """Return the groups with a colour and a name: all, or of many the plain residual, the lowest and the highest."""
+    ends = sorted((_mean(group, panel.curve)[-1][1], group.name) for group in panel.groups)
+    names = [name for _, name in ends]
+    return set(names) if len(names) <= MOST_LINES else {names[0], names[-1], "residual"}
 
 
 def _draw_levels(axes: Axes, references: Sequence[Record]) -> None:

@@ -273,9 +273,10 @@ class Outcome:
     def draw(self, path: Path) -> None:
         """Draw the loss against each swept key: a dot for every run, and a line through the best points of each group.
 
-        A run that nearly diverged may lie outside.
+        A run that nearly diverged may lie outside. Keys that make groups have no panel, unless nothing is tuned.
         """
-        keys, groups = list(self.sweep.over), list(dict.fromkeys(result.group for result in self.finite))
+        keys = [key for key in self.sweep.over if key in self.sweep.tuned] or list(self.sweep.over)
+        groups = list(dict.fromkeys(result.group for result in self.finite))
         figure, (panels,) = figures.panels(1, len(keys), (max(5.0, 4.2 * len(keys)), 4.2), dpi=150, sharey=True)
         for key, panel in zip(keys, panels):
             tried = [result.point[key] for result in self.finite]
