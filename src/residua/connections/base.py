@@ -37,6 +37,7 @@ from residua.connections.parts.memory import (
     memory_of,
     no_sequence,
     reads_other_tokens,
+    whole_piece,
     window_of,
 )
 from residua.connections.parts.norm import RMSNorm
@@ -316,10 +317,11 @@ class Stream(WideParts):
             expect_memory(self.expand, memory, x)
         if attention_mask is not None and any(map(window_of, self.parts)):
             x = finite_at_padding(x, attention_mask)
-        state = self.expand(x, memory_of(self.expand, memory, attention_mask, documents))
-        for connection, sublayer in zip(self.connections, sublayers):
-            state = connection(state, sublayer, memory=memory, attention_mask=attention_mask, documents=documents)
-        return self.collapse(state, memory_of(self.collapse, memory, attention_mask, documents))
+        with whole_piece(memory):
+            state = self.expand(x, memory_of(self.expand, memory, attention_mask, documents))
+            for connection, sublayer in zip(self.connections, sublayers):
+                state = connection(state, sublayer, memory=memory, attention_mask=attention_mask, documents=documents)
+            return self.collapse(state, memory_of(self.collapse, memory, attention_mask, documents))
 
 
 def counted(name: str, value: Any, least: int) -> int:

@@ -256,6 +256,23 @@ def test_what_stands_at_padding_reaches_no_gradient_of_a_token(name):
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
 
 
+def interrupted(*inputs):
+    raise KeyboardInterrupt
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["residual-ec4", "pooled-householder", "ddl-tc"])
+def test_a_piece_whose_call_raised_may_be_given_again(name):
+    """Some have one part that looks back, or none after the sublayer that raises."""
+    stream, x, memory = build(name), normal(2, 6, DIM), StreamMemory()
+    pieces = []
+    for piece in x.split(2, 1):
+        with pytest.raises(KeyboardInterrupt):
+            stream(piece, [*SUB[:-1], interrupted], memory=memory)
+        pieces.append(stream(piece, SUB, memory=memory))
+    assert_close(torch.cat(pieces, 1), stream(x, SUB))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["edelta-cumulative", "ddl-tc"])
 def test_what_is_not_finite_stays_in_its_document(name):

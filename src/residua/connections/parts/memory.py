@@ -1,6 +1,7 @@
 """The memory of earlier tokens that a stream needs while a sequence arrives in pieces, as in generation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
@@ -99,7 +100,8 @@ class StreamMemory:
 
     It belongs to one stream until a `reset`. Copied or pickled it goes on with the same stream, and copied together
     with its stream with the copy; a pickle holds the last rows and no weights. It raises ValueError for another stream,
-    such as a copy with other weights, and for a part that missed a piece or gets one twice.
+    such as a copy with other weights, and for a part that missed a piece or gets one twice. A call of the stream that
+    raises leaves it as it was: give the same piece again. In your own loop, go back to a `copy` from before.
     """
 
     def __init__(self) -> None:
@@ -175,6 +177,18 @@ class StreamMemory:
         tokens = torch.cat([before, tokens], 1)
         expect_no_gap(tokens)
         self._ends[number] = torch.stack([tokens.any(1), tokens[:, -1]], 1)
+
+
+@contextmanager
+def whole_piece(memory: StreamMemory | None) -> Iterator[None]:
+    """Forget a piece that a stream has begun if it raises: the same piece may be given again."""
+    before = None if memory is None else memory.copy()
+    try:
+        yield
+    except BaseException:
+        if memory is not None:
+            vars(memory).update(vars(before))
+        raise
 
 
 class _PartMemory:
