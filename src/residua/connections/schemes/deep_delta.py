@@ -38,7 +38,7 @@ class DeltaCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class DeepDelta(ChannelScheme):
-    """Deep Delta Learning with every variant of the paper's versions and of the authors' code.
+    """Deep Delta Learning with the variants of the paper's versions and of the authors' two codes.
 
     k: the normalised direction along which a connection erases and writes. v: the values that it writes there, one
     for each value channel. beta: the gate between 0 (keeps), 1 (replaces) and 2 (mirrors). The defaults follow the
