@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from residua.lab.records.folder import (
     refuse_changes,
 )
 from residua.lab.training.config import KEYS
+from support.waiting import wait_for
 
 HOLDING = """
 import sys, time
@@ -77,6 +79,19 @@ def test_a_holder_that_has_ended_leaves_nothing_for_another_machine_to_wait_for(
     with hold(tmp_path):
         pass
     assert not capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of a process as Linux gives it")
+def test_a_killed_holder_that_nobody_waited_for_is_not_another_machine(tmp_path, capsys):
+    """A container without init keeps it as a zombie, which filelock takes for alive."""
+    other = subprocess.Popen([sys.executable, "-c", HOLDING, str(tmp_path), "600"], stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    other.kill()
+    wait_for(lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    with hold(tmp_path):
+        pass
+    assert not capsys.readouterr().err
+    other.communicate()
 
 
 def test_a_holder_may_wait_for_a_process_that_is_ending(tmp_path):

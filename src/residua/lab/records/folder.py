@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -108,9 +109,12 @@ def hold(
             if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
                 raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
             lock = filelock.FileLock(path / LOCK)  # which follows no link
-            lease = filelock.SoftFileLease(unlinked(path / LEASE), lease_duration=LEASE_SECONDS)
+            lease_file = unlinked(path / LEASE)
+            lease = filelock.SoftFileLease(lease_file, lease_duration=LEASE_SECONDS)
             try:
                 stack.enter_context(lock.acquire(timeout=patience))
+                if _holder_is_dead(lease):
+                    lease_file.unlink(missing_ok=True)
                 try:
                     stack.enter_context(lease.acquire(timeout=0))
                 except filelock.Timeout:
@@ -120,6 +124,20 @@ def hold(
                 raise InputError(f"{path}: another process is working in this folder; wait for it or {hint}") from error
             remove_partials(path)
         yield
+
+
+def _holder_is_dead(lease: Any) -> bool:
+    """Return whether the holder of a lease is a process of this machine that was killed, but has not been waited for,
+    as in a container without init: filelock takes it for alive."""
+    holder = getattr(lease, "owner", None)
+    if holder is None or holder.start is None or holder.hostname.partition("?")[0] != socket.gethostname():
+        return False
+    try:
+        state, *fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    # The 22nd field is the process's start, which filelock notes in the low 64 bits: a number is used again.
+    return state == "Z" and int(fields[18]) == holder.start % 2**64
 
 
 @contextmanager
