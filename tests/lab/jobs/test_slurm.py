@@ -57,7 +57,8 @@ def waits(path, *, place, report):
 START = """
 import sys
 from pathlib import Path
-from residua.lab.records import folder, slurm
+from residua.lab.jobs import slurm
+from residua.lab.records import folder
 from tests.lab.jobs.test_slurm import LOCAL, Job, run, waits
 slurm.POLL_SECONDS, folder.LEASE_SECONDS = 0.2, 3.0
 try:
@@ -84,7 +85,9 @@ def jobs_in(out):
 def impatient(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the jobs import this module
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(slurm, "QUEUE_SECONDS", 0.2)
     monkeypatch.setattr(slurm, "SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(slurm, "AWAY_SECONDS", 0.5)
 
 
 def run(folder, jobs, **options):
@@ -151,14 +154,19 @@ def cluster(tmp_path, monkeypatch):
     commands = {
         "srun": "",
         "sbatch": f'cat "$1" > {tmp_path}/sbatch.log; echo Submitted batch job 12',
-        "sacct": 'echo "JobID|State|NodeList"; echo "12_0|CANCELLED by 5|n"; echo "12_1|SUSPENDED|n"',
+        "squeue": 'echo "12_0|CANCELLED|None|x"; echo "12_1|SUSPENDED|None|x"; echo "12|CANCELLED|None|x"',
+        "sacct": "echo Slurm accounting storage is disabled >&2; exit 1",
         "scancel": f'echo "$@" >> {tmp_path}/scancel.log',
-        "scontrol": f'[ "$2" = config ] && echo "ClusterName             = here" || cat {tmp_path}/jobs/"$3"',
+        "scontrol": f'[ "$2" = config ] && cat {tmp_path}/config || cat {tmp_path}/jobs/"$3"',
     }
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "config").write_text("ClusterName             = here\nMaxArraySize            = 1001\n")
     (tmp_path / "jobs").mkdir()
+    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(slurm, "QUEUE_SECONDS", 0.02)
+    monkeypatch.setattr(slurm, "SETTLE_SECONDS", 0.1)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     return Pool(executor="slurm", slurm=("time=60",)).executor_of_jobs()
 
@@ -192,7 +200,7 @@ def test_what_a_folder_has_for_a_job_number_does_not_reach_slurm(row, cluster, t
 def test_a_copied_folder_neither_waits_for_nor_cancels_the_jobs_of_another(elsewhere, name, cluster, tmp_path):
     out, row = tmp_path / "out", {"run": "1", "job": "11"}
     begun(out, row | ({"cluster": name} if name else {}), jobs=["11"], prints_into=elsewhere and tmp_path / elsewhere)
-    (tmp_path / "sacct").write_text('#!/bin/sh\necho "JobID|State"; echo "12|CANCELLED"; echo "11|RUNNING"\n')
+    (tmp_path / "squeue").write_text('#!/bin/sh\necho "12|CANCELLED|None|x"; echo "11|RUNNING|None|x"\n')
     with pytest.raises(RunError, match="the job of 1 ended as CANCELLED"):
         run(out, [Job("1", square, (1,))], executor=cluster)
     assert (tmp_path / "scancel.log").read_text().split() == ["12"]
@@ -206,7 +214,7 @@ def test_a_job_of_the_folder_is_taken_up_and_forgotten_only_if_slurm_cancelled_i
     begun(out, {"run": "1", "job": "12_0"} | row, jobs=["12"])
     if refuses:
         (tmp_path / "scancel").write_text("#!/bin/sh\necho Socket timed out >&2\nexit 1\n")
-    with pytest.raises(RunError, match="the job of 1 ended as CANCELLED by 5"):
+    with pytest.raises(RunError, match="the job of 1 ended as CANCELLED"):
         run(out, [Job("1", square, (1,))], executor=cluster)
     assert not (tmp_path / "sbatch.log").exists()
     assert len(jsonlines.read(out / "slurm" / "jobs.jsonl")) == (1 if refuses else 2)
@@ -214,7 +222,8 @@ def test_a_job_of_the_folder_is_taken_up_and_forgotten_only_if_slurm_cancelled_i
 
 def test_a_run_begins_no_second_time_while_slurm_does_not_say_if_its_job_runs(cluster, tmp_path):
     begun(tmp_path / "out", {"run": "1", "job": "12"})
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    script = '#!/bin/sh\n[ "$2" = config ] && exit 0; echo Unable to contact slurm controller >&2; exit 1\n'
+    (tmp_path / "scontrol").write_text(script)
     with pytest.raises(RunError, match=r"12 .* Unable to contact slurm controller"):
         run(tmp_path / "out", [Job("1", square, (1,))], executor=cluster)
     assert not (tmp_path / "sbatch.log").exists()
@@ -224,14 +233,105 @@ def test_the_record_of_a_job_that_ended_long_ago_is_taken(cluster, tmp_path):
     out = tmp_path / "out"
     begun(out, {"run": "1", "job": "12"})
     (out / "slurm" / "1.json").write_text('{"key": "1", "square": 1}')
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2\nexit 1\n")
+    script = (
+        '#!/bin/sh\n[ "$2" = config ] && exit 0; echo slurm_load_jobs error: Invalid job id specified >&2; exit 1\n'
+    )
+    (tmp_path / "scontrol").write_text(script)
     assert run(out, [Job("1", square, (1,))], executor=cluster) == [{"key": "1", "square": 1}]
+
+
+def script(path, body):
+    path.write_text(f"#!/bin/sh\n{body}\n")
+
+
+def queue_of(path, *lines):
+    script(path / "squeue", "\n".join(f"echo '{line}|None|x'" for line in lines))
+
+
+@pytest.mark.parametrize("lines", [["12|FAILED"], ["12|COMPLETING"], []], ids=["failed", "completing", "forgotten"])
+def test_an_error_is_noticed_without_accounts_by_what_submitit_left(lines, cluster, tmp_path, capsys):
+    begun(tmp_path / "out", {"run": "1", "job": "12"}, jobs=["12"])
+    (tmp_path / "out" / "slurm" / "12_0_result.pkl").touch()
+    queue_of(tmp_path, *lines)
+    with pytest.raises(RunError, match=r"the job of 1 ended as FAILED; see .*12_0_log\.err"):
+        run(tmp_path / "out", [Job("1", square, (1,))], executor=cluster)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_job_that_slurm_requeued_after_an_error_goes_on(cluster, tmp_path, monkeypatch):
+    begun(tmp_path / "out", {"run": "1", "job": "12"}, jobs=["12"])
+    (tmp_path / "out" / "slurm" / "12_0_result.pkl").touch()
+    record = tmp_path / "out" / "slurm" / "1.json"
+    script(tmp_path / "squeue", f"echo '12|RUNNING|None|x'; echo >> {tmp_path}/asked; "
+           f"[ $(wc -l < {tmp_path}/asked) -gt 8 ] && echo '{{\"key\": \"1\"}}' > {record}; true")  # fmt: skip
+    assert run(tmp_path / "out", [Job("1", square, (1,))], executor=cluster) == [{"key": "1"}]
+
+
+def test_a_job_that_slurm_has_forgotten_is_submitted_again_and_sacct_is_named_once(cluster, tmp_path, capsys):
+    begun(tmp_path / "out", {"run": "1", "job": "11"}, jobs=["11"])
+    queue_of(tmp_path, "12|CANCELLED")
+    with pytest.raises(RunError, match="the job of 1 ended as CANCELLED"):
+        run(tmp_path / "out", [Job("1", square, (1,))], executor=cluster)
+    assert jobs_in(tmp_path / "out") == ["11", "12"]
+    assert capsys.readouterr().err.count("sacct does not answer") <= 1  # once in a process
+
+
+def test_submissions_are_repeated_while_the_controller_is_away(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "AWAY_SECONDS", 60.0)
+    away = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    script(tmp_path / "sbatch", f"echo >> {tmp_path}/tried; [ $(wc -l < {tmp_path}/tried) -lt 3 ] && {{ {away}; }}\n"
+           "echo Submitted batch job 12")  # fmt: skip
+    with pytest.raises(RunError, match="the job of 1 ended as CANCELLED"):
+        run(tmp_path / "out", [Job("1", square, (1,))], executor=cluster)
+    assert jobs_in(tmp_path / "out") == ["12"]
+    script(tmp_path / "sbatch", away)
+    monkeypatch.setattr(slurm, "AWAY_SECONDS", 0.5)
+    with pytest.raises(RunError, match="Unable to contact slurm controller"):
+        run(tmp_path / "other", [Job("1", square, (1,))], executor=cluster)
+
+
+def test_a_job_of_the_folder_that_the_log_does_not_know_is_cancelled(cluster, tmp_path):
+    out = tmp_path / "out"
+    begun(out, {"run": "2", "job": "9"}, {"run": "2", "job": None})
+    lines = [f"7_0|RUNNING|None|{out}/slurm/.submission_file_a.sh", f"8|RUNNING|None|{tmp_path}/slurm/b.sh"]
+    lines += [f"9|RUNNING|None|{out}/slurm/.submission_file_c.sh", "12|CANCELLED|None|x"]
+    script(tmp_path / "squeue", "\n".join(f"echo '{line}'" for line in lines))
+    with pytest.raises(RunError, match="the job of 1 ended as CANCELLED"):
+        run(out, [Job("1", square, (1,))], executor=cluster)
+    assert (tmp_path / "scancel.log").read_text().split() == ["7", "12"]
+
+
+def test_arrays_are_as_large_as_the_cluster_takes_them(cluster, tmp_path):
+    (tmp_path / "config").write_text("ClusterName = here\nMaxArraySize = 2\n")
+    script(tmp_path / "sbatch", f'grep -h -e --array "$1" >> {tmp_path}/arrays; echo >> {tmp_path}/n; '
+           f"echo Submitted batch job 1$(($(wc -l < {tmp_path}/n)))")  # fmt: skip
+    queue_of(tmp_path, "13|CANCELLED")
+    with pytest.raises(RunError, match="the job of 5 ended as CANCELLED"):
+        run(tmp_path / "out", [Job(n, square, (n,)) for n in range(1, 6)], executor=cluster)
+    assert jobs_in(tmp_path / "out") == ["11_0", "11_1", "12_0", "12_1", "13"]
+    assert (tmp_path / "arrays").read_text().split() == ["#SBATCH", "--array=0-1%2"] * 2
+
+
+def test_the_status_line_has_numbers_and_why_jobs_wait(cluster, tmp_path, capsys):
+    lines = [*(f"12_{n}|PENDING|PartitionDown|x" for n in (0, 1, 3)), "12_2|RUNNING|None|x", "12_4|CANCELLED|None|x"]
+    script(tmp_path / "squeue", "\n".join(f"echo '{line}'" for line in lines))
+    jobs = [Job(n, square, (n,)) for n in range(5)]
+    with pytest.raises(RunError, match="CANCELLED"), open_runs(tmp_path / "out", {}) as made:
+        run_jobs(jobs, made, executor=cluster)
+    status = "0/5 runs, 1 cancelled 12_4; 1 running 12_2; 3 waiting (PartitionDown) 12_0-1, 12_3"
+    assert status in capsys.readouterr().err
+
+
+def test_the_numbers_of_jobs_are_short():
+    numbers = ["12_2", "12_1", "9", "12_10", "13", "12_11", ""]
+    assert slurm._spans(numbers) == "9, 12_1-2, 12_10-11, 13"
+    assert slurm._spans(f"{n}" for n in range(0, 20, 2)) == "0, 2, 4, 6, 8, 10, and 4 more"
 
 
 def test_slurm_gets_the_options_and_a_cancelled_job_ends_and_cancels_all(cluster, tmp_path):
     options = ("time=60", "partition=gpu", "exclusive=true", "mem=16G", "setup=[module load x]")
     executor = Pool(executor="slurm", slurm=options).executor_of_jobs()
-    with pytest.raises(RunError, match=r"the job of 1 ended as CANCELLED by 5; see .*12_0_0_log\.err"):
+    with pytest.raises(RunError, match=r"the job of 1 ended as CANCELLED; see .*12_0_0_log\.err"):
         run(tmp_path / "out", [Job(n, square, (n,)) for n in (1, 2)], executor=executor)
     script = (tmp_path / "sbatch.log").read_text().splitlines()
     assert {"--time=60", "--partition=gpu", "--exclusive", "--mem=16G", "--array=0-1%2"} <= {

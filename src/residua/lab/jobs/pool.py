@@ -233,6 +233,12 @@ class Work:
         self._plan_jobs()
         self._show(job, " finished", line=True)
 
+    def note(self, text: str) -> None:
+        """Show what the runs wait for, or where they are made."""
+        jobs = [*self._started.values(), *self.waiting]
+        total = sum(job.steps * job.cost for job in jobs)
+        self._bar.update(sum(self._steps.values()), f"{self._done}/{len(jobs)} runs, {text}", total=total, line=True)
+
     def _show(self, job: Job, what: str, *, line: bool = False) -> None:
         jobs = [*self._started.values(), *self.waiting]
         total = sum(job.steps * job.cost for job in jobs)

@@ -7,37 +7,55 @@ The machines share the folder of the runs, which then also holds
     slurm/...           submitit's files: what Slurm starts, and what the jobs print
 """
 
+import io
 import json
-import os
+import logging
 import re
-import subprocess
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from residua.errors import InputError, RunError, did_you_mean, extra, first_line, fits, require, shown, words
 from residua.files.durable import unlinked, write_text
 from residua.files.reading import parse_yaml
+from residua.lab.jobs import controller
+from residua.lab.jobs.controller import Entry
 from residua.lab.jobs.pool import Job, Work, file_name, threads
 from residua.lab.records.folder import read_object
 from residua.lab.records.jsonlines import JsonLines, finite
 from residua.lab.records.progress import say, say_once
 
+Answer = TypeVar("Answer")
+
 POLL_SECONDS = 10.0
-"""Between two looks at the jobs."""
+"""Between two looks at the files of the jobs."""
+QUEUE_SECONDS = 30.0
+"""Between two looks at Slurm's queue, which costs its controller work."""
 SETTLE_SECONDS = 60.0
 """A network file system may show a record so long after its job has ended. Without one the job was killed."""
+AWAY_SECONDS = 900.0
+"""So long submissions are repeated while Slurm's controller does not answer."""
 KILLS = 3
 """A run has failed whose jobs were killed so many times."""
+LIMITS = ("ClusterName", "MaxArraySize")
+GONE = "NOT IN THE QUEUE"
 ENDED = (
     *("COMPLETED", "FAILED", "TIMEOUT", "PREEMPTED", "CANCELLED", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL"),
-    *("DEADLINE", "FINISHED", "INTERRUPTED", "NO PROCESS"),
+    *("DEADLINE", "FINISHED", "INTERRUPTED", "NO PROCESS", GONE),
 )
 """How the states begin of jobs that have ended: those of Slurm, then those of submitit's processes."""
 INTERNAL = {"return", "command", "folder", "map_count", "nodes", "ntasks_per_node", "num_gpus", "srun_args"}
 """Parameters of submitit that it fills in itself, and those that would make several processes of a run."""
+WARNING_SECONDS = 90
+"""Before its limit, a job is told to save its state, unless the option signal_delay_s says otherwise."""
+EARLY_SECONDS = 60
+"""Slurm may tell it so much earlier."""
+LEAST_SECONDS = 30
+"""A job must be able to work so long before it is told."""
 
 
 NUMBER = re.compile(r"[0-9]{1,20}(_[0-9]{1,20})?")
@@ -68,11 +86,9 @@ class Slurm:
             ModuleNotFoundError: submitit is not installed.
         """
         with extra("slurm"):
-            import submitit
+            submitit = _submitit()
             from submitit.slurm.slurm import _make_sbatch_string
         require(submitit.__version__.startswith("1.5."), "submitit", "1.5 (residua[slurm])", submitit.__version__)
-        if submitit.SlurmExecutor.affinity() < 0:
-            raise InputError("--executor slurm must run on a machine of the cluster, found no srun here")
         kinds = {name: kind for name, kind in get_type_hints(_make_sbatch_string).items() if name not in INTERNAL}
         options: dict[str, Any] = {}
         for name, _, text in (text.partition("=") for text in texts):
@@ -82,6 +98,10 @@ class Slurm:
             require(bool(values), f"--slurm {name}", words(kinds[name]), text)
             options[name] = values[0]
         require("time" in options, "--slurm", "at least time=MINUTES, the limit of a job", texts)
+        _require_time_to_work(options["time"], options.get("signal_delay_s", WARNING_SECONDS))
+        for name in controller.COMMANDS:
+            if shutil.which(name) is None:
+                raise InputError(f"--executor slurm must run on a machine of the cluster, found no {name} here")
         return cls(options, most)
 
     def __call__(self, work: Work) -> None:
@@ -97,13 +117,32 @@ class Slurm:
                 queue.cancel()
 
 
+def _submitit() -> Any:
+    """Return submitit, which no longer prints on standard output: that is for results."""
+    import submitit
+
+    logger = logging.getLogger("submitit")
+    logger.handlers = [handler for handler in logger.handlers if handler.get_name() != "submitit_out"]
+    return submitit
+
+
+def _require_time_to_work(minutes: int, warning: int) -> None:
+    """Refuse a limit at which a job would be told to save its state as soon as it begins. 0 is no limit."""
+    least = -(-(warning + EARLY_SECONDS + LEAST_SECONDS) // 60)
+    need = (
+        f"0, no limit, or at least {least} (minutes: Slurm warns a job {warning} to {warning + EARLY_SECONDS} s before)"
+    )
+    require(minutes == 0 or minutes >= least, "--slurm time", need, minutes)
+
+
 @dataclass
 class _Run:
-    """A run, its job, and when the job seemed to end. The job writes the record to `path`."""
+    """A run, its job if it has one, and when the job seemed to end. The job writes the record to `path`."""
 
     job: Job
     path: Path
     handle: Any = None
+    state: str = ""
     kills: int = 0
     ended: float | None = None
 
@@ -112,101 +151,234 @@ class _Queue:
     """The jobs that Slurm has of `work`."""
 
     def __init__(self, settings: Slurm, work: Work, folder: Path, log: JsonLines):
-        import submitit
-
+        submitit = _submitit()
         self._work, self._folder, self._log, self._settings = work, folder, log, settings
+        self._slurm = settings.cluster == "slurm"
         self._executor = submitit.AutoExecutor(folder, settings.cluster, slurm_max_num_timeout=1000)
         options = {f"slurm_{name}": value for name, value in settings.options.items() if name != "time"}
         self._executor.update_parameters(name="residua", timeout_min=settings.options["time"], **options)
-        self._handle = submitit.SlurmJob if settings.cluster == "slurm" else submitit.LocalJob
-        self._cluster = _cluster_name() if settings.cluster == "slurm" else settings.cluster
-        self._earlier = _earlier_jobs(log)
-        self._ours: dict[str, bool] = {}
+        self._handle = submitit.SlurmJob if self._slurm else submitit.LocalJob
+        self._cluster, self._array_size = settings.cluster, 1000
+        if self._slurm:
+            self._cluster, size = _while_away("the cluster's limits are needed", lambda: controller.settings(*LIMITS))
+            self._array_size = max(int(size or 1000), 1)
+        self._earlier = self._jobs_of_earlier_commands()
         self._runs: list[_Run] = []
+        self._entries: dict[str, Entry] | None = None
+        self._asked = self._tried = -float("inf")
+        self._away_since: float | None = None
+        self._silence = self._status = ""
+        self._unsure = True
 
     def begin(self) -> bool:
-        """Submit the runs that may begin, and take up earlier jobs. Return whether any job is in the queue."""
-        new: list[_Run] = []
+        """Submit the runs that may begin, and take up earlier jobs. Return whether any run is under way."""
         most = self._settings.most
-        while (most is None or len(self._runs) + len(new) < most) and (job := self._work.next()):
+        while (most is None or len(self._runs) < most) and (job := self._work.next()):
             run = _Run(job, unlinked(self._folder / f"{file_name(job.name)}.json"))
-            number, cluster = self._earlier.get(job.name, (None, None))
-            if number is not None and self._is_ours(number, cluster):
+            number, ours = self._earlier.get(job.name, (None, False))
+            if number is None:
+                run.path.unlink(missing_ok=True)
+            elif ours:
                 run.handle = self._handle(self._folder, number)
-            taken_up = run.handle is not None or (number is not None and run.path.is_file())
-            (self._runs if taken_up else new).append(run)
-        if new:
-            self._submit(new)
-            self._runs += new
+            self._runs.append(run)
+        # A run whose record is there needs no job: an earlier one has ended.
+        self._submit([run for run in self._runs if run.handle is None and not run.path.is_file()])
+        self._show()
         return bool(self._runs)
 
     def look(self) -> None:
-        """Take the records of finished runs, and submit killed ones again. Raises RunError for a run that failed, was
-        cancelled, or was killed too often."""
+        """Take the records of finished runs, and note which jobs were killed. Raises RunError for a run that failed,
+        was cancelled, or was killed too often."""
+        self._ask()
         for run in list(self._runs):
             if run.path.is_file():
                 self._work.finished(run.job, read_object(run.path))
                 self._forget(run)
                 run.path.unlink()
-            elif self._has_ended(run):
-                run.kills += 1
-                state, paths = run.handle.state, run.handle.paths
-                failed = paths.result_pickle.exists()  # submitit's, with a traceback
-                if failed or state.startswith("CANCELLED") or run.kills == KILLS:
-                    raise RunError(f"the job of {run.job.name} ended as {state}; see {paths.stderr}")
-                self._submit([run])
+            elif run.handle is not None and self._has_ended(run):
+                self._count_kill(run)
 
     def cancel(self) -> None:
         """Cancel the jobs. One that Slurm does not cancel stays in the log, so that the same command takes it up."""
-        for run in [run for run in self._runs if run.handle is not None]:
-            try:
+        runs = {run.handle.job_id: run for run in self._runs if run.handle is not None}
+        failures = controller.cancel(list(runs)) if self._slurm else {}
+        for number, run in runs.items():
+            if not self._slurm:
                 run.handle.cancel()
-            except (OSError, subprocess.CalledProcessError) as error:
-                say(f"the job {run.handle.job_id} of {run.job.name} could not be cancelled: {first_line(error)}")
-            else:
+            if number not in failures:
                 self._forget(run)
+        with suppress(OSError, RuntimeError):
+            self._cancel_unknown()
+        if failures:
+            why = first_line(next(iter(failures.values())))
+            say(f"jobs that could not be cancelled, which the same command takes up: {_spans(failures)} ({why})")
 
-    def _is_ours(self, number: str, cluster: str | None) -> bool:
-        """Return whether an earlier job is in the queue of this cluster, and one of this folder, which may be a copy of
-        another or come from another cluster. Raises RunError if Slurm does not answer."""
-        if self._settings.cluster != "slurm":
+    def _jobs_of_earlier_commands(self) -> dict[str, tuple[str, bool]]:
+        """Return the number of each run's job, and whether it is in the queue of this cluster and one of this folder,
+        which may be a copy of another or come from another cluster. Raises RunError if Slurm does not answer."""
+        jobs = {run: (number, cluster) for run, (number, cluster) in _earlier_jobs(self._log).items() if number}
+        arrays = {(number.partition("_")[0], cluster) for number, cluster in jobs.values()}
+        ours = {array: self._is_ours(*array) for array in arrays}
+        self._known = {str(row["job"]).partition("_")[0] for row in self._log.rows}
+        return {run: (number, ours[number.partition("_")[0], cluster]) for run, (number, cluster) in jobs.items()}
+
+    def _is_ours(self, array: str, cluster: str | None) -> bool:
+        if not self._slurm:
             return True
-        array = number.partition("_")[0]
-        if array not in self._ours:
-            same_cluster = cluster is None or cluster == self._cluster
-            self._ours[array] = same_cluster and _prints_into(self._folder, array)
-        if not self._ours[array]:
+        need = f"the job {array} of an earlier command may still run"
+        ours = cluster in (None, self._cluster) and _while_away(
+            need, lambda: controller.prints_into(self._folder, array)
+        )
+        if not ours:
             say_once(f"{self._folder}: the job {array} is not in the queue, or of another folder; its runs begin again")
-        return self._ours[array]
+        return ours
 
     def _submit(self, runs: list[_Run]) -> None:
-        try:
-            with self._executor.batch():
-                for run in runs:
-                    run.path.unlink(missing_ok=True)
-                    place = self._work.records.place(run.job.key)
-                    run.handle, run.ended = self._executor.submit(_Task(run.job, place, run.path)), None
-        except RuntimeError as error:  # of sbatch
+        """Submit jobs for runs, in arrays as large as the cluster takes them. While Slurm's controller is away, the
+        runs stay without a job. Raises RunError if Slurm refuses them, or has not answered for long."""
+        for start in range(0, len(runs), self._array_size):
+            some = runs[start : start + self._array_size]
+            if self._away_since is not None and time.monotonic() < self._tried + QUEUE_SECONDS:
+                return
+            self._tried = time.monotonic()
+            try:
+                self._cancel_unknown()
+                handles = self._submitted(some)
+            except (RuntimeError, OSError) as error:  # of sbatch and squeue
+                self._refused(error)
+                return
+            self._away_since, self._asked = None, -float("inf")
+            for run, handle in zip(some, handles):
+                run.handle, run.state, run.ended = handle, "", None
+                self._known.add(handle.job_id.partition("_")[0])
+                self._log.write({"run": run.job.name, "job": handle.job_id, "cluster": self._cluster})
+            self._log.sync()
+            self._unsure = False
+
+    def _submitted(self, runs: list[_Run]) -> list[Any]:
+        """Return the jobs that were submitted for runs. submitit prints what sbatch says; here it is in the error."""
+        tasks = [_Task(run.job, self._work.records.place(run.job.key), run.path) for run in runs]
+        with redirect_stderr(io.StringIO()), self._executor.batch():
+            return [self._executor.submit(task) for task in tasks]
+
+    def _cancel_unknown(self) -> None:
+        """Cancel jobs of this folder of which the log does not know: sbatch may fail after Slurm has taken a job, and a
+        command may be stopped before it has written the number. Their runs are not beside them yet, or lost."""
+        if self._slurm and self._unsure:
+            controller.cancel(controller.unknown_jobs(self._folder, self._known))
+            for path in self._folder.glob("[0-9a-f]" * 32 + ".pkl"):  # of submitit, named after a job once it has one
+                path.unlink()
+        self._unsure = True
+
+    def _refused(self, error: Exception) -> None:
+        """Note that jobs could not be submitted now. Raises RunError if they never can, or could not for long."""
+        if not controller.is_away(error):
             raise RunError(f"Slurm refused a job: {first_line(error)}") from error
-        for run in runs:
-            self._log.write({"run": run.job.name, "job": run.handle.job_id, "cluster": self._cluster})
-        self._log.sync()
+        now = time.monotonic()
+        self._away_since = now if self._away_since is None else self._away_since
+        if now > self._away_since + AWAY_SECONDS:
+            raise RunError(
+                f"Slurm has taken no job for {AWAY_SECONDS / 60:.0f} minutes: {first_line(error)}"
+            ) from error
+        self._silence = first_line(error)
+
+    def _ask(self) -> None:
+        """Look at Slurm's queue, unless that was done a moment ago and no job is about to count as ended."""
+        now = time.monotonic()
+        due = any(run.ended is not None and now > run.ended + SETTLE_SECONDS for run in self._runs)
+        if not due and now < self._asked + QUEUE_SECONDS:
+            return
+        self._asked, self._silence = now, ""
+        if not self._slurm:
+            self._entries = {run.handle.job_id: Entry(run.handle.state) for run in self._runs if run.handle is not None}
+            return
+        try:
+            self._entries = controller.queue()
+        except (OSError, RuntimeError) as error:
+            self._entries, self._silence = None, first_line(error)
 
     def _has_ended(self, run: _Run) -> bool:
         """Return whether the job of a run without a record ended a while ago, and does not run again."""
         now = time.monotonic()
-        if not run.handle.state.startswith(ENDED):
+        if self._entries is not None:
+            entry = self._entries.get(run.handle.job_id)
+            run.state = entry.state if entry else run.state if run.state.startswith(ENDED) else GONE
+            over = run.state.startswith(ENDED) or (run.state == "COMPLETING" and _failed(run))
+        else:
+            over = _failed(run)
+        if not over:
             run.ended = None
         elif run.ended is None:
             run.ended = now
-        elif now > run.ended + SETTLE_SECONDS:
-            run.handle.watcher.clear()  # submitit asks no more for a state that it takes for the last one
-            return run.handle.state.startswith(ENDED)
-        return False
+        return run.ended is not None and now > run.ended + SETTLE_SECONDS
+
+    def _count_kill(self, run: _Run) -> None:
+        """Let a run have another job. Raises RunError if it failed, was cancelled, or was killed too often."""
+        run.kills += 1
+        state = run.state
+        if state == GONE:
+            state = controller.state_in_accounts(run.handle.job_id) or GONE
+        if _failed(run) and (state == GONE or not state.startswith(ENDED)):
+            state = "FAILED"
+        if _failed(run) or state.startswith("CANCELLED") or run.kills == KILLS:
+            raise RunError(f"the job of {run.job.name} ended as {state}; see {run.handle.paths.stderr}")
+        run.handle = run.ended = None
 
     def _forget(self, run: _Run) -> None:
         self._runs.remove(run)
         self._log.write({"run": run.job.name, "job": None})
+
+    def _show(self) -> None:
+        """Show the jobs by state, with their numbers, if that has changed."""
+        groups: dict[str, list[str]] = {}
+        for run in self._runs:
+            groups.setdefault(self._standing(run), []).append(run.handle.job_id if run.handle is not None else "")
+        parts = [f"{len(numbers)} {name} {_spans(numbers)}".strip() for name, numbers in sorted(groups.items())]
+        parts += [f"Slurm does not answer: {self._silence}"] if self._silence else []
+        status = "; ".join(parts)
+        if status != self._status:
+            self._status = status
+            self._work.note(status)
+
+    def _standing(self, run: _Run) -> str:
+        """Return what a run is doing, as the status line says it."""
+        entry = (self._entries or {}).get(run.handle.job_id) if run.handle is not None else None
+        if run.handle is None:
+            return "not submitted"
+        if entry is None:
+            return "submitted"
+        return f"waiting ({entry.reason})" if entry.state == "PENDING" else entry.state.lower()
+
+
+def _failed(run: _Run) -> bool:
+    """Return whether a job has left a result of submitit's, which without a record is a traceback."""
+    return bool(run.handle.paths.result_pickle.exists())
+
+
+def _spans(numbers: Iterable[str]) -> str:
+    """Return the numbers of jobs in short: 12_0-3, 12_7, 15."""
+    spans: list[list[str]] = []
+    for array, index in sorted({(int(a), int(i) if i else -1) for a, _, i in (n.partition("_") for n in numbers if n)}):
+        if spans and spans[-1][0] == str(array) and int(spans[-1][2]) == index - 1 >= 0:
+            spans[-1][2] = str(index)
+        else:
+            spans.append([str(array), str(index), str(index)])
+    texts = [a if i == "-1" else f"{a}_{i}" if i == j else f"{a}_{i}-{j}" for a, i, j in spans]
+    return ", ".join(texts[:6]) + (f", and {len(texts) - 6} more" if len(texts) > 6 else "")
+
+
+def _while_away(need: str, ask: Callable[[], Answer]) -> Answer:
+    """Return Slurm's answer, for which a controller that is away has minutes. Raises RunError without one."""
+    end = time.monotonic() + AWAY_SECONDS
+    while True:
+        try:
+            return ask()
+        except (OSError, RuntimeError) as error:
+            said = f"{need}, but Slurm does not tell: {first_line(error)}"
+            if not controller.is_away(error) or time.monotonic() > end:
+                raise RunError(f"{said}; try again when it answers") from error
+            say_once(f"{said}; waiting")
+        time.sleep(POLL_SECONDS)
 
 
 def _earlier_jobs(log: JsonLines) -> dict[str, tuple[str | None, str | None]]:
@@ -223,37 +395,6 @@ def _earlier_jobs(log: JsonLines) -> dict[str, tuple[str | None, str | None]]:
         require(whole, str(log.path), 'a run and the number of its job in each row, such as "42_0"', row)
         jobs[str(run)] = number, cluster
     return jobs
-
-
-def _cluster_name() -> str | None:
-    """Return the name of this cluster, None where Slurm does not tell it."""
-    try:
-        return _shown("config", "ClusterName")[0]
-    except (OSError, RuntimeError, LookupError):
-        return None
-
-
-def _prints_into(folder: Path, number: str) -> bool:
-    """Return whether a job is in the queue, and prints into `folder`. Raises RunError if Slurm does not answer."""
-    try:
-        outputs = _shown("job", "StdOut", number)
-    except (OSError, RuntimeError) as error:
-        if "Invalid job id" in str(error):  # it ended minutes ago
-            return False
-        raise RunError(
-            f"the job {number} of an earlier command may still run, but Slurm does not tell: {first_line(error)}; "
-            "try again when it answers"
-        ) from error
-    return any(os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder) for path in outputs)
-
-
-def _shown(kind: str, key: str, *names: str) -> list[str]:
-    """Return the values of a key in what `scontrol show` prints. Raises OSError or RuntimeError if it fails."""
-    answer = subprocess.run(["scontrol", "show", kind, *names], capture_output=True, text=True)
-    if answer.returncode:
-        raise RuntimeError(answer.stderr.strip() or f"scontrol ended with status {answer.returncode}")
-    lines = (line.strip().partition("=") for line in answer.stdout.splitlines())
-    return [value.strip() for name, _, value in lines if name.strip() == key]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,133 @@
+"""Ask Slurm: what its commands say of the cluster and of this user's jobs. None of them needs accounting but sacct."""
+
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from residua.errors import first_line
+from residua.lab.records.progress import say_once
+
+COMMANDS = ("srun", "sbatch", "squeue", "scancel", "scontrol")
+"""The commands of Slurm that this package needs."""
+AWAY = (
+    *("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out"),
+    *("communication connection failure", "zero bytes were transmitted", "temporarily un", "in standby mode"),
+)
+"""Words of errors that pass: the controller is away, restarts or is busy."""
+WAITS_OR_RUNS = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED")
+AT_ONCE = 500
+"""Numbers of jobs in one command line."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A job in the queue: its state, the reason why it waits, and its script."""
+
+    state: str
+    reason: str = ""
+    script: str = ""
+
+
+def is_away(error: Exception | str) -> bool:
+    """Return whether an error of a command says that the controller does not answer now."""
+    return any(words in str(error).lower() for words in AWAY)
+
+
+def queue() -> dict[str, Entry]:
+    """Return this user's jobs by number. Those that ended stand there for minutes (Slurm's MinJobAge).
+
+    Raises:
+        OSError, RuntimeError: Slurm does not answer.
+    """
+    options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%r|%o"]
+    rows = (line.strip().split("|", 3) for line in _answer("squeue", *options).splitlines())
+    return {row[0]: Entry(*row[1:]) for row in rows if len(row) > 1}
+
+
+def state_in_accounts(number: str) -> str | None:
+    """Return the state of a job that left the queue, None if no accounts are kept. The user is told so once."""
+    try:
+        states = _answer("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}")
+    except (OSError, RuntimeError) as error:
+        say_once(
+            f"sacct does not answer ({first_line(error)}); what became of jobs is seen in their files and in squeue"
+        )
+        return None
+    return next(iter(states.split("\n")), "").strip() or None
+
+
+def settings(*keys: str) -> list[str]:
+    """Return settings of the cluster such as ClusterName, "" for one that Slurm does not tell.
+
+    Raises:
+        OSError, RuntimeError: Slurm does not answer.
+    """
+    found = _shown("config")
+    return [found.get(key, [""])[0] for key in keys]
+
+
+def prints_into(folder: Path, number: str) -> bool:
+    """Return whether a job is in the queue, and prints into `folder`.
+
+    Raises:
+        OSError, RuntimeError: Slurm does not answer.
+    """
+    try:
+        outputs = _shown("job", number).get("StdOut", [])
+    except RuntimeError as error:
+        if "Invalid job id" in str(error):  # it ended minutes ago
+            return False
+        raise
+    return any(_is_in(path, folder) for path in outputs)
+
+
+def unknown_jobs(folder: Path, known: Iterable[str]) -> list[str]:
+    """Return the jobs and arrays of jobs, by number, whose script is in `folder`, but which are not among `known`.
+
+    Raises:
+        OSError, RuntimeError: Slurm does not answer.
+    """
+    known = set(known)
+    scripts = {
+        number.partition("_")[0]: entry.script for number, entry in queue().items() if entry.state in WAITS_OR_RUNS
+    }
+    return [number for number, script in scripts.items() if number not in known and _is_in(script, folder)]
+
+
+def cancel(numbers: Sequence[str]) -> dict[str, Exception]:
+    """Cancel jobs. Return why some could not be cancelled, by number."""
+    failures: dict[str, Exception] = {}
+    for start in range(0, len(numbers), AT_ONCE):
+        some = numbers[start : start + AT_ONCE]
+        try:
+            _answer("scancel", *some)
+        except (OSError, RuntimeError) as error:
+            if len(some) == 1 or is_away(error):
+                failures |= dict.fromkeys(some, error)
+            else:  # one that has ended makes the command fail; each by itself shows which
+                for number in some:
+                    failures |= cancel([number])
+    return failures
+
+
+def _is_in(path: str, folder: Path) -> bool:
+    return os.path.realpath(os.path.dirname(path)) == os.path.realpath(folder)
+
+
+def _shown(kind: str, *names: str) -> dict[str, list[str]]:
+    """Return what `scontrol show` prints, all values of each key. Raises OSError or RuntimeError if it fails."""
+    values: dict[str, list[str]] = {}
+    for line in _answer("scontrol", "show", kind, *names).splitlines():
+        key, _, value = line.strip().partition("=")
+        values.setdefault(key.strip(), []).append(value.strip())
+    return values
+
+
+def _answer(*command: str) -> str:
+    """Return what a command prints. Raises OSError or RuntimeError if it fails."""
+    answer = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if answer.returncode:
+        raise RuntimeError(answer.stderr.strip() or f"{command[0]} ended with status {answer.returncode}")
+    return answer.stdout
