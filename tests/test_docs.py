@@ -1,6 +1,7 @@
 """The README and docs/ keep their promises: Python runs, commands work, links lead somewhere, tables are true."""
 
 import ast
+import builtins
 import json
 import os
 import re
@@ -311,6 +312,21 @@ def test_the_repository_has_one_address_and_nothing_installs_residua_from_an_ind
 
 
 @pytest.mark.nightly
+def test_the_adapters_for_other_packages_are_whole():
+    """They cannot run here: every name in them is imported, defined or built in."""
+    foreign = [
+        block for block in blocks(PAGES["docs/testing.md"], "py") if re.search("^from (megatron|fla)", block, re.M)
+    ]
+    assert len(foreign) == 2
+    for block in foreign:
+        nodes = list(ast.walk(ast.parse(block)))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
+        bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        bound |= {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.alias))}
+        assert {node.id for node in names} <= bound
+
+
 def test_every_whole_model_solves_the_reflection_as_the_page_says():
     found = {}
     for run in records("geometry/quick/records.jsonl"):

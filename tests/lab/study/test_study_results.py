@@ -195,11 +195,23 @@ def test_every_torch_of_the_runs_is_named():
     assert "; PyTorch 1, 2." in markdown(planted(other))
 
 
+def test_versions_and_commits_of_the_runs_are_named_and_a_copy_without_one_is_no_None():
+    def facts(**own):
+        return lambda row: {"facts": {**row["facts"], **own}}
+
+    installed = markdown(planted(changed(records(), facts(residua="0.1.0", commit=None))))
+    assert "residua 0.1.0; PyTorch" in installed
+    assert "Code of the runs: residua 0.1.0.\n" in installed
+    cloned = markdown(planted(changed(records(), facts(residua="0.1.0", commit="ab" * 20))))
+    assert "Code of the runs: residua 0.1.0 (abababababab).\n" in cloned
+
+
 def test_missing_seeds_and_schemes_are_named():
     some = without(records(), scheme="ddl", kind="report", seed=3)
     found = planted(some, schemes={"residual": {}, "ddl": {}, "hc": {}})
-    assert found.unfinished == ["ddl at small: 2 of 3 seeds", "hc at small"]
-    assert "Not finished" in markdown(found)
+    assert (found.unfinished, found.untrained) == (["ddl at small: 2 of 3 seeds"], 1)
+    assert "Not finished: ddl at small: 2 of 3 seeds.\n" in markdown(found)
+    assert "nobody trained: 1.\n" in markdown(found)
     assert row_of(found).difference("residual", "tokens").estimate.count == 2
     assert "(2 seeds) |" in markdown(planted(without(records(), scheme="residual", kind="report", seed=3)))
     assert "seeds) |" not in markdown(planted())
@@ -229,7 +241,7 @@ def test_schemes_of_a_size_share_one_noise_and_two_alone_have_that_of_their_diff
     for name in ("ddl", "hc"):
         estimate = row_of(found, name).difference("residual", "tokens").estimate
         assert (estimate.error, estimate.freedom) == (pytest.approx(noise.deviation * math.sqrt(2 / 3)), 4)
-    assert f"a run varies by {noise.deviation:.4f}" in markdown(found)
+    assert f"standard deviation {noise.deviation:.4f} after" in markdown(found)
 
 
 def test_where_the_noise_is_each_schemes_own_the_test_is_welchs():
@@ -314,7 +326,7 @@ def test_runs_that_learned_to_copy_are_counted_with_their_steps():
 def test_records_of_a_name_that_now_means_another_connection_are_left_out():
     found = planted(schemes={"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}})
     assert row_of(found) is None
-    assert found.unfinished == ["ddl at small"]
+    assert (found.unfinished, found.untrained) == ([], 1)
 
 
 def test_curves_of_differences_have_intervals():

@@ -120,8 +120,8 @@ def _setting(results: Results) -> list[str]:
     study, tuning = results.study, results.study.tuning
     data = next((facts.get("data", {}) for facts in results.facts), {})  # all runs have the same
     source, *digests = (str(data.get(name)) for name in ("source", "sha256", "fingerprint"))
-    commits, torches, devices = (
-        sorted({str(facts.get(name)) for facts in results.facts}) for name in ("commit", "torch", "device")
+    versions, torches, devices = (
+        sorted({str(facts.get(name)) for facts in results.facts}) for name in ("residua", "torch", "device")
     )
     devices = sorted({*devices, *(str(row.cost["device"]) for row in results.rows if row.cost)})
     judges = (
@@ -159,13 +159,24 @@ def _setting(results: Results) -> list[str]:
             for name, size in study.sizes.items()
             if size.tokens_per_parameter is not None or size.seeds is not None
         ),
-        f"- Device: {_list(devices)}, one thread a run. Code: {_list(map(_short, commits))}; PyTorch {_list(torches)}.",
+        f"- Device: {_list(devices)}, one thread a run. residua {_list(versions)}; PyTorch {_list(torches)}.",
         f"- Corpus: {_text(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
         f"- {primary}",
     ]
-    if results.unfinished:
-        lines.append(f"- Not finished, and therefore not or not wholly here: {_text(_shortened(results.unfinished))}.")
+    if not results.rows:
+        lines.append("- Not finished: no run is.")
+    elif results.unfinished:
+        lines.append(f"- Not finished: {_text(_shortened(results.unfinished))}.")
     return lines
+
+
+def _versions(results: Results) -> str:
+    """Return the versions of residua with their commits; a copy that pip installed has none."""
+    commits: dict[str, set[str]] = {}
+    for facts in results.facts:
+        commits.setdefault(str(facts.get("residua")), set()).update(filter(None, [facts.get("commit")]))
+    listed = (name + (f" ({_list(map(_short, sorted(found)))})" if found else "") for name, found in commits.items())
+    return _list(sorted(listed))
 
 
 def _short(commit: str) -> str:
@@ -181,9 +192,9 @@ def _noise(results: Results, size: str) -> list[str]:
         return ["The noise is not measured: fewer than two schemes have all seeds."]
     contrast = noise.contrast([0.0] * seeds, [0.0] * seeds)
     text = (
-        f"Noise: a run varies by {noise.deviation:.4f}, which scheme and seed leave unexplained ({noise.freedom} "
-        f"degrees of freedom). A difference over {seeds} seeds has ± {contrast.half_width:.4f}; four of five such "
-        f"studies would see {contrast.detectable:.4f}."
+        f"Noise: run-to-run standard deviation {noise.deviation:.4f} after scheme and seed effects ({noise.freedom} "
+        f"degrees of freedom). A difference over {seeds} seeds has ± {contrast.half_width:.4f}; a study like this has "
+        f"80 % power to detect {contrast.detectable:.4f}."
     )
     failed = [row.scheme for row in results.rows if row.size == size and row.failed]
     wild = f"{_names(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
@@ -193,7 +204,7 @@ def _noise(results: Results, size: str) -> list[str]:
 ANSWERS = (
     "A cell is the loss of the first scheme minus that of the second at one size, in nats per token, with half of its "
     "95 % interval; **bold** for a primary contrast that is clear of zero after the correction. Where the interval "
-    "holds zero, the cell adds the difference that four of five such studies would see."
+    "holds zero, the cell adds the difference that such a study has 80 % power to detect."
 )
 
 
@@ -291,7 +302,7 @@ def _reading(results: Results) -> list[str]:
         f"**Bold**: a primary contrast whose corrected p is below {SIGNIFICANT}. An interval covers other seeds, not "
         "another text or size, and one over documents other held-out documents like these, not other seeds; tuning "
         "looked at the same held-out text.",
-        "- What four of five such studies would see is the true difference that their intervals would show.",
+        "- 80 % power: in four of five such studies the interval would show a true difference of this size.",
         "- Worth: as many times the tokens bring the baseline to the scheme's loss, and the effective speed-up: that "
         "divided by the step time's ratio. Beyond the baseline's longest runs only the bound is known.",
         "- Learned to copy: how many of the reported runs began to look up earlier pairs of tokens, and when.",
@@ -305,6 +316,12 @@ def _reading(results: Results) -> list[str]:
         "A compiled step goes through `torch.compile`.",
         "- FLOPs: matrix products, and one for each element of every other operation.",
         "- Peak: what a process with the model grows by in two steps.",
+        *(
+            [f"- Pairs of a size and a scheme that the study names and nobody trained: {results.untrained}."]
+            if results.untrained
+            else []
+        ),
+        *([f"- Code of the runs: residua {_versions(results)}."] if results.facts else []),
     ]
 
 

@@ -247,13 +247,16 @@ class Results:
 
     @property
     def unfinished(self) -> list[str]:
-        """The rows that have not all their seeds, or none."""
-        rows = {place: self.row(*place) for place in itertools.product(self.study.sizes, self.study.schemes)}
+        """The rows that have some of their seeds."""
         return [
-            f"{scheme} at {size}" + (f": {len(row.losses)} of {row.seeds} seeds" if row else "")
-            for (size, scheme), row in rows.items()
-            if row is None or not row.whole
+            f"{row.scheme} at {row.size}: {len(row.losses)} of {row.seeds} seeds" for row in self.rows if not row.whole
         ]
+
+    @property
+    def untrained(self) -> int:
+        """How many pairs of a size and a scheme of the study have no run."""
+        places = itertools.product(self.study.sizes, self.study.schemes)
+        return sum(self.row(*place) is None for place in places)
 
     @property
     def facts(self) -> list[Mapping[str, Any]]:
