@@ -17,7 +17,7 @@ FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes
 # Workers, and the processes that tests start, read what one of them has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test nightly resbench gpu testers lint types docs titan vllm slurm lock newest lowest clean
+.PHONY: demo check test nightly resbench resbench-runs gpu testers lint types docs titan vllm slurm lock newest lowest clean
 
 demo: $(LAB)
 	@echo "3/3 Training: three models side by side, about three minutes on two idle cores"
@@ -41,6 +41,14 @@ nightly: $(READY)
 resbench: $(READY)
 	$(VENV)/bin/python resbench/pages.py
 	$(PYTEST) resbench
+
+# The missing runs of a study at low priority, one after the other, until no further one ends within MINUTES. Each record is
+# committed as it ends. They are made by the commit that resbench/commit names, in a worktree of it with its own environment.
+STUDY ?= rivals-1M
+MINUTES ?= 60
+DATA ?= data/resbench
+resbench-runs:
+	$(PYTHON) resbench/runs.py $(STUDY) --minutes $(MINUTES) --data $(DATA)
 
 # All that a CPU cannot show, within 25 minutes, and a summary. It runs with the torch that the machine has: the
 # virtual environment if there is one, else PYTHON. DRY=1 tries every step on a CPU; a second call goes on.
