@@ -849,7 +849,7 @@ def owned(scheme, count: int, dim: int = 8) -> list[int]:
     return sorted({i for indices in kinds.values() for i in (indices[0], indices[-1])})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("count", "dim"), [(4, 16), (8, 8), (12, 16)])
 @pytest.mark.parametrize("name", residua.connections.PRESETS)
 def test_every_kind_of_connection_passes(name, count, dim):
