@@ -52,3 +52,21 @@ def test_a_file_that_is_not_there(tmp_path):
     for path in (tmp_path / "none.safetensors", tmp_path):
         with pytest.raises(InputError, match=r"must be a trace, got .*; residua explore RUN writes one"):
             Trace.load(path)
+
+
+@pytest.mark.parametrize("name", ["run", "gates", "sampled", "scheme", "sublayers", "left_out"])
+@pytest.mark.parametrize("wrong", ["left out", 7, [None], {"": 1}])
+def test_a_fact_that_no_trace_has_is_refused_by_its_name(name, wrong, tmp_path):
+    recorded = trace(tiny_model("ddl"), prompt(8), text=TEXT)
+    recorded.facts.pop(name)
+    if wrong != "left out":
+        recorded.facts[name] = wrong
+    with pytest.raises(InputError, match=rf"facts\.{name} must be"):
+        Trace.load(recorded.save(tmp_path / "trace.safetensors"))
+
+
+@pytest.mark.parametrize("metadata", [{"tokens": "[1]"}, {"facts": "{", "tokens": '["a"]'}, {}])
+def test_a_trace_without_facts_or_tokens_is_refused(metadata, tmp_path):
+    save_file({"beta": torch.ones(2)}, path := tmp_path / "trace.safetensors", {"residua_trace": "1", **metadata})
+    with pytest.raises(InputError, match=r"(facts|tokens) must be"):
+        Trace.load(path)

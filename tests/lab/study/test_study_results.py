@@ -447,6 +447,26 @@ def test_a_run_on_other_data_is_refused(tmp_path):
         read_results(folder(tmp_path / "study", runs))
 
 
+FORGED = [("val_loss", "low"), ("facts", 7), ("seed", None), ("point", []), ("steps", 0), ("curve", [[1, "x"]])]
+
+
+@pytest.mark.parametrize(("name", "value"), FORGED)
+def test_a_field_that_no_study_wrote_is_refused_by_its_name(name, value, tmp_path):
+    with pytest.raises(InputError, match=rf"{name} of .* must be"):
+        read_results(folder(tmp_path / "study", [row | {name: value} for row in records()]))
+
+
+def test_a_run_without_facts_is_read(tmp_path):
+    assert read_results(folder(tmp_path / "study", [row | {"facts": None} for row in records()])).rows
+
+
+@pytest.mark.parametrize(("name", "value"), [("time_ratio", {}), ("seconds", None), ("flops_per_token", {"a": "x"})])
+def test_a_cost_that_no_study_wrote_is_refused_by_its_name(name, value, tmp_path):
+    place = folder(tmp_path / "study", None, [row | {name: value} for row in costs()])
+    with pytest.raises(InputError, match=rf"{name} of .* must be"):
+        read_results(place)
+
+
 def test_nothing_finished_and_one_seed_are_no_errors(tmp_path):
     assert "Not finished" in markdown(read_results(folder(tmp_path / "none", [], [])))
     first = [row for row in records() if row["seed"] < 2]

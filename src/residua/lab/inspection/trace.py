@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from residua.connections import PRESETS, GateFacts, Mixing, RankOne, describe
-from residua.errors import InputError
+from residua.errors import InputError, fits, require, shown, words
 from residua.files.durable import unlinked
+from residua.files.reading import parse_json
 from residua.files.tensors import read_tensors, write_tensors
 from residua.lab.inspection.depth import DepthReads
 from residua.lab.inspection.measure import gates, measured, norm, stream_similarity
@@ -134,7 +135,49 @@ class Trace:
             raise InputError(
                 f"{path} must be a trace of version {VERSION}, got {other}; residua explore RUN writes one"
             )
-        return cls(json.loads(metadata["facts"]), json.loads(metadata["tokens"]), values)
+        tokens = _parsed(metadata, "tokens", path)
+        count = len(tokens) if isinstance(tokens, list) else 0
+        require(count and all(isinstance(token, str) for token in tokens), f"{path}: tokens", "a list of texts", tokens)
+        return cls(_facts(_parsed(metadata, "facts", path), count, path), tokens, values)
+
+
+NEEDED: Mapping[str, Any] = {
+    "run": str | None,
+    "checkpoint": int | None,
+    "preset": str | None,
+    "scheme": dict,
+    "constraint": str | None,
+    "gates": dict,
+    "left_out": dict,
+    "sources": list,
+    "sublayers": list,
+    "sampled": list,
+}
+"""The facts of a trace without which nobody can read it, and their types."""
+
+
+def _parsed(metadata: Mapping[str, str], name: str, path: str | Path) -> Any:
+    try:
+        return parse_json(metadata.get(name, ""), Path(path))
+    except ValueError as error:
+        raise InputError(f"{path}: {name} must be JSON, got {shown(metadata.get(name))}") from error
+
+
+def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
+    """Return the facts of a trace of `count` tokens. Raises InputError for others."""
+    require(isinstance(facts, dict), f"{path}: facts", "an object", facts)
+    for name, kind in NEEDED.items():
+        require(name in facts and fits(facts[name], kind), f"{path}: facts.{name}", words(kind), facts.get(name))
+    for name in ("sublayers", "sources"):
+        require(all(isinstance(each, str) for each in facts[name]), f"{path}: facts.{name}", "texts", facts[name])
+    omitted = all(isinstance(indices, list) for indices in facts["left_out"].values())
+    require(omitted, f"{path}: facts.left_out", "lists of sublayers", facts["left_out"])
+    gates = all(isinstance(gate, dict) for gate in facts["gates"].values())
+    require(gates, f"{path}: facts.gates", "an object of objects", facts["gates"])
+    require(isinstance(facts["scheme"].get("scheme"), str), f"{path}: facts.scheme", "a scheme", facts["scheme"])
+    places = all(fits(place, int) and 0 <= place < count for place in facts["sampled"])
+    require(places, f"{path}: facts.sampled", f"positions below {count}", facts["sampled"])
+    return facts
 
 
 def trace_file(folder: str | Path, step: int | None) -> Path:

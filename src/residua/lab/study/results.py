@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from residua.errors import require, shown
 from residua.lab.evaluation.comparable import common_unit
 from residua.lab.jobs.pool import Record
-from residua.lab.records import jsonlines
 from residua.lab.records.folder import read_object
 from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, welch
+from residua.lab.study import forms
 from residua.lab.study.definition import MEASURES, Question, Study, read_folder
 from residua.lab.study.search import at_edge, loss_of, other_loss_of, winners
 
@@ -33,8 +33,6 @@ FAILED = 3.0
 has no part in the noise that a size shares, and its differences have its own."""
 FEWEST_ROUNDS = 9
 """With fewer rounds of time measurements the error of their median is not known, and nothing is compared."""
-RUN = {"key", "kind", "size", "scheme", "connection", "point", "seed", "steps", "val_loss"}
-"""What every record of a run has."""
 NORMAL = statistics.NormalDist()
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
@@ -281,10 +279,9 @@ class Results:
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
     """The records of a study's runs. Raises InputError for one that no study wrote, or on other data."""
-    rows = jsonlines.read(path)
+    rows = forms.read(path, forms.RUN, "records of a study's runs")
     for row in rows:
-        require(row.keys() >= RUN, str(path), f"records of a study's runs, each with {', '.join(sorted(RUN))}", row)
-        fingerprint = row.get("facts", {}).get("data", {}).get("fingerprint", data)
+        fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
         name = f"{path}: the run {shown(row['key'])}"
         require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
     return rows
@@ -298,7 +295,7 @@ def read_results(folder: str | Path) -> Results:
     folder = Path(folder)
     study = read_folder(folder)
     runs = read_runs(folder / "records.jsonl", read_object(folder / "settings.json").get("data"))
-    return results(study, runs, jsonlines.read(folder / "costs.jsonl"))
+    return results(study, runs, forms.read(folder / "costs.jsonl", forms.COST, "costs of a study's schemes"))
 
 
 def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:

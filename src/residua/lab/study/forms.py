@@ -1,0 +1,113 @@
+"""The forms of a study's records: each field that a reader uses, checked once, when the file is read."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from residua.errors import fits, require, shown, words
+from residua.lab.records import jsonlines
+
+
+class Form(NamedTuple):
+    """What a field may hold: in words, and as a function that says whether a value does. absent: it may be left out."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    absent: bool = False
+
+
+def of(kind: Any) -> Form:
+    """Return the form of a value of one type."""
+    return Form(words(kind), lambda value: fits(value, kind))
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(fits(number, float) for number in value)
+
+
+def _points(value: Any, length: int) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(point, list)
+        and len(point) >= length
+        and fits(point[0], int)
+        and all(fits(number, float | None) for number in point[1:])
+        for point in value
+    )
+
+
+def _facts(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and isinstance(value.get("data") or {}, dict)
+        and fits(value.get("parameters"), int | None)
+        and all(fits(value.get(name), str | None) for name in ("device", "cpu", "commit", "torch", "date"))
+    )
+
+
+def _documents(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and _numbers(value.get("nats"))
+        and _numbers(value.get("labels"))
+        and sum(value["labels"]) > 0
+        and len(value["nats"]) == len(value["labels"])
+    )
+
+
+def _quartiles(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        fits(value.get(name), float) and value[name] > 0 for name in ("lower", "median", "upper")
+    )
+
+
+CURVE = Form("a list of [step, number or null]", lambda value: _points(value, 2), absent=True)
+SPLIT = Form("a list of [step, number or null, number or null]", lambda value: _points(value, 3), absent=True)
+TRANSITION = Form("a number or null", lambda value: fits(value, float | None), absent=True)
+DOCUMENTS = Form("nats and labels of each document", _documents, absent=True)
+PLACE = {name: of(str) for name in ("size", "scheme", "connection")}
+RUN: Mapping[str, Form] = {
+    **{name: of(str) for name in ("key", "kind")},
+    **PLACE,
+    "point": Form("settings by key", lambda value: isinstance(value, dict) and not any(map(_nested, value.values()))),
+    "seed": of(int),
+    "steps": Form("a whole number from 1 to 2^53", lambda value: fits(value, int) and 0 < value <= 2**53),
+    "val_loss": of(float | None),
+    "facts": Form("an object with an object data, or null", _facts, absent=True),
+    "tokens": Form("a whole number or null", lambda value: fits(value, int | None), absent=True),
+    "seconds": Form("a number or null", lambda value: fits(value, float | None), absent=True),
+    **dict.fromkeys(("curve", "further_curve"), CURVE),
+    **dict.fromkeys(("split", "further_split"), SPLIT),
+    **dict.fromkeys(("transition", "further_transition"), TRANSITION),
+    **dict.fromkeys(("documents", "further_documents"), DOCUMENTS),
+}
+"""Of the runs of a study."""
+COST: Mapping[str, Form] = {
+    **PLACE,
+    **{name: of(str) for name in ("baseline", "date", "device")},
+    "cpu": Form("text or null", lambda value: fits(value, str | None), absent=True),
+    "compiled": Form("true or false", lambda value: fits(value, bool), absent=True),
+    "time_ratio": Form("the positive numbers lower, median and upper", _quartiles),
+    "seconds": Form("a list of numbers", _numbers),
+    "flops_per_token": Form("numbers by name", lambda value: isinstance(value, dict) and _numbers([*value.values()])),
+    **dict.fromkeys(
+        ("kept_bytes", "peak_bytes"), Form("a number or null", lambda value: fits(value, float | None), absent=True)
+    ),
+}
+"""Of the costs of a study's schemes."""
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, dict | list)
+
+
+def read(path: Path, forms: Mapping[str, Form], title: str) -> list[dict[str, Any]]:
+    """Read records of these forms. Raises InputError for a file of others; title: the records in words."""
+    rows = jsonlines.read(path)
+    needed = {name for name, form in forms.items() if not form.absent}
+    for row in rows:
+        require(row.keys() >= needed, str(path), f"{title}, each with {', '.join(sorted(needed))}", row)
+        for name, form in forms.items():
+            if name in row:
+                place = f"{path}: {name} of {shown(row.get('key', row['scheme']))}"
+                require(form.holds(row[name]), place, form.words, row[name])
+    return rows
