@@ -16,9 +16,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-PORTS = {"slurmctld": 17817, "slurmdbd": 17819, "n1": 17821, "n2": 17822}
+LISTENERS = ("slurmctld", "slurmdbd", "n1", "n2")
 CONFIGURATION = """
 ClusterName=residua
 SlurmctldHost={host}(127.0.0.1)
@@ -73,6 +74,15 @@ StorageType=accounting_storage/mysql
 StorageLoc=slurm_acct_db
 StorageUser=root
 """
+
+
+def free_ports() -> dict[str, int]:
+    """Return a port for each daemon that listens on one."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in LISTENERS]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return dict(zip(LISTENERS, ports))
 
 
 def missing(accounting: bool) -> list[str]:
@@ -142,7 +152,8 @@ def answers(*command: str) -> bool:
 
 def set_up(folder: Path, accounting: bool) -> None:
     """Write the configuration, and start the daemons until two nodes are idle."""
-    facts: Mapping[str, object] = {"folder": folder, "host": socket.gethostname().partition(".")[0], "ports": PORTS}
+    host = socket.gethostname().partition(".")[0]
+    facts: Mapping[str, object] = {"folder": folder, "host": host, "ports": free_ports()}
     (folder / "slurm.conf").write_text((CONFIGURATION + ACCOUNTING[accounting]).format_map(facts))
     (folder / "slurmdbd.conf").write_text(DATABASE.format_map(facts))
     (folder / "slurmdbd.conf").chmod(0o600)
@@ -171,8 +182,20 @@ def start_database(folder: Path) -> None:
     subprocess.run(["sacctmgr", "-i", "add", "cluster", "residua"], capture_output=True)
 
 
+def beside(command: list[str]) -> int:
+    """Run the command, and return its exit status. Whatever it has started ends with it."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def take_down(folder: Path) -> None:
-    """End all jobs, then the daemons."""
+    """End all jobs, then the daemons. No further signal stops that."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if (folder / "slurmctld.process").exists():
         subprocess.run(["timeout", "10", "scancel", "--user=root"], capture_output=True)
         queue = ["timeout", "5", "squeue", "--noheader"]
@@ -194,14 +217,15 @@ def main(arguments: list[str]) -> int:
     if lacking:
         print(f"no Slurm {'with' if accounting else 'without'} accounting here: {', '.join(lacking)} missing")
         return 0 if accounting else 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="residua-slurm-", ignore_cleanup_errors=True) as name:
         folder = Path(name).resolve()
         for place in ("state", "spool-n1", "spool-n2"):
             (folder / place).mkdir()
         try:
             set_up(folder, accounting)
-            return subprocess.run(arguments[accounting:]).returncode
+            return beside(arguments[accounting:])
         finally:
             take_down(folder)
 

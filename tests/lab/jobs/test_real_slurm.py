@@ -152,11 +152,11 @@ def test_a_run_goes_on_when_its_process_is_killed(out):
 
 
 def test_a_requeued_job_goes_on_under_its_number(out):
-    command = start(out, 12)
+    command = start(out, 15)
     until(lambda: steps(out) > 3)
     asked("scontrol", "requeue", jobs_in(out)[0])
     until(lambda: [row for row in queue() if row[1] == "PENDING"])
-    until(lambda: asked("scontrol", "update", f"JobId={jobs_in(out)[0]}", "StartTime=now") or steps(out) == 12)
+    until(lambda: asked("scontrol", "update", f"JobId={jobs_in(out)[0]}", "StartTime=now") or steps(out) > 8)
     (record,) = json.loads(command.communicate(timeout=240)[0])
     assert record["begun"] >= 3
     assert len(jobs_in(out)) == 1
@@ -165,7 +165,7 @@ def test_a_requeued_job_goes_on_under_its_number(out):
 
 def test_a_controller_that_is_away_costs_and_doubles_nothing(out):
     """A run ends while it is away, so that the next cannot be submitted."""
-    command = start(out, 120, 10, 1, most=2)
+    command = start(out, 95, 10, 1, most=2)
     until(lambda: steps(out) and steps(out, "r1"))
     daemon("stop", "slurmctld")
     time.sleep(70)
@@ -193,14 +193,14 @@ def test_a_command_that_starts_while_the_controller_is_away_takes_its_jobs_up(ou
 
 def test_only_what_slurm_cancelled_counts_as_cancelled(out):
     """Ctrl-C while the controller is away leaves the job, and the same command takes it up."""
-    command = start(out, 60)
+    command = start(out, 30)
     until(lambda: steps(out))
     daemon("stop", "slurmctld")
     command.send_signal(signal.SIGINT)
     command.wait(timeout=120)
     daemon("start", "slurmctld")
     assert "could not be cancelled" in said(out)
-    (record,) = json.loads(start(out, 60).communicate(timeout=240)[0])
+    (record,) = json.loads(start(out, 30).communicate(timeout=240)[0])
     assert record["begun"] == 0
     assert len(jobs_in(out)) == 1
 
@@ -230,10 +230,10 @@ def test_a_run_goes_on_when_its_node_goes_down(out):
     asked("scontrol", "update", f"NodeName={node}", "State=down", "Reason=test")
     asked("pkill", "-9", "-f", f"submitit.core._submit {out}")
     until(lambda: [row for row in queue() if row[1] == "PENDING"])
-    daemon("start", node)
-    asked("scontrol", "update", f"NodeName={node}", "State=resume")
-    until(lambda: asked("scontrol", "update", f"JobId={jobs_in(out)[0]}", "StartTime=now") or steps(out) == 25)
+    time.sleep(5)  # the first process is still ending
+    until(lambda: asked("scontrol", "update", f"JobId={jobs_in(out)[0]}", "StartTime=now") or steps(out) > 8)
     (record,) = json.loads(command.communicate(timeout=300)[0])
+    daemon("start", node)
     assert record["begun"] >= 3
     assert len(jobs_in(out)) == 1
 
@@ -256,7 +256,7 @@ def test_more_runs_than_an_array_may_have_wait_visibly(out, capfd):
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(45)
+    signal.alarm(30)
     with pytest.raises(KeyboardInterrupt):
         run(
             out,

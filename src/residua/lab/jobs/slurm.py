@@ -336,7 +336,7 @@ class _Queue:
         parts = [f"{len(numbers)} {name} {_spans(numbers)}".strip() for name, numbers in sorted(groups.items())]
         parts += [f"Slurm does not answer: {self._silence}"] if self._silence else []
         status = "; ".join(parts)
-        if status != self._status:
+        if status and status != self._status:
             self._status = status
             self._work.note(status)
 
