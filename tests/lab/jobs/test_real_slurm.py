@@ -160,7 +160,7 @@ def test_a_requeued_job_goes_on_under_its_number(out):
     (record,) = json.loads(command.communicate(timeout=240)[0])
     assert record["begun"] >= 3
     assert len(jobs_in(out)) == 1
-    assert "waiting (BeginTime)" in said(out)
+    assert "1 waiting" in said(out)
 
 
 def test_a_controller_that_is_away_costs_and_doubles_nothing(out):

@@ -347,7 +347,9 @@ class _Queue:
             return "not submitted"
         if entry is None:
             return "submitted"
-        return f"waiting ({entry.reason})" if entry.state == "PENDING" else entry.state.lower()
+        if entry.state != "PENDING":
+            return entry.state.lower()
+        return "waiting" if entry.reason in ("", "None") else f"waiting ({entry.reason})"
 
 
 def _failed(run: _Run) -> bool:
