@@ -24,7 +24,7 @@ def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
     `rms`    k = k~ / sqrt(n^2 + eps^2)       arXiv 2601.00417v2 section 4.1; |k| < 1, and k~ = 0 gives k = 0
     `add`    k = k~ / (n + eps)               arXiv 2601.00417v1 appendix A.1
     `clamp`  k = k~ / max(n, eps)             the wording of v2 appendix B.1
-    `rms_d`  k = k~ / sqrt(n^2 + dim eps^2)   the authors' accelerated kernels
+    `rms_d`  k = k~ / sqrt(n^2 + dim eps^2)   the accelerated kernels of the authors' first code
 
     k: (..., dim). Returns (..., dim) in the same dtype; the norm is computed in at least float32. At k~ = 0 each form
     has the finite derivative I / eps (I / (eps sqrt(dim)) for `rms_d`). Raises ValueError for other names.
