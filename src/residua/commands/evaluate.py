@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.commands.signature import Output
 from residua.errors import Count, InputError, between
+from residua.lab.records.terminal import one_line
+
+if TYPE_CHECKING:
+    from residua.lab.experiment import OpenModel
 
 NAMES = {
     "step": "step",
@@ -46,13 +50,15 @@ def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None
     Examples:
         residua evaluate runs/ddl
         residua evaluate runs/ddl --checkpoint 200 --json
+        residua evaluate runs/ddl --data another-text.txt
         residua evaluate runs/ddl --tasks paper --num-fewshot 1
         residua evaluate a-folder --tasks mine --include-path my-tasks/
 
     Args:
         run (RUN|HF_DIR): folder of a run, or with --tasks of a Hugging Face model
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
-        data (DIR): the run's prepared data, if they have moved
+        data (DIR|TEXT): the run's prepared data, if they have moved, or another text to score: prepared with the same
+            tokenizer, of which the held-out part counts, or a file or folder of text
     """
     for option in fields(scoring):
         if scoring.tasks is None and getattr(scoring, option.name) != option.default:
@@ -61,11 +67,13 @@ def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None
     expect_path(run)
     if scoring.tasks is None:
         return _validated(run, checkpoint, data)
+    from residua.conversion.opening import context_of
     from residua.lab.evaluation.harness import score
     from residua.lab.evaluation.published import comparable
     from residua.lab.experiment import open_model
 
     opened = open_model(run, checkpoint, data=data)
+    window, context = opened.window, context_of(opened.model)
     report = score(
         opened.model,
         opened.tokenizer,
@@ -87,17 +95,54 @@ def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None
     ]
     if scoring.limit is not None:
         notes.append(f"note: only the first {scoring.limit} documents of each task: do not compare this with anything")
+    if window is not None and (context is None or context > window):
+        longest = "any" if context is None else context
+        notes.append(
+            f"note: trained on windows of {window} tokens; tasks give it up to {longest}, where it may be worse"
+        )
     return Output(report.to_json(rows), [report.table(rows), *notes])
 
 
 def _validated(run: str, checkpoint: Checkpoint | None, data: str | None) -> Output:
-    from residua.lab.experiment import evaluate, is_model_folder, open_run
-    from residua.lab.records.jsonlines import finite
+    from residua.lab.experiment import evaluate, is_model_folder, open_model, open_run
 
     if is_model_folder(run):
-        raise InputError(f"{run}: this model has no validation text of its own; give --tasks paper")
+        if data is None:
+            raise InputError(f"{run}: this model has no validation text of its own; give --data TEXT or --tasks paper")
+        return _on_text(open_model(run, checkpoint), run, data)
     opened = open_run(run, checkpoint, data=data)
-    result = {"step": opened.step, **evaluate(opened)}
+    if data is not None and not opened.is_own(data):
+        return _on_text(opened, run, data)
+    lines = [] if data is None else [f"the run's own text: the held-out part of {one_line(data)}"]
+    return _losses(run, {"step": opened.step, **evaluate(opened)}, lines)
+
+
+def _on_text(opened: "OpenModel", run: str, data: str) -> Output:
+    """Return the loss of a model on a text that is not the one of its run."""
+    from residua.lab.text_loss import open_text, text_loss
+
+    text = open_text(Path(data), opened.tokenizer, opened.tokenizer_folder)
+    window, batch_size, masks = opened.evaluation
+    with opened.precision():
+        result = text_loss(
+            opened.model,
+            text,
+            window=window,
+            batch_size=batch_size,
+            end_of_text=opened.tokenizer.eos_token_id if masks else None,
+        )
+    own = "not the run's own text" if opened.step is not None else "not known whether the model was trained on it"
+    if text.digest == opened.text_digest:
+        own = "the run's own text, training part included"
+    lines = [f"{own}: {one_line(text.name)}, in windows of {window} tokens"]
+    step = {} if opened.step is None else {"step": opened.step}
+    return _losses(run, {**step, **result}, lines)
+
+
+def _losses(run: str, result: dict[str, Any], lines: list[str]) -> Output:
+    from residua.lab.records.jsonlines import finite
+
     cells = {key: f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for key, value in result.items()}
     table = ["what", run], [[name, cells[key]] for key, name in NAMES.items() if key in cells]
-    return Output(finite(result), [table])
+    text = {"text": lines[0]} if lines else {}
+    return Output({**finite(result), **text}, [*lines, table])

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.errors import Count, Natural, Range
+from residua.lab.records.progress import say
 from residua.lab.records.terminal import printable
 
 COLDEST, HOTTEST = 1e-6, 1e6
@@ -59,7 +60,7 @@ def generate(
         print(printable(piece if prompt_shown else prompt + piece), end="", flush=True)
         prompt_shown = True
 
-    complete(
+    text = complete(
         opened.model,
         opened.tokenizer,
         prompt,
@@ -72,3 +73,6 @@ def generate(
         on_text=show,
     )
     print("" if prompt_shown else prompt)
+    tokens = len(opened.tokenizer.encode(prompt + text, add_special_tokens=False))
+    if opened.window is not None and tokens > opened.window:
+        say(f"note: trained on windows of {opened.window} tokens; beyond them, of {tokens} here, it may be worse")

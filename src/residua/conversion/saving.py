@@ -1,6 +1,7 @@
 """The connections of a converted model alone, in a folder beside the model that they were trained with."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,10 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
         options: of `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
-        InputError: weights are missing, or others are there.
+        InputError: there is no such folder, weights are missing, or others are there.
     """
+    if not Path(folder).exists() and "/" not in str(folder).replace(os.sep, "/"):
+        raise InputError(f"{folder}: no such folder, and no name of the hub, which would be OWNER/NAME")
     expect_regular(Path(folder))
     auto = _auto_class(folder, options)
     opened: Any = auto.from_pretrained(folder, **options, output_loading_info=True)

@@ -28,6 +28,7 @@ from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens,
 from residua.lab.inspection.subject import Subject
 from residua.lab.jobs.pool import threads
 from residua.lab.records.folder import read_facts, writable
+from residua.lab.records.progress import say
 from residua.lab.training import (
     BaseModelConfig,
     DataConfig,
@@ -45,6 +46,7 @@ from residua.lab.training.base_model import (
     base_sha256,
     expect_digest,
     freeze_base,
+    is_run,
     open_base,
     rebuild_base,
 )
@@ -59,6 +61,8 @@ with extra("lab"):
 # An embedding with a multiple of 64 rows is faster on accelerators; rows beyond the tokenizer's are never labels.
 VOCABULARY_MULTIPLE = 64
 GPT2_VOCABULARY = 50257
+LONGEST_WINDOW = 1024
+"""Tokens of a window for the loss of a model of which the training is not known, unless its context is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,25 @@ class OpenModel:
     folder: Path
     step: int | None = None
     bfloat16: bool = False
+
+    @property
+    def window(self) -> int | None:
+        """The number of tokens of the windows in which all of its training was, if that is known."""
+        return None
+
+    @property
+    def evaluation(self) -> tuple[int, int, bool]:
+        """The tokens of a window and the rows of a batch for a loss on a text, and whether documents are masked."""
+        return min(context_of(self.model) or LONGEST_WINDOW, LONGEST_WINDOW), 8, False
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return self.folder
+
+    @property
+    def text_digest(self) -> str | None:
+        """The sha256 of the text that it was trained on, if that is known."""
+        return None
 
     def excerpt(self, tokens: int | None) -> list[int]:
         """Return the ids of the first held-out tokens. Raises InputError for a model that has none."""
@@ -93,6 +116,31 @@ class OpenRun(OpenModel):
     checkpoint: Checkpoint
     place: Path
     """The folder of the data; it may have moved since."""
+
+    @property
+    def window(self) -> int | None:
+        return None if isinstance(self.config.model, BaseModelConfig) else self.config.train.sequence_length
+
+    @property
+    def evaluation(self) -> tuple[int, int, bool]:
+        train = self.config.train
+        return train.sequence_length, train.batch_size, train.document_masks
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return RunFolder(self.folder).tokenizer
+
+    @property
+    def text_digest(self) -> str | None:
+        facts = RunFolder(self.folder).facts
+        return read_facts(facts).get("data", {}).get("sha256") if facts.is_file() else None
+
+    def is_own(self, place: str | Path) -> bool:
+        """Return whether a folder holds the data that the model was trained on, and not another text."""
+        if not (Path(place) / "index.json").is_file():
+            return not Path(place).exists()  # for the error that opening it gives
+        found = PreparedData.open(place).fingerprint
+        return self.checkpoint.settings.get("data.fingerprint", found) == found
 
     @cached_property
     def data(self) -> PreparedData:
@@ -159,6 +207,8 @@ def run(
             model = _model_to_train(config, data.tokenizer(), run_folder, ranks, verify=ranks.first and has_digest)
             length, seed = config.train.sequence_length, config.train.seed
             batches = Batches(data.train, shard.rows_here, length, seed, rank=shard.member, world_size=shard.members)
+        if ranks.first and progress is True:
+            _say_epochs(config, data)
         subject, end_of_text = Subject.of(model), _end_of_text(config, data)
 
         def observe(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
@@ -173,10 +223,19 @@ def run(
             evaluate=_evaluator(config, {"": data} | further, ranks),
             observe=observe if has_gates(subject.stream, subject.dim) else None,
             end_of_text=end_of_text,
+            parent=None if saved_steps(run_folder.path) else _parent(config),
             facts=facts | {f"{prefix}validation": text.facts for prefix, text in further.items()},
             progress=progress,
             ranks=ranks,
         )
+
+
+def _say_epochs(config: RunConfig, data: PreparedData) -> None:
+    """Say so if a run will see its text more than once."""
+    train = config.train
+    tokens = train.steps * train.batch_size * train.gradient_accumulation * train.sequence_length
+    if tokens > len(data.train):
+        say(f"the run reads its text {tokens / len(data.train):.1f} times: {tokens:,} of {len(data.train):,} tokens")
 
 
 def _end_of_text(config: RunConfig, data: PreparedData) -> int | None:
@@ -194,7 +253,8 @@ def resolved(config: RunConfig) -> RunConfig:
     if isinstance(model, BaseModelConfig):
         base = Path(model.base).resolve()
         from_base = data.tokenizer == model.base
-        data = replace(data, tokenizer=str(base)) if from_base else data
+        place = RunFolder(base).tokenizer if is_run(base) else base
+        data = replace(data, tokenizer=str(place)) if from_base else data
         sha256 = base_sha256(base) if model.base_sha256 is None else model.base_sha256
         connection = base_connection(base) if model.connection is None else model.connection
         model = replace(model, base=str(base), base_sha256=sha256, connection=connection)
@@ -309,13 +369,12 @@ def _built_on_base(
         return rebuild_base(kept)
     if verify:
         expect_digest(Path(config.base), config.base_sha256)
-    model = open_base(Path(config.base), config.connection, config.start)
-    base = load_tokenizer(config.base)
+    model, base, place = _base_of(config)
     same = base.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     if not same or base.eos_token != tokenizer.eos_token:
         raise InputError(
             "the data must be tokens of the tokenizer in model.base, got those of another; prepare the text with: "
-            f"residua prepare --tokenizer {config.base}"
+            f"residua prepare --tokenizer {place}"
         )
     longest = context_of(model) or length
     require(length <= longest, "train.sequence_length", f"at most the positions of the base ({longest})", length)
@@ -326,6 +385,27 @@ def _built_on_base(
     return model
 
 
+def _base_of(config: BaseModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Path]:
+    """Return the model and the tokenizer of a base, and the folder of the latter."""
+    folder = Path(config.base)
+    if not is_run(folder):
+        return open_base(folder, config.connection, config.start), load_tokenizer(folder), folder
+    opened = open_run(folder, device="cpu")
+    opened.model.requires_grad_(True)  # also what was frozen there
+    vars(opened.model).pop("kept_elsewhere", None)
+    model = open_base(folder, config.connection, config.start, opened.model)
+    return model, opened.tokenizer, RunFolder(folder).tokenizer
+
+
+def _parent(config: RunConfig) -> dict[str, Any] | None:
+    """Return the facts of the model from whose weights a run began: its folder, digest, and step if it is a run."""
+    if not isinstance(config.model, BaseModelConfig):
+        return None
+    folder = Path(config.model.base)
+    step = find_checkpoint(folder, None).step if is_run(folder) else None
+    return {"folder": str(folder), "sha256": config.model.base_sha256, "step": step}
+
+
 def model_config(config: RunConfig) -> PreTrainedConfig:
     """Return the configuration of the model that `build_model` will make, as far as known before preparation.
 
@@ -334,7 +414,9 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
     if isinstance(config.model, BaseModelConfig):
         base = config.model
         require(base.connection is not None, "model.connection", "a scheme for the base", base.connection)
-        model = open_base(Path(base.base), base.connection, base.start)
+        model, _, _ = _base_of(base)
+        if isinstance(model, ResiduaForCausalLM):
+            return model.config
         return ConvertedConfig.from_dict(json.loads(model.config.to_json_string()))  # it says how it was converted
     return ResiduaConfig(**{**asdict(config.from_scratch), "vocab_size": expected_vocabulary(config)})
 

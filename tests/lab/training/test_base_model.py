@@ -21,13 +21,14 @@ from residua.lab.data import prepare
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.evaluation.records import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run
+from residua.lab.export import export
 from residua.lab.records.folder import flatten
 from residua.lab.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, load_config
 from residua.lab.training import base_model as base_model
 from residua.lab.training.base_model import base_sha256, rebuild_base
 from support.converted_models import data_of_base, save_base
 from support.ranks import assert_same_run, run_ranks
-from support.tiny_runs import options, run_config, write_texts
+from support.tiny_runs import TRAIN, options, prepare_texts, run_config, write_texts
 
 STEPS = 4
 
@@ -209,7 +210,10 @@ def test_the_section_of_a_base_has_its_own_keys(base):
     assert config.data.tokenizer == str(base)
     assert load_config("retrofit", given).train.connection_lr_factor == 100
     with pytest.raises(InputError, match=r"model\.\w+ must not be set beside model\.base, which decides it"):
-        load_config("tiny", given)
+        load_config(None, [*given, "--model.hidden_size=64"])
+    tiny = load_config("tiny", given)  # its model gives way to the base
+    assert (tiny.model, tiny.data.tokenizer) == (config.model, str(base))
+    assert tiny.train.warmup_steps == load_config("tiny").train.warmup_steps
     with pytest.raises(InputError, match=r"model\.freeze_base must not be set without model\.base"):
         load_config(None, ["--model.freeze_base=true"])
     with pytest.raises(InputError, match=r"model\.start must be one of preserve, fresh, got 'warm'"):
@@ -271,3 +275,53 @@ def test_two_ranks_train_a_base_as_one_process_does(frozen, config, start, tmp_p
     job = run_ranks(start, 2, tmp_path / "run", arguments)
     assert job.statuses == [0, 0], job.out
     assert_same_run(tmp_path / "run", tmp_path / "alone", rows, exact=False)
+
+
+def test_a_run_goes_on_from_the_weights_of_a_run_or_its_export(tmp_path, rows):
+    data = prepare_texts(tmp_path)
+    run(run_config(options(data, steps=2)), tmp_path / "first", progress=False)
+    export(tmp_path / "first", tmp_path / "export")
+    start = open_run(tmp_path / "first", device="cpu")
+    other = prepare(write_texts(tmp_path / "other"), tmp_path / "more", tokenizer=str(tmp_path / "first" / "tokenizer"))
+    for name in ("first", "export"):
+        train = {f"train.{key}": value for key, value in {**TRAIN, "steps": 2, "lr": 1e-4}.items()}
+        keys = {"model.base": str(tmp_path / name), "data.path": str(other.folder), **train, "train.tensorboard": False}
+        again = load_config("nano", keys)
+        assert torch.equal(
+            build_model(resolved(again), other.tokenizer()).lm_head.weight.cpu(), start.model.lm_head.weight.cpu()
+        )
+        run(again, tmp_path / f"from-{name}", progress=False)
+        facts = json.loads((tmp_path / f"from-{name}" / "facts.json").read_text())
+        assert facts["parent"]["folder"] == str(tmp_path / name)
+        assert facts["parent"]["step"] == (2 if name == "first" else None)
+        opened = open_run(tmp_path / f"from-{name}", device="cpu")
+        assert opened.config.model.connection == start.config.model.connection == "ddl-tc"
+        assert evaluate(opened)["val_loss"] == rows(tmp_path / f"from-{name}")[-1]["val_loss"]
+    with pytest.raises(InputError, match=r"model\.connection must be null, since the base has a connection already"):
+        build_model(resolved(replace(again, model=replace(again.model, connection="hc"))), other.tokenizer())
+
+
+def test_a_run_is_evaluated_on_other_texts_in_its_own_tokens(tmp_path, capsys):
+    data = prepare_texts(tmp_path)
+    run(run_config(options(data, steps=2)), tmp_path / "run", progress=False)
+    export(tmp_path / "run", tmp_path / "export")
+    texts = write_texts(tmp_path / "other", "Other {0} has {1}.")
+    prepare(texts, tmp_path / "more", tokenizer=str(tmp_path / "run" / "tokenizer"), validation_fraction=0.5)
+    capsys.readouterr()
+    own = "the run's own text"
+    for model, place, line in [
+        ("run", data.folder, f"{own}: "),
+        ("run", tmp_path / "text", f"{own}, training part included: all of"),
+        ("run", tmp_path / "more", f"not {own}: the held-out part of"),
+        ("run", texts, f"not {own}: all of"),
+        ("export", texts, "not known whether"),
+    ]:
+        assert main(["evaluate", str(tmp_path / model), "--data", str(place), "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["text"].startswith(line)
+        assert result["val_loss"] == pytest.approx(
+            result["repeated_share"] * result["repeated_loss"] + (1 - result["repeated_share"]) * result["other_loss"]
+        )
+    prepare(texts, tmp_path / "wrong", vocab_size=300)
+    assert main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "wrong")]) == 2
+    assert "--data must be tokens of the tokenizer" in capsys.readouterr().err

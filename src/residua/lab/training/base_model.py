@@ -1,4 +1,8 @@
-"""A converted model to train on: the folder that `model.base` names in a training configuration, plain or converted."""
+"""A model to train on: the folder that `model.base` names in a training configuration.
+
+It is a model of transformers, plain or converted, or one of ours: its export, or a run, of which the newest checkpoint
+counts.
+"""
 
 import hashlib
 import json
@@ -10,6 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from residua.connections import Connection, Scheme, describe, resolve
+from residua.connections.names import PRESETS
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import KEY, MODEL_TYPE, ConvertedConfig, conversion_of
 from residua.conversion.convert_model import convert
@@ -20,6 +25,9 @@ from residua.conversion.rebuild import stream_of
 from residua.errors import InputError, extra, first_line, require
 from residua.files.durable import file_sha256
 from residua.lab.records.folder import read_object
+from residua.lab.training.checkpoint import find_checkpoint
+from residua.lab.training.config import load_config
+from residua.models import ResiduaConfig, ResiduaForCausalLM
 from residua.models.evaluating import evaluating
 
 with extra("lab"):
@@ -29,14 +37,24 @@ IGNORED_LABEL = -100
 
 
 def base_sha256(folder: Path) -> str:
-    """Return a digest of config.json and the weights in a folder. Raises InputError if they cannot be read."""
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    """Return a digest of the configuration and the weights in a folder. Raises InputError if they cannot be read."""
+    if is_run(folder):
+        files = [folder / "config.yaml", find_checkpoint(folder, None).path / "model.safetensors"]
+    else:
+        files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
     try:
         found = [(file.name, file_sha256(file)) for file in files]
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(f"model.base must be a folder with a model of transformers, got {folder}: {reason}") from error
+        raise InputError(
+            f"model.base must be a folder with a model of transformers, an export or a run, got {folder}: {reason}"
+        ) from error
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run, and not one of transformers."""
+    return (folder / "config.yaml").is_file() and not (folder / "config.json").is_file()
 
 
 def expect_digest(folder: Path, sha256: str) -> None:
@@ -50,32 +68,49 @@ def expect_digest(folder: Path, sha256: str) -> None:
 
 
 def base_connection(folder: Path) -> str | dict[str, Any]:
-    """Return the residual scheme of the model in a folder: the plain residual, unless it was converted."""
+    """Return the residual scheme of the model in a folder: the plain residual, if it was not converted and not ours."""
+    if is_run(folder):
+        connection = load_config(str(folder / "config.yaml")).model.connection
+        return "residual" if connection is None else connection
     config = read_object(folder / "config.json")
+    if config.get("model_type") == ResiduaConfig.model_type:
+        scheme = ResiduaConfig.from_dict(config).scheme
+        return next((name for name in PRESETS if resolve(name) == scheme), describe(scheme))
     if config.get("model_type") != MODEL_TYPE:
         return "residual"
     return describe(Conversion.from_json(config.get(KEY), folder / "config.json").scheme)
 
 
-def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["preserve", "fresh"]) -> PreTrainedModel:
-    """Return the model in a folder in float32, converted to `connection` unless it is so already.
+def open_base(
+    folder: Path,
+    connection: str | dict[str, Any],
+    start: Literal["preserve", "fresh"],
+    model: PreTrainedModel | None = None,
+) -> PreTrainedModel:
+    """Return the model in a folder in float32, converted to `connection` unless it has that already.
+
+    model: that of a run, which is opened elsewhere.
 
     Raises:
         InputError: there is no such model, it cannot be converted, it was converted to something else, or it cannot be
             trained here.
     """
-    model, _ = read_model(folder, dtype=torch.float32)
-    if not isinstance(model.config, ConvertedConfig):
+    if model is None:
+        model, _ = read_model(folder, dtype=torch.float32)
+    ours = isinstance(model, ResiduaForCausalLM)
+    if not ours and not isinstance(model.config, ConvertedConfig):
         try:
             convert(model, connection, start=start)
         except InputError as error:
             raise InputError(f"model.base: {folder}: {error}") from error
-    scheme = conversion_of(model).scheme
+    scheme = model.config.scheme if ours else conversion_of(model).scheme
     if scheme not in _starts(connection):
         raise InputError(
-            f"model.connection must be null, since the base is converted already, to {json.dumps(describe(scheme))}, "
+            f"model.connection must be null, since the base has a connection already, {json.dumps(describe(scheme))}, "
             f"got {connection!r}; leave it out, or give the plain model as model.base"
         )
+    if ours:  # its loss is of aligned labels, with the penalty of its connection
+        return model
     _expect_mean_loss(model, folder)
     connections: Any = stream_of(model).connections
     penalties = any(type(connection).penalty is not Connection.penalty for connection in connections)
@@ -89,14 +124,16 @@ def open_base(folder: Path, connection: str | dict[str, Any], start: Literal["pr
 
 
 def rebuild_base(folder: Path) -> PreTrainedModel:
-    """Return a converted model with new weights, from the configuration in a folder, of which nothing is executed.
+    """Return a model on a base with new weights, from the configuration in a folder, of which nothing is executed.
 
     Raises:
-        InputError: it is not the configuration of a converted model.
+        InputError: it is not the configuration of a converted model or of one of ours.
     """
     file = folder / "config.json"
     try:
-        return new_model(ConvertedConfig.from_dict(read_object(file)))
+        content = read_object(file)
+        kind = ResiduaConfig if content.get("model_type") == ResiduaConfig.model_type else ConvertedConfig
+        return new_model(kind.from_dict(content))
     except Exception as error:  # transformers raises many kinds
         raise InputError(f"{file} must hold the configuration of a converted model: {first_line(error)}") from error
 
@@ -105,8 +142,10 @@ def freeze_base(model: PreTrainedModel) -> None:
     """Let only the connections of a converted model train, and checkpoints hold no frozen weight.
 
     Raises:
-        InputError: the connections have no parameters.
+        InputError: the connections have no parameters, or the model was not converted.
     """
+    converted = isinstance(model.config, ConvertedConfig)
+    require(converted, "model.freeze_base", "false, as the base was trained with its connection", True)
     model.requires_grad_(False)
     for stream in layer_streams(model):
         stream.requires_grad_(True)

@@ -87,13 +87,13 @@ class BaseModelConfig:
     """
 
     base: str = field(
-        metadata={"help": "folder with a model of transformers and its tokenizer, plain or converted, to train on"}
+        metadata={"help": "folder of a model of transformers, plain or converted, an export or a run, to train on"}
     )
     base_sha256: str | None = setting(
         None, "digest of the base's weights and config.json; null for the base as it is, whose digest the run notes"
     )
     connection: str | dict | None = setting(
-        None, "the residual scheme that a plain base gets; null for the one that the base has"
+        None, "the residual scheme that a plain base gets; null for the one that the base has, as runs do"
     )
     start: Literal["preserve", "fresh"] = setting(
         "preserve", "the start of a plain base's connections: preserve what it computes, or fresh as in a new model"
@@ -305,12 +305,22 @@ def _stacked(
     values: dict[str, Any] = {}
     wholes: dict[str, int] = {}
     for source, document in [*documents, (None, given)]:
+        if document.get("model.base") is not None:
+            _drop_model(values)
         values.update(document)
         for key in SHARES.keys() & document.keys():
             wholes.pop(key, None)
             if source in recipe_names():
                 wholes[key] = values[STEPS]
     return values, wholes
+
+
+def _drop_model(values: dict[str, Any]) -> None:
+    """Take a model from scratch and its tokenizer out of the values: a base that is set later stands in its place."""
+    model = {key for key in values if key.startswith("model.")}
+    if model - _keys(BASE_SECTIONS).keys():
+        for key in (model | {"data.tokenizer"}) & values.keys():
+            del values[key]
 
 
 def recipe_shares(sources: str | Sequence[str] | None, overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:

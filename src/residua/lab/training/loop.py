@@ -48,6 +48,7 @@ def train(
     observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None = None,
     resume: bool = False,
     facts: Mapping[str, Any] | None = None,
+    parent: Mapping[str, Any] | None = None,
     end_of_text: int | None = None,
     progress: bool | Callable[[int], None] = True,
     ranks: Ranks = ALONE,
@@ -75,6 +76,7 @@ def train(
             sequence of a step, inputs (1, sequence_length), every `train.connections_every` steps. It runs as
             `evaluate` does. Each rank has its own sequence; the first rank's does not depend on their number.
         facts: metadata of the data for facts.json; its `fingerprint`, if any, must be the same on resume.
+        parent: of the model from whose weights the run begins, for facts.json.
             Checkpoints keep it, and a `tokenizer_fingerprint`.
         end_of_text: the token before each document, for document masks: `model` gets `documents_apart` too.
         progress: whether to show the progress, or a function to call instead with each step that is logged. Its caller
@@ -98,7 +100,7 @@ def train(
         torch.manual_seed(config.seed + ranks.rank)
         loss = partial(next_token_loss, end_of_text=end_of_text)
         take_step = Step(model, batches.at, config, device, ranks=ranks, loss=loss)
-        state = RunState(folder, config, take_step, facts or {})
+        state = RunState(folder, config, take_step, facts or {}, parent)
         return _train(state, take_step, config, evaluate, observe, progress)
 
 

@@ -36,10 +36,19 @@ FINGERPRINTS = ("fingerprint", "tokenizer_fingerprint")
 class RunState:
     """What a run has in its folder, which the first rank writes. `newest` is the newest complete checkpoint, if any.
 
+    parent: metadata of the model from whose weights the run begins, if any.
     facts: metadata of the data, whose fingerprints the checkpoints keep beside the settings.
     """
 
-    def __init__(self, run: RunFolder, config: "TrainConfig", take_step: Step, facts: Mapping[str, Any]):
+    def __init__(
+        self,
+        run: RunFolder,
+        config: "TrainConfig",
+        take_step: Step,
+        facts: Mapping[str, Any],
+        parent: Mapping[str, Any] | None = None,
+    ):
+        self._parent = {} if parent is None else {"parent": parent}
         self.run, self._config, self._step, self._facts = run, config, take_step, facts
         self._ranks = take_step.ranks
         self._settings = flatten(run.settings) | {f"data.{name}": facts[name] for name in FINGERPRINTS if name in facts}
@@ -130,7 +139,7 @@ class RunState:
         process = circumstances(self._step.device) | {"processes": self._ranks.world_size}
         if self.newest and self.newest.settings["train.steps"] != self._config.steps:
             process["steps_before"] = self.newest.settings["train.steps"]
-        content = {"parameters": size, "data": self._facts, **process}
+        content = {"parameters": size, "data": self._facts, **self._parent, **process}
         if self.newest and self.run.facts.exists():
             first_facts = read_facts(self.run.facts)
             resumed = [*first_facts.get("resumed", []), {"step": self.newest.step, **process}]
