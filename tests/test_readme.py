@@ -75,7 +75,9 @@ def test_what_it_says_of_the_authors_numbers_is_what_their_test_allows():
     conformance = (ROOT / "tests/models/test_conformance.py").read_text(encoding="utf-8")
     assert re.search(r'logits - tensors\["logits.f64"\]\)\.abs\(\)\.max\(\) <= 1e-9', conformance)
     assert 'compare_gradients(model, state, tensors, "f64", 1e-7)' in conformance
-    assert "float64 logits agree with the authors' code to 1e-9 and all gradients to 1e-7" in TEXT
+    assert (
+        "logits agree with both of their codes to 1e-9 and all gradients to 1e-7, with all of theirs in float64" in TEXT
+    )
 
 
 def test_the_models_that_convert_are_those_of_the_generated_page():
