@@ -44,6 +44,7 @@ _VARIANTS = {
     # The same that convolves what sublayers write, and other schemes of one row that do.
     "residual-branch4": "residual:branch=conv",
     "residual-gated-branch2": "residual:branch=conv,branch_kernel=2,expand=conv,gate=token",
+    "residual-branch-attention": "residual:branch=conv,branch_sublayers=attention",
     "lambdas-branch-mlp": "lambdas:branch=conv,branch_sublayers=mlp,r=1.0,z=0.1,backout=0.1",
     "lambdas-branch3": "lambdas:branch=conv,branch_kernel=3,r=1.0,z=0.1,backout=0.1,gate=token",
     "gated-orthogonal-branch1": "gated-orthogonal:branch=conv,branch_kernel=1",
@@ -130,6 +131,7 @@ _VARIANTS = {
     "phi-attention-dv1": "ddl-v:operator=v1_eps,beta_input=sublayer_out,phi_k=attention",
     # Drawn as the authors draw.
     "authors-token": "ddl-ec:init=authors",
+    "authors-rewrite": "ddl-ec:init=rewrite",
     "authors-channel": "ddl-cc:beta_head=mlp,beta_hidden=6,init=authors",
     # Hyper-connections.
     "hc-n1-linear": "hc:recompute_every=3,tanh=false,scale_init=0.1,num_streams=1,head=mean",
