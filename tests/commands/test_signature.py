@@ -1,5 +1,8 @@
 """A command line from a signature and a docstring."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -130,3 +133,11 @@ def test_an_output_is_text_and_tables_or_json(capsys):
     assert capsys.readouterr().out == "before\\u001b\nname  count\n----  -----\na         1\n"
     run_function("residua count", count, ["--json"])
     assert capsys.readouterr().out == '{\n  "a": "\\u009b"\n}\n'
+
+
+@pytest.mark.processes
+def test_options_are_known_without_docstrings():
+    program = "from residua.commands.cli import main; main(['prepare', '--help'])"
+    command = [sys.executable, "-OO", "-c", program]
+    shown = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "80"})
+    assert "--validation-fraction" in shown.stdout + shown.stderr

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from residua.docstrings import docstring
 from residua.errors import InputError, Range, did_you_mean, fits, ranges_of, shown, types_of, words
 from residua.lab.records.table import print_table
 from residua.lab.records.terminal import printable
@@ -148,7 +149,7 @@ def call(function: Callable[..., Any], arguments: argparse.Namespace) -> Any:
 
 def summary(documented: Any) -> str:
     """Return the first sentence of a docstring, without its period."""
-    return inspect.cleandoc(documented.__doc__).partition("\n")[0].rstrip(".")
+    return docstring(documented).partition("\n")[0].rstrip(".")
 
 
 def examples(function: Callable[..., Any]) -> str:
@@ -162,7 +163,7 @@ def _description(function: Callable[..., Any], wide: int) -> str:
 
 def _sections(documented: Any) -> dict[str, str]:
     """Return the sections of a docstring by their titles, "" for what stands before the first."""
-    start, *rest = re.split(r"(?m)^([A-Z].*):\n(?=    )", inspect.cleandoc(documented.__doc__ or ""))
+    start, *rest = re.split(r"(?m)^([A-Z].*):\n(?=    )", docstring(documented))
     return {"": start.strip()} | {title: textwrap.dedent(text).strip() for title, text in zip(rest[::2], rest[1::2])}
 
 

@@ -3,12 +3,12 @@
 import re
 from dataclasses import fields
 from functools import cache
-from inspect import cleandoc
 
 import torch
 
 from residua.connections.base import Scheme
 from residua.connections.schemes.residual import Residual
+from residua.docstrings import docstring
 from residua.errors import ranges_of, types_of, words
 
 PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
@@ -36,7 +36,7 @@ def _parameters(scheme: Scheme, size: str) -> int:
 def about(kind: type[Scheme]) -> list[str]:
     """Return the paragraphs of the docstring of `kind` that explain it, without the list of its options."""
     options = meanings(kind)
-    paragraphs = cleandoc(kind.__doc__ or "").split("\n\n")
+    paragraphs = docstring(kind).split("\n\n")
     return [text for text in paragraphs if text.split(maxsplit=1)[0].strip(",") not in options]
 
 
@@ -50,7 +50,7 @@ def meanings(kind: type[Scheme]) -> dict[str, str]:
     """Return the text on each option that has its own line in the docstring of `kind`."""
     options = "|".join(field.name for field in fields(kind)) or "(?!)"
     pattern = rf"(?m)^((?:{options})(?:, (?:{options}))*) +(\S.*(?:\n +\S.*)*)"
-    lines = re.findall(pattern, cleandoc(kind.__doc__ or ""))
+    lines = re.findall(pattern, docstring(kind))
     return {name: " ".join(text.split()) for names, text in lines for name in names.split(", ")}
 
 
