@@ -78,7 +78,14 @@ def run_as_main(code: str, folder: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if blocks(text, "python")])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(name, marks=() if name == "README.md" else pytest.mark.nightly)
+        for name, text in PAGES.items()
+        if blocks(text, "python")
+    ],
+)
 def test_the_python_of_a_page_runs(page, start, tmp_path):
     """As printed: one block after the other, in a process that has nothing but them."""
     code = "\n".join(cells(DOCS / "tutorial.ipynb") if page == "docs/tutorial.md" else blocks(PAGES[page], "python"))

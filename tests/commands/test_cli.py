@@ -370,6 +370,7 @@ def extras():
     return {name: modules(name) for name in listed}
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prepared, tmp_path):
     """And the demo says what it lacks before it trains."""

@@ -300,7 +300,7 @@ def test_a_link_in_the_place_of_an_unfinished_preparation_is_not_followed(source
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stdlib_is_prepared_into_a_usable_corpus(tmp_path):
     data = prepare("stdlib", tmp_path / "out", vocab_size=1024)
     assert data.vocab_size == 1024

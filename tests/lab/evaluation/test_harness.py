@@ -104,7 +104,7 @@ def test_the_scores_are_those_of_the_likelihoods(tasks):
     assert found.harness.startswith("0.")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shots", [0, 1])
 def test_the_batch_size_changes_nothing(tasks, shots):
     model, tokenizer = build(), byte_tokenizer()
@@ -114,7 +114,7 @@ def test_the_batch_size_changes_nothing(tasks, shots):
     assert {found.num_fewshot for found in one.scores} == {shots}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_converted_model_scores_as_the_model_that_it_was(tasks):
     torch.manual_seed(0)
     sizes = {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -127,7 +127,7 @@ def test_a_converted_model_scores_as_the_model_that_it_was(tasks):
     assert score(residua.convert(residua.unconvert(model), "residual"), byte_tokenizer(), **options) == plain
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_never_mixes_ours_and_published(tasks):
     found = score(build(), byte_tokenizer(), name="mine", include_path=tasks, limit=2)
     header, table = found.table(rows("small", 1))
@@ -170,7 +170,7 @@ def kinds(tasks, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_groups_tags_perplexity_and_generation_are_all_reported(kinds):
     options = {"name": "m", "include_path": kinds, "batch_size": 4}
     found = score(build(), byte_tokenizer(), tasks=["with_mean", "rolling", "generation"], **options)
@@ -202,7 +202,7 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_first_request(kinds,
         score(build(), byte_tokenizer(), name="m", tasks=names, include_path=kinds)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_on_a_folder_of_transformers(capsys, tasks, tmp_path):
     build().save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
