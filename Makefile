@@ -10,7 +10,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --no-build-isolati
 PIP := $(VENV)/bin/python $(INSTALL) requirements.txt
 TITAN_PIP := $(TITAN)/bin/python $(INSTALL) requirements-titan.txt
 PYTEST := $(VENV)/bin/python -m pytest
-LOOSE := arg-type assignment call-overload dict-item index misc operator return-value union-attr unused-ignore var-annotated
+LOOSE := arg-type assignment call-overload dict-item index list-item misc operator return-value type-var union-attr unused-ignore var-annotated
 PARALLEL := -n $(WORKERS) --dist worksteal
 FAST := --hypothesis-profile quick -m "not (interpreter or compiler or processes or browser or variant or slow or nightly)"
 

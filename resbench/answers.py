@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Callable
 from itertools import pairwise, product
 from typing import Any
 
@@ -329,11 +330,12 @@ def lost(how: str) -> list[float]:
             points = losses.setdefault(run["scheme"], {})
             points.setdefault(json.dumps(run["point"]), {}).setdefault(run["kind"], {})[run["seed"]] = run["val_loss"]
     both = [[kinds for kinds in points.values() if len(kinds.get("report", ())) == 5] for points in losses.values()]
-    choice = {
+    choices: dict[str, Callable[[Any], float]] = {
         "short": lambda kinds: kinds["tune"][0],
         "one": lambda kinds: kinds["final"][0],
         "three": lambda kinds: statistics.fmean(kinds["final"].values()),
-    }[how]
+    }
+    choice = choices[how]
     costs = []
     for points in (points for points in both if len(points) > 1):
         means = [statistics.fmean(kinds["report"].values()) for kinds in points]
