@@ -337,9 +337,9 @@ def lost(how: str) -> list[float]:
     }
     choice = choices[how]
     costs = []
-    for points in (points for points in both if len(points) > 1):
-        means = [statistics.fmean(kinds["report"].values()) for kinds in points]
-        costs.append(means[min(range(len(points)), key=lambda i: choice(points[i]))] - min(means))
+    for reported in (each for each in both if len(each) > 1):
+        means = [statistics.fmean(kinds["report"].values()) for kinds in reported]
+        costs.append(means[min(range(len(reported)), key=lambda i: choice(reported[i]))] - min(means))
     return costs
 
 
