@@ -14,6 +14,8 @@ sys.path.append(str(Path(__file__).parent))
 
 from drawings import DOCS, INK, ONE, ROOT, SOFT, WIDTH, box, line, picture, text
 
+import residua
+
 ROW, GAP, EDGE = 34, 8, 10
 SMALL = 14
 
@@ -86,7 +88,7 @@ def frames(call: Callable[[], object], last: str) -> list[Frame]:
 
 def place(file: str) -> str:
     """Return the place of a file below src/residua; "" if it is not ours."""
-    root = ROOT / "src" / "residua"
+    root = Path(residua.__file__).parent
     return str(Path(file).relative_to(root)) if Path(file).is_relative_to(root) else ""
 
 
@@ -100,8 +102,6 @@ def calls() -> str:
     """Three calls as stacks of frames, the outermost above."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    import residua
 
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))

@@ -389,7 +389,8 @@ def layer_in(module: nn.Module) -> "ConvertedLayer | None":
 
 def layers_in(stack: nn.Module) -> list[Any]:
     """Return the converted layers in a list of them, in whatever wrappers they stand; none for any other module."""
-    return [layer for child in stack.children() if (layer := layer_in(child)) is not None]
+    found = [layer_in(child) for child in stack.children()]  # a name bound inside a comprehension breaks the graph
+    return [layer for layer in found if layer is not None]
 
 
 def layer_streams(model: nn.Module) -> list[LayerStream]:

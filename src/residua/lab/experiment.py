@@ -398,12 +398,12 @@ def _base_of(config: BaseModelConfig) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def _parent(config: RunConfig) -> dict[str, Any] | None:
-    """Return the facts of the model from whose weights a run began: its folder, digest, and step if it is a run."""
+    """Return the facts of the model from whose weights a run began: the folder's name, digest, and step if a run."""
     if not isinstance(config.model, BaseModelConfig):
         return None
     folder = Path(config.model.base)
     step = find_checkpoint(folder, None).step if is_run(folder) else None
-    return {"folder": str(folder), "sha256": config.model.base_sha256, "step": step}
+    return {"folder": folder.resolve().name, "sha256": config.model.base_sha256, "step": step}
 
 
 def model_config(config: RunConfig) -> PreTrainedConfig:

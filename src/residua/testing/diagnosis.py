@@ -385,10 +385,10 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
     if state.shape[-1] < state.shape[-2] or not pair.agree(measured @ state, still):
         return [Difference("what is kept of the streams", _gap(pair, still, truth))]
     if pair.adapter.scheme.constraint == "doubly stochastic":
-        rows, columns, ours = (
-            (x - 1).abs().max().item() for x in (measured.sum(-1), measured.sum(-2), m.h_res.sum(-1))
+        rows, columns, *ours = (
+            (x - 1).abs().max().item() for h_res in (measured, m.h_res) for x in (h_res.sum(-1), h_res.sum(-2))
         )
-        if max(rows, columns) > max(4 * ours, TOLERANCES[pair.dtype][0]):
+        if max(rows, columns) > max(4 * max(ours), TOLERANCES[pair.dtype][0]):
             return [f"the mixer is not doubly stochastic: rows sum to 1 up to {rows:.1g}, columns up to {columns:.1g}"]
     gap = (measured - m.h_res).abs().max().item()
     return [Difference("the mixer", f"by up to {gap:.2g} in an entry of H_res")]

@@ -125,8 +125,8 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
             {"tuning": {"over": {"train.connection_lr_factor": [10]}, "runs": 1, "baseline_runs": 1}},
             "tuning.over must be a key for residual too, which has no parameters of its own",
         ),
-        ({"sizes": {"small": {"model.base": 5}}}, "model.base must be a folder with a model of transformers, got 5"),
-        ({"set": {"model.base": "nowhere"}}, "model.base must be a folder with a model of transformers, got nowhere"),
+        ({"sizes": {"small": {"model.base": 5}}}, "model.base must be a folder .*, got 5"),
+        ({"set": {"model.base": "nowhere"}}, "model.base must be a folder .*, got nowhere"),
     ],
 )
 def test_what_a_base_cannot_be_is_one_line_before_anything_is_trained(base, data, tmp_path, changes, said):
