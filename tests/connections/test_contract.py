@@ -13,6 +13,7 @@ from residua import Carry, Connection
 from residua.connections import PRESETS, SCHEMES, resolve
 from residua.connections.base import as_inputs
 from residua.connections.families.streams import ExpandingScheme
+from residua.connections.parts.memory import whole_sequence
 from residua.testing import check_scheme
 from residua.testing.contract import DIM, SUBLAYERS
 from support.tolerances import assert_close
@@ -74,13 +75,14 @@ def test_the_window_is_as_long_as_the_look_back(name):
     stream = build(name)
     state = stream.expand(normal(1, 9, DIM))
     for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, SUBLAYERS), strict=True):
-        full, _ = connection.read(state)
-        cut, _ = connection.read(tree_map(lambda leaf: leaf[:, -connection.window - 1 :], state))  # noqa: B023
+        whole = whole_sequence(connection)  # a window of one leaves a single token, which has no earlier ones here
+        full, _ = connection.read(state, whole)
+        cut, _ = connection.read(tree_map(lambda leaf: leaf[:, -connection.window - 1 :], state), whole)  # noqa: B023
         for one, other in zip(as_inputs(cut), as_inputs(full), strict=True):
             assert_close(one[:, -1], other[:, -1])
         reads_more = getattr(ALL[name], "beta_input", None) != "conv" and getattr(ALL[name], "branch", None) is None
         if connection.window and reads_more:
-            shorter, _ = connection.read(tree_map(lambda leaf: leaf[:, -connection.window :], state))  # noqa: B023
+            shorter, _ = connection.read(tree_map(lambda leaf: leaf[:, -connection.window :], state), whole)  # noqa: B023
             assert not torch.allclose(shorter[:, -1], full[:, -1])
         state = connection(state, sublayer)
 
