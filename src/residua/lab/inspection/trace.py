@@ -166,7 +166,7 @@ def _parsed(metadata: Mapping[str, str], name: str, path: str | Path) -> Any:
 def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
     """Return the facts of a trace of `count` tokens. Raises InputError for others."""
     require(isinstance(facts, dict), f"{path}: facts", "an object", facts)
-    facts = {"sources": [], **facts}  # a trace that nothing over depth was read for may have none
+    facts = {**facts, "sources": facts.get("sources", [])}  # a trace that nothing over depth was read for may have none
     for name, kind in NEEDED.items():
         require(name in facts and fits(facts[name], kind), f"{path}: facts.{name}", words(kind), facts.get(name))
     for name in ("sublayers", "sources"):
