@@ -1,6 +1,6 @@
 """Fill the sentences of claims.md with numbers, once ResBench's records bear out their words.
 
-tables.py writes them into the pages. An assertion that fails stands for words that are no longer so.
+pages.py writes them into the pages. An assertion that fails stands for words that are no longer so.
 """
 
 import math

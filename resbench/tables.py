@@ -1,4 +1,4 @@
-"""Make the tables of the pages on ResBench from its records. tables.py writes them into the pages."""
+"""Make the tables of the pages on ResBench from its records. pages.py writes them into the pages."""
 
 import json
 import statistics

@@ -16,9 +16,9 @@ class Form(NamedTuple):
     absent: bool = False
 
 
-def of(kind: Any) -> Form:
-    """Return the form of a value of one type."""
-    return Form(words(kind), lambda value: fits(value, kind))
+def of(kind: Any, *, absent: bool = False) -> Form:
+    """Return the form of a value of one type. absent: the field may be left out."""
+    return Form(words(kind), lambda value: fits(value, kind), absent)
 
 
 def _numbers(value: Any) -> bool:
@@ -62,7 +62,7 @@ def _quartiles(value: Any) -> bool:
 
 CURVE = Form("a list of [step, number or null]", lambda value: _points(value, 2), absent=True)
 SPLIT = Form("a list of [step, number or null, number or null]", lambda value: _points(value, 3), absent=True)
-TRANSITION = Form("a number or null", lambda value: fits(value, float | None), absent=True)
+TRANSITION = of(float | None, absent=True)
 DOCUMENTS = Form("nats and labels of each document", _documents, absent=True)
 PLACE = {name: of(str) for name in ("size", "scheme", "connection")}
 RUN: Mapping[str, Form] = {
@@ -73,8 +73,8 @@ RUN: Mapping[str, Form] = {
     "steps": Form("a whole number from 1 to 2^53", lambda value: fits(value, int) and 0 < value <= 2**53),
     "val_loss": of(float | None),
     "facts": Form("an object with an object data, or null", _facts, absent=True),
-    "tokens": Form("a whole number or null", lambda value: fits(value, int | None), absent=True),
-    "seconds": Form("a number or null", lambda value: fits(value, float | None), absent=True),
+    "tokens": of(int | None, absent=True),
+    "seconds": of(float | None, absent=True),
     **dict.fromkeys(("curve", "further_curve"), CURVE),
     **dict.fromkeys(("split", "further_split"), SPLIT),
     **dict.fromkeys(("transition", "further_transition"), TRANSITION),
@@ -84,14 +84,12 @@ RUN: Mapping[str, Form] = {
 COST: Mapping[str, Form] = {
     **PLACE,
     **{name: of(str) for name in ("baseline", "date", "device")},
-    "cpu": Form("text or null", lambda value: fits(value, str | None), absent=True),
-    "compiled": Form("true or false", lambda value: fits(value, bool), absent=True),
+    "cpu": of(str | None, absent=True),
+    "compiled": of(bool, absent=True),
     "time_ratio": Form("the positive numbers lower, median and upper", _quartiles),
     "seconds": Form("a list of numbers", _numbers),
     "flops_per_token": Form("numbers by name", lambda value: isinstance(value, dict) and _numbers([*value.values()])),
-    **dict.fromkeys(
-        ("kept_bytes", "peak_bytes"), Form("a number or null", lambda value: fits(value, float | None), absent=True)
-    ),
+    **dict.fromkeys(("kept_bytes", "peak_bytes"), of(float | None, absent=True)),
 }
 """Of the costs of a study's schemes."""
 
