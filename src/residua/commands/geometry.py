@@ -18,6 +18,7 @@ def reflection(
     models: tuple[str, ...] | None = None,
     seeds: tuple[Seed, ...] = (42, 123, 456),
     steps: Count | None = None,
+    vectors: tuple[Count, ...] = (500,),
     out: str = "runs/geometry/reflection",
     processes: Processes | None = None,
 ) -> Output:
@@ -29,11 +30,13 @@ def reflection(
     Examples:
         residua study geometry reflection
         residua study geometry reflection --models linear householder --seeds 1
+        residua study geometry reflection --models jpmhc --vectors 10 100 500
 
     Args:
         models: operators (default: all; an unknown name lists them)
         seeds (N): of weights and batches
         steps: of each run (default: as in the publication)
+        vectors (N): of training, a run for each number
         out (DIR): a new folder, or one to resume
         processes: runs at the same time (default: one for each core)
     """
@@ -46,7 +49,10 @@ def reflection(
 
     recipe = OperatorSettings(steps=steps or OperatorSettings.steps)
     jobs = [
-        operator_job(name, seed, recipe) for name in dict.fromkeys(models or OPERATORS) for seed in dict.fromkeys(seeds)
+        operator_job(name, seed, replace(recipe, num_train=number))
+        for name in dict.fromkeys(models or OPERATORS)
+        for number in dict.fromkeys(vectors)
+        for seed in dict.fromkeys(seeds)
     ]
     settings = {"experiment": "reflection"} | {k: v for k, v in asdict(recipe).items() if k != "num_train"}
     return Output(*run_experiment(Path(out), settings, jobs, [task("reflection")], torch.device("cpu"), processes))

@@ -33,6 +33,18 @@ def test_reflection_writes_records_tables_and_a_picture(capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_each_number_of_vectors_has_a_row_of_its_own(capsys, tmp_path):
+    argv = ["reflection", "--models", "linear", "--seeds", 1, "--steps", 20, "--processes", 1, "--vectors", 10, 500]
+    output(capsys, [*argv, "--out", tmp_path])
+    found = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert {row["num_train"]: row["label"] for row in found} == {
+        10: "one linear map, 10 vectors",
+        500: "one linear map",
+    }
+    assert found[0]["loss"] != found[1]["loss"]
+
+
+@pytest.mark.slow
 def test_quick_writes_records_tables_and_pictures(capsys, tmp_path):
     argv = ["quick", "--models", "zero-layer", "--seeds", 1, "--steps", 110, "--processes", 1, "--device", "cpu"]
     text = output(capsys, [*argv, "--tasks", "gyroscope", "--out", tmp_path / "out"])

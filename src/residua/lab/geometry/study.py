@@ -185,6 +185,9 @@ def train_operator(
 ) -> dict[str, Any]:
     """Train the operator `name` on the reflection and return its record, as `train` does."""
     row = operator(name)
+    label = row.label
+    if settings.num_train != OperatorSettings.num_train:
+        label += f", {settings.num_train} vectors"
     data = Data(*(part.squeeze(1) for part in replace(task("reflection"), num_train=settings.num_train).data()))
     model = _drawn(seed, lambda: row.build(**row.options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
@@ -202,7 +205,7 @@ def train_operator(
 
     fit = _fit(model, data, settings, lambda step: batches, evaluate, report, optimizer=optimizer, before=True)
     return {
-        **fit.record("reflection", name.partition(":")[0], row.label, seed),
+        **fit.record("reflection", name.partition(":")[0], label, seed),
         **{score: fit.last(score) for score in ("loss", "cosine", *Gates._fields)},
         "causal": None,
         "causality_change": None,
