@@ -13,7 +13,7 @@ import sys
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import reproduction
 import retrofit_results
@@ -22,6 +22,10 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "tools"))
 
 from blocks import Blocks, markdown, update, wrapped  # noqa: E402
+
+from residua.connections.explained import SHARED  # noqa: E402
+from residua.connections.registry import PRESETS  # noqa: E402
+from residua.errors import types_of  # noqa: E402
 
 
 def records(name: str) -> list[dict[str, Any]]:
@@ -571,7 +575,27 @@ def published_table() -> str:
     return markdown(header, lines)
 
 
+def shared_options_table() -> str:
+    """Return one row for each value of an option that several schemes have, with the schemes that take it."""
+    takes: dict[tuple[str, str], list[str]] = {}
+    first = {type(scheme): name for name, scheme in reversed(PRESETS.items())}
+    for kind, preset in reversed(first.items()):
+        for option in SHARED.keys() & types_of(kind).keys():
+            for value in get_args(types_of(kind)[option]):
+                takes.setdefault((option, value), []).append(f"`{preset}`")
+    rows = []
+    for option, (words, choices) in SHARED.items():
+        for value, meaning in choices.items():
+            rows.append([f"`{option}`: {words}", f"`{value}`", meaning, ", ".join(takes.pop((option, value)))])
+            words = ""
+    assert not takes, f"SHARED must explain {takes}"
+    return markdown(
+        ["option", "value", "meaning", "schemes"], [[cell.removesuffix(": ") for cell in row] for row in rows]
+    )
+
+
 PAGES: dict[str, Blocks] = {
+    "docs/schemes.md": {"shared-options": shared_options_table},
     "docs/speed.md": {
         "speed": speed_table,
         "connections": connections_table,

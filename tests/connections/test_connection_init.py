@@ -14,7 +14,7 @@ from support.tolerances import assert_close
 from support.variants import ALL, DEEP_DELTA, normal
 
 DIM = 8
-AVERAGE = {name: scheme for name, scheme in DEEP_DELTA.items() if scheme.init == "average"}
+AVERAGE = {name: scheme for name, scheme in DEEP_DELTA.items() if scheme.start == "average"}
 states = normal(2, 5, 8, DIM, dtype=torch.float32)
 
 
@@ -109,7 +109,7 @@ def test_the_authors_draws(compress, head):
         expand="conv",
         beta_init=0.5,
         beta_head=head,
-        init="authors",
+        start="authors",
     )
     stream = scheme.build(dim, 2)
     for compressor in (stream.connections[0].compress, stream.collapse.compress):
@@ -138,7 +138,7 @@ def test_the_start_of_the_authors_current_code(compress, head, channels, kernel)
     dim, hidden = 4000, 40
     options = {"compress": compress, "compress_kernel": kernel, "expand": "conv"} if channels > 1 else {}
     two_layer = {"beta_head": "mlp", "beta_hidden": hidden} if head == "mlp" else {}
-    stream = DeepDelta(value_channels=channels, beta_init=0.5, init="rewrite", **options, **two_layer).build(dim, 2)
+    stream = DeepDelta(value_channels=channels, beta_init=0.5, start="rewrite", **options, **two_layer).build(dim, 2)
     for compressor in (stream.connections[0].compress, stream.collapse.compress) if channels > 1 else ():
         taps = kernel or channels if compress == "channel" else kernel or 4
         assert (compressor.taps == 1 / taps).all()

@@ -200,7 +200,7 @@ def test_the_head_may_be_listed_if_it_is_tied():
 @pytest.mark.parametrize(("current", "starts"), [(False, ("authors", "sqrt_depth")), (True, ("rewrite", "depth"))])
 def test_new_parameters_start_as_in_the_code_of_the_checkpoint(current, starts):
     config = load_authors_checkpoint(*made(current=current)).config
-    assert (config.scheme.init, config.output_init) == starts
+    assert (config.scheme.start, config.output_init) == starts
 
 
 def test_beta_init_of_the_configuration_is_kept_for_new_parameters():

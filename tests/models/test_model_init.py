@@ -63,7 +63,7 @@ def spread(parameter: torch.Tensor, std: float) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["residual", "ddl-cc:init=rewrite"])
+@pytest.mark.parametrize("name", ["residual", "ddl-cc:start=rewrite"])
 def test_the_backbone_starts_as_in_the_authors_current_code(name, tmp_path):
     """Under every scheme: 0.5 / sqrt(n_in) min(1, sqrt(n_out / n_in)), and maps into the residual divided by L."""
     d, layers, factor = 128, 3, 0.7

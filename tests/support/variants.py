@@ -130,9 +130,9 @@ _VARIANTS = {
     "phi-attention": "ddl-cc-ec:value_channels=3,map=v,phi_k=attention",
     "phi-attention-dv1": "ddl-v:operator=v1_eps,beta_input=sublayer_out,phi_k=attention",
     # Drawn as the authors draw.
-    "authors-token": "ddl-ec:init=authors",
-    "authors-rewrite": "ddl-ec:init=rewrite",
-    "authors-channel": "ddl-cc:beta_head=mlp,beta_hidden=6,init=authors",
+    "authors-token": "ddl-ec:start=authors",
+    "authors-rewrite": "ddl-ec:start=rewrite",
+    "authors-channel": "ddl-cc:beta_head=mlp,beta_hidden=6,start=authors",
     # Hyper-connections.
     "hc-n1-linear": "hc:recompute_every=3,tanh=false,scale_init=0.1,num_streams=1,head=mean",
     "hc-mirrored": "hc:head=mean,start=mirrored",
@@ -201,7 +201,7 @@ _VARIANTS = {
     # Averages over depth: every second output, after every second block.
     "denseformer-k2": "denseformer:dilation=2",
     "denseformer-p2": "denseformer:period=2",
-    "mudd-r": "mudd:ways=r,hidden_multiple=1,expand_last=1",
+    "mudd-r": "mudd:ways=r,hidden_multiple=1,readout_multiple=1",
     "mudd-trimmed": MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gates=True),
     "mudd-last-r": "mudd:ways=r,layers=1,write_gates=true,hidden_multiple=1",
     "mudd-prepost": "mudd:prepost_norm=true",

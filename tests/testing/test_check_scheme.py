@@ -380,7 +380,7 @@ def test_options_must_come_back_from_a_file():
         pytest.param(EDelta(context="sequence"), marks=pytest.mark.slow),
         PooledHouseholder(context="sequence"),
         # A bias of one random number; and no check warns.
-        pytest.param(DeepDelta(init="authors"), marks=pytest.mark.filterwarnings("error")),
+        pytest.param(DeepDelta(start="authors"), marks=pytest.mark.filterwarnings("error")),
         AttentionResiduals(heads=8),
     ],
     ids=lambda scheme: type(scheme).__name__,

@@ -126,6 +126,15 @@ IN_THE_PAPER = {  # a preset, and its names in the third version of arXiv 2601.0
     "ddl-cc-ec": ("DDL-CC", "DDL"),
 }
 
+_STREAMS = ("hyper", "mhc", "mhc_deepseek", "krom", "ihc", "gated_residual", "jpmhc", "edelta_stream", "wide")
+
+RENAMED = (  # an option, or a value of one, as earlier versions wrote it; as it is written now; the schemes in files
+    ("init", "start", ("deep_delta",)),
+    ("start=random", "start=published", ("edelta_stream",)),
+    ("expand=copies", "expand=repeat", _STREAMS),
+    ("expand_last", "readout_multiple", ("mudd",)),
+)
+
 RELATED = {  # names of other things, and the nearest thing here, which an error suggests
     "canon": "residual:compress=token",
     "layerscale": "lambdas:r=null,z=null,backout=null,p=0.0001,per_channel=true",
@@ -197,7 +206,55 @@ def canonical(text: str) -> str:
     given = {option.partition("=")[0] for option in options.split(",")}  # they override those of an alias
     parts = [option for option in implied.split(",") if option.partition("=")[0] not in given] if implied else []
     parts += [options] if options else []
-    return f"{name}:{','.join(parts)}" if parts else name
+    return _respelled(f"{name}:{','.join(parts)}") if parts else name
+
+
+def renamed(scheme: str, options: Mapping[str, Any], *, back: bool = False) -> dict[str, Any]:
+    """Return the options of a scheme by their names of today, or with `back` by those of earlier versions.
+
+    scheme: its name in files. Raises ValueError for an option under both of its names.
+    """
+    for earlier, today, schemes in RENAMED:
+        if scheme in schemes:
+            before, after = (today, earlier) if back else (earlier, today)
+            (option, _, only), (name, _, choice) = before.partition("="), after.partition("=")
+            if option not in options or (only and options[option] != only):
+                continue
+            if name != option and name in options:
+                raise ValueError(f"connection: {option} is called {name} now; give it once, got both")
+            options = {key if key != option else name: value for key, value in options.items()}  # in their order
+            options |= {name: choice} if choice else {}
+    return dict(options)
+
+
+def recorded(connection: Any) -> Any:
+    """Return "name:options" as earlier versions wrote it, from which the keys of records are made; else as it is."""
+    return _respelled(connection, back=True) if isinstance(connection, str) else connection
+
+
+def today(connection: Any) -> Any:
+    """Return the connection of a file or a record, a text or a mapping, with the names that options have today."""
+    if isinstance(connection, str):
+        return _respelled(connection)
+    if not isinstance(connection, Mapping):
+        return connection
+    kept = {key: value for key, value in connection.items() if key in ("preset", "scheme", "package")}
+    options = {key: value for key, value in connection.items() if key not in kept}
+    return kept | renamed(kept.get("scheme") or _scheme_of(str(kept.get("preset"))), options)
+
+
+def _respelled(text: str, *, back: bool = False) -> str:
+    name, colon, listed = text.partition(":")
+    parts = [part.partition("=") for part in listed.split(",")] if colon else []
+    if not parts or not all(equals for _, equals, _ in parts) or len({part[0] for part in parts}) < len(parts):
+        return text  # `named` refuses it
+    options = renamed(_scheme_of(name), {option: value for option, _, value in parts}, back=back)
+    return f"{name}:{','.join(f'{option}={value}' for option, value in options.items())}"
+
+
+def _scheme_of(preset: str) -> str:
+    """Return the name in files of the scheme of a preset or alias of this library; "" for another."""
+    return named(PRESETS.get(meaning(preset).partition(":")[0], ""))[0]
 
 
 def label(connection: str | Mapping[str, Any]) -> str:

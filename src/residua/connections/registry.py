@@ -139,6 +139,8 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
         name, implied = named(meaning)
         options = {**implied, **options}
     scheme = _find(key, name, connection.get("package"))
+    known = next((known for known, kind in SCHEMES.items() if kind is _kind(scheme)), "")
+    options = names.renamed(known, options)
     declared = [field.name for field in fields(scheme)]
     for option in options:
         if option not in declared:

@@ -210,7 +210,7 @@ def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
     return DeepDelta(
         k_eps=float(declared["k_eps"]),
         beta_init=beta_init,
-        init="rewrite" if _is_current(state) else "authors",
+        start="rewrite" if _is_current(state) else "authors",
         **options,
     )
 

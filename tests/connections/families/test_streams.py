@@ -60,12 +60,12 @@ def test_every_stream_starts_from_the_embedding_times_its_gains(name):
 def test_a_start_that_preserves_keeps_the_gains_at_one(name):
     start = replace(SCHEMES[name], expand="lss").preserving()
     assert start.expand == "gains"
-    assert SCHEMES[name].preserving().expand == "copies"
+    assert SCHEMES[name].preserving().expand == "repeat"
     x, functions = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
     expected = Residual().build(DIM, SUBLAYERS).double()(x, functions)
     assert_close(start.build(DIM, SUBLAYERS).double()(x, functions), expected)
 
 
 def test_pieces_of_the_embedding_take_no_gains():
-    with pytest.raises(ValueError, match="expand must be 'copies' unless layout is 'copies', got 'lss'"):
+    with pytest.raises(ValueError, match="expand must be 'repeat' unless layout is 'copies', got 'lss'"):
         replace(SCHEMES["mhc"], layout="split", expand="lss")

@@ -136,7 +136,7 @@ ddl:v_activation=relu | v_activation must be one of scaled_sigmoid, linear, cons
 ddl:phi_k_rank=0 | phi_k_rank must be at least 1
 ddl:map=v,k_proj=true | k_proj must be False unless map is 'k'
 ddl:map=v,v_activation=constant | v_activation must be 'scaled_sigmoid' or 'linear' with the v-Map
-ddl:init=zeros | init must be one of average, authors
+ddl:start=zeros | start must be one of average, authors
 ddl:compress_kernel=3 | compress_kernel must be None unless compress convolves
 ddl:value_channels=3,compress=channel,compress_form=direct,compress_kernel=2 | compress_kernel must be None
 ddl:value_channels=3,compress=channel,compress_form=direct,compress_causal=true | compress_causal must be False
@@ -205,7 +205,7 @@ mhc-glm:pre=previous | head must be 'sigmoid' with pre='previous'
 mudd:layers=0 | layers must be at least 1
 mudd:prepost_norm=true,layers=2 | layers must be None unless prepost_norm is False
 mudd:hidden_multiple=0 | hidden_multiple must be at least 1
-mudd:expand_last=0 | expand_last must be at least 1
+mudd:readout_multiple=0 | readout_multiple must be at least 1
 pooled-householder:beta_init=2.5 | beta_init must be a number in [0, 2]
 residual:branch_kernel=3 | branch_kernel must be 4 unless branch is 'conv'
 residual:branch=conv,branch_kernel=0 | branch_kernel must be at least 1

@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_the_equations(scheme):
     assert_computes(built(scheme, noise=0.1, count=4), published, scheme, tokens=(1, 2))
 
 
-@every(JacobianHyperConnections, expand="copies")
+@every(JacobianHyperConnections, expand="repeat")
 def test_starts_as_the_residual_with_streams_that_differ(scheme):
     """The mean over the streams of what is written is y, whatever was drawn; nothing else has a say yet."""
     ours, residual = output_beside_residual(scheme)

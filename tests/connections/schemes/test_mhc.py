@@ -57,14 +57,14 @@ def test_values_and_gradients_are_those_of_the_equations(scheme):
     assert_computes(built(scheme, noise=0.3, count=4), published, scheme, tokens=(1, 2))
 
 
-@every(ManifoldHyperConnections, expand="copies", layout="copies")
+@every(ManifoldHyperConnections, expand="repeat", layout="copies")
 def test_starts_as_the_residual(scheme):
     """Up to the eps of the norms, which see a multiple of the residual."""
     ours, residual = output_beside_residual(scheme)
     assert (ours - residual).abs().max() < 1e-5 * residual.abs().max()
 
 
-@every(ManifoldHyperConnections, expand="copies", layout="copies")
+@every(ManifoldHyperConnections, expand="repeat", layout="copies")
 def test_the_start(scheme):
     """h_post = 1; the read prefers one stream after the other; the mixing keeps 1 - (n - 1) e^-6 of a stream, with
     either mixing. No token has a say yet."""

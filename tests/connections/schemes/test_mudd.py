@@ -111,7 +111,7 @@ def test_hidden_widths_are_the_released_ones():
         stream = resolve("mudd").build(2560, 64)
     widths = [part.average.up.out_features for part in [*stream.connections[2::2], stream.collapse]]
     assert widths == [(4 * (i + 2) // 64 + 1) * 64 for i in range(31)] + [(4 * 33 // 64 + 1) * 64]
-    exact = MultiwayDynamicDense(hidden_multiple=1, expand_last=1).build(DIM, 4)
+    exact = MultiwayDynamicDense(hidden_multiple=1, readout_multiple=1).build(DIM, 4)
     assert exact.connections[2].average.up.out_features == 8
     assert exact.collapse.average.up.out_features == 3
 

@@ -74,14 +74,14 @@ class ChannelScheme(CompressingScheme, RecomputingScheme):
         return self.compresses or self.expand == "conv"
 
     def build_compress(self, dim: int, start: CompressStart) -> Compressor:
-        """Build one compressor, (batch, seq, streams, dim) -> (batch, seq, dim); `start` is `init` of its class."""
+        """Build one compressor, (batch, seq, streams, dim) -> (batch, seq, dim); `start` is that of its class."""
         kernel = self.compress_kernel
         if self.compress is None or kernel is None:
             return OnlyStream()
         if self.compress == "token":
-            return TokenCompress(dim, self.value_channels, kernel, init=start)
+            return TokenCompress(dim, self.value_channels, kernel, start=start)
         form, causal = self.compress_form, self.compress_causal
-        return ChannelCompress(dim, self.value_channels, kernel, form=form, causal=causal, init=start)
+        return ChannelCompress(dim, self.value_channels, kernel, form=form, causal=causal, start=start)
 
     def stream(
         self, dim: int, num_sublayers: int, compressor: Callable[[int], Compressor], connection: Callable[..., Any]

@@ -45,14 +45,14 @@ class ExpandingScheme(RecomputingScheme):
     """A scheme whose state is n streams, (batch, seq, n, dim), which start from copies of the embedding.
 
     num_streams  n, at least 2
-    expand       "copies" of the embedding; "lss": each times its own learned gains for each feature, from 0.6 and
+    expand       "repeat" the embedding; "lss": each times its own learned gains for each feature, from 0.6 and
                  Xavier's noise, so that streams differ from the start (learned symmetry breaking, arXiv 2606.03483);
                  "gains": the same from 1, which keeps the start of the scheme
     """
 
     num_streams: SeveralRows = 4
     _: KW_ONLY
-    expand: Literal["copies", "lss", "gains"] = "copies"
+    expand: Literal["repeat", "lss", "gains"] = "repeat"
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim))
@@ -60,12 +60,12 @@ class ExpandingScheme(RecomputingScheme):
     @property
     def streams_differ(self) -> bool:
         """Whether the streams can differ before the first write."""
-        return self.expand != "copies"
+        return self.expand != "repeat"
 
     def preserving(self) -> Any:
         """As the base class says, with gains that start at 1, if there are any."""
         scheme: Any = super().preserving()
-        return replace(scheme, expand="gains" if self.streams_differ else "copies")
+        return replace(scheme, expand="gains" if self.streams_differ else "repeat")
 
     def expander(self, dim: int) -> nn.Module:
         """Build the first part of the stream, (batch, seq, dim) -> (batch, seq, num_streams, dim)."""

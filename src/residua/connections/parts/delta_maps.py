@@ -24,7 +24,7 @@ class Gate(nn.Module):
     (..., outputs) for several gates.
 
     The bias starts at logit(beta_init / 2) and the last weights at 0, so beta = beta_init for every token;
-    `init="authors"` draws those weights from N(0, (0.5/sqrt(in_features))^2), `"rewrite"` all weights with
+    `start="authors"` draws those weights from N(0, (0.5/sqrt(in_features))^2), `"rewrite"` all weights with
     `spectral_std`. arXiv 2601.00417v2 appendix B.2.
     """
 
@@ -35,18 +35,18 @@ class Gate(nn.Module):
         beta_init: float,
         head: str = "linear",
         hidden: int = 128,
-        init: str = "average",
+        start: str = "average",
         outputs: int | None = None,
     ):
         super().__init__()
         self.single = outputs is None
         # The authors' clamp: beta_init = 0 gives beta = 2e-6, as a gate at exactly 0 would get no gradient.
         p = min(max(beta_init / 2, 1e-6), 1 - 1e-6)
-        rewritten = init == "rewrite"
+        rewritten = start == "rewrite"
         spectral = spectral_std(in_features, hidden) if rewritten else None
         self.hidden = WideProjection(in_features, hidden, std=spectral) if head == "mlp" else None
         last = in_features if self.hidden is None else hidden
-        std = 0.5 / math.sqrt(in_features) if init == "authors" else 0.0
+        std = 0.5 / math.sqrt(in_features) if start == "authors" else 0.0
         std = spectral_std(last, outputs or 1) if rewritten else std
         self.out = WideProjection(last, outputs or 1, std=std, bias=logit(p))
 
@@ -62,7 +62,7 @@ class Value(nn.Module):
 
     `activation="scaled_sigmoid"`: scale * sigmoid(W x + b); `"linear"`: W x + b; `"constant"`: the number `constant`
     everywhere, no parameters. `bias=False` omits b. The authors' first code draws W from N(0, (0.5/sqrt(dim))^2) and b
-    from PyTorch's uniform distribution (`init="authors"`), their current one W with `spectral_std` (`"rewrite"`); here
+    from PyTorch's uniform distribution (`start="authors"`), their current one W with `spectral_std` (`"rewrite"`); here
     b starts at 0.
     """
 
@@ -75,16 +75,16 @@ class Value(nn.Module):
         scale: float = 4.0,
         bias: bool = True,
         constant: float = 2.0,
-        init: str = "average",
+        start: str = "average",
     ):
         super().__init__()
         self.value_channels = value_channels
         self.activation = activation
         self.scale = scale
         self.constant = constant
-        start: float | Literal["uniform"] | None = None if not bias else 0.0 if init == "average" else "uniform"
-        std = spectral_std(dim, value_channels) if init == "rewrite" else None
-        self.project = None if activation == "constant" else WideProjection(dim, value_channels, std=std, bias=start)
+        first: float | Literal["uniform"] | None = None if not bias else 0.0 if start == "average" else "uniform"
+        std = spectral_std(dim, value_channels) if start == "rewrite" else None
+        self.project = None if activation == "constant" else WideProjection(dim, value_channels, std=std, bias=first)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.project is None:

@@ -154,11 +154,11 @@ CompressStart = Literal["average", "authors", "rewrite"] | int
 """The average of the streams, the starts of the authors' first and current code, or one stream."""
 
 
-def _start_read(read: Tensor, init: CompressStart) -> None:
+def _start_read(read: Tensor, start: CompressStart) -> None:
     """Start weights of the streams, (streams, ...), as their average or as the stream of this index."""
-    if isinstance(init, int):
+    if isinstance(start, int):
         nn.init.zeros_(read)
-        nn.init.ones_(read[init])
+        nn.init.ones_(read[start])
     else:
         nn.init.constant_(read, 1 / read.shape[0])
 
@@ -166,28 +166,28 @@ def _start_read(read: Tensor, init: CompressStart) -> None:
 class TokenCompress(SelfStarting):
     """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
 
-    Starts as the average of the current token's streams, or as stream `init` of it; `init="authors"` draws the taps
+    Starts as the average of the current token's streams, or as stream `start` of it; `start="authors"` draws the taps
     from N(0, (0.5/sqrt(dim))^2) as their first code does, `"rewrite"` averages the tokens too, as their current one.
     (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None, -> (batch, seq, dim).
     """
 
     separates_documents = True
 
-    def __init__(self, dim: int, num_streams: int | None, kernel: int, *, init: CompressStart = "average"):
+    def __init__(self, dim: int, num_streams: int | None, kernel: int, *, start: CompressStart = "average"):
         super().__init__()
         self.window = kernel - 1
         self.single = num_streams is None
-        self.init = init
+        self.start = start
         self.taps = nn.Parameter(torch.empty(kernel, num_streams or 1, dim))
         self.read = nn.Parameter(torch.empty(num_streams or 1))
         self.reset_parameters()
 
     @on_whole_tensors
     def reset_parameters(self) -> None:
-        _start_read(self.read, self.init)
-        if self.init == "authors":
+        _start_read(self.read, self.start)
+        if self.start == "authors":
             nn.init.normal_(self.taps, std=0.5 / math.sqrt(self.taps.shape[-1]))
-        elif self.init == "rewrite":
+        elif self.start == "rewrite":
             nn.init.constant_(self.taps, 1 / self.taps.shape[0])
         else:
             nn.init.zeros_(self.taps)
@@ -220,7 +220,7 @@ class ChannelCompress(SelfStarting):
 
     `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads on
     one side). `form="direct"`: one weight for each stream and feature (the paper). Both start as the average of the
-    streams, or as stream `init`; `init="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2), `"rewrite"` makes each
+    streams, or as stream `start`; `start="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2), `"rewrite"` makes each
     1 / kernel. (batch, seq, streams, dim) -> (batch, seq, dim).
     """
 
@@ -232,11 +232,11 @@ class ChannelCompress(SelfStarting):
         *,
         form: str = "read",
         causal: bool = False,
-        init: CompressStart = "average",
+        start: CompressStart = "average",
     ):
         super().__init__()
         self.causal = causal
-        self.init = init
+        self.start = start
         self.taps = nn.Parameter(torch.empty(num_streams if form == "direct" else kernel, dim))
         self.read = nn.Parameter(torch.empty(num_streams)) if form == "read" else None
         self.reset_parameters()
@@ -244,13 +244,13 @@ class ChannelCompress(SelfStarting):
     @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.read is not None:
-            _start_read(self.read, self.init)
-        if self.init == "authors":
+            _start_read(self.read, self.start)
+        if self.start == "authors":
             nn.init.normal_(self.taps, std=0.5 / math.sqrt(self.taps.shape[-1]))
-        elif self.init == "rewrite":
+        elif self.start == "rewrite":
             nn.init.constant_(self.taps, 1 / self.taps.shape[0])
         elif self.read is None:
-            _start_read(self.taps, self.init)
+            _start_read(self.taps, self.start)
         else:
             # A one at the tap of the stream itself makes the convolution the identity.
             kernel = self.taps.shape[0]

@@ -42,7 +42,7 @@ class DeepDelta(ChannelScheme):
 
     k: the normalised direction along which a connection erases and writes. v: the values that it writes there, one
     for each value channel. beta: the gate between 0 (keeps), 1 (replaces) and 2 (mirrors). The defaults follow the
-    authors' code, but for the start (`init`). docs/deviations.md lists every choice.
+    authors' code, but for the `start`. docs/deviations.md lists every choice.
 
     map              "k": the sublayer gives the direction, so that with "unit" the size of its output has no effect
                      (LayerScale, DropPath's 1/keep, depth-scaled initialisation), and a zero skips it;
@@ -64,7 +64,7 @@ class DeepDelta(ChannelScheme):
     phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
     phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
-    init             "average": compressors average and gates start at beta_init; "authors": as their first code draws
+    start            "average": compressors average and gates start at beta_init; "authors": as their first code draws
                      them; "rewrite": as their current code, whose models start with `output_init="depth"` too
     """
 
@@ -96,7 +96,7 @@ class DeepDelta(ChannelScheme):
     phi_k: Annotated[Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"], only_with(map="v")] = "mlp"
     phi_k_input: Annotated[Literal["context", "x_in"], only_with(map="v", phi_k=("linear", "mlp"))] = "context"
     phi_k_rank: Annotated[Count | None, only_with(map="v", phi_k=NETS)] = None
-    init: Literal["average", "authors", "rewrite"] = "average"
+    start: Literal["average", "authors", "rewrite"] = "average"
 
     def __post_init__(self):
         super().__post_init__()
@@ -107,7 +107,7 @@ class DeepDelta(ChannelScheme):
         return self.stream(
             dim,
             num_sublayers,
-            lambda _: self.build_compress(dim, self.init),
+            lambda _: self.build_compress(dim, self.start),
             lambda i, compress: DeltaConnection(self, dim, norm(i), compress, norm_eps=norm_eps),
         )
 
@@ -129,7 +129,7 @@ class DeltaConnection(ChannelConnection):
             beta_init=scheme.beta_init,
             head=scheme.beta_head,
             hidden=scheme.beta_hidden,
-            init=scheme.init,
+            start=scheme.start,
         )
         self.value = Value(
             dim,
@@ -138,7 +138,7 @@ class DeltaConnection(ChannelConnection):
             scale=scheme.v_scale,
             bias=scheme.v_bias,
             constant=scheme.v_constant,
-            init=scheme.init,
+            start=scheme.start,
         )
         self.direction = None
         if scheme.map == "v":

@@ -121,8 +121,8 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     variant (`penalty=0.0`). Their state is made and read by linear maps of width num_streams * dim; here the embedding
     is repeated and the rows are averaged, so the last H_post could not change anything and is omitted.
 
-    start         "random": u, v and k are drawn; "residual": they start orthogonal to the mean of at least 3 rows, the
-                  same for all tokens, so that Q and H keep the mean, which is then exactly the plain residual
+    start         "published": u, v and k are drawn; "residual": they start orthogonal to the mean of at least 3 rows,
+                  the same for all tokens, so that Q and H keep the mean, which is then exactly the plain residual
     """
 
     title = "EDelta-MHC-Geo with streams"
@@ -132,7 +132,7 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     residual_start = {"start": "residual"}
 
     hidden: Count = 48
-    start: Literal["random", "residual"] = "random"
+    start: Literal["published", "residual"] = "published"
 
     def __post_init__(self):
         super().__post_init__()

@@ -69,7 +69,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
                 self, "num_streams", self.num_streams <= 5, "at most 5 with mixing='permutations', as there are n!"
             )
         copies = self.layout == "copies" or not self.streams_differ
-        require_option(self, "expand", copies, "'copies' unless layout is 'copies'")
+        require_option(self, "expand", copies, "'repeat' unless layout is 'copies'")
 
     def state_spec(self, boundary: int, dim: int) -> TensorSpec:
         return TensorSpec((self.num_streams, dim) if self.layout == "copies" else (dim,))

@@ -57,7 +57,7 @@ class MultiwayDynamicDense(BlocksScheme):
                      normalised again (a gain that starts at 0.001), and the last output is added to every average; the
                      publication needs it for deep and narrow models
     hidden_multiple  the hidden width, ways times sources, is rounded up to the next multiple; 1 leaves it
-    expand_last      factor on the hidden width of the readout, which has one way
+    readout_multiple factor on the hidden width of the readout, which has one way
     """
 
     title = "MUDD connections"
@@ -75,7 +75,7 @@ class MultiwayDynamicDense(BlocksScheme):
     write_gates: Annotated[bool, only_with(prepost_norm=False)] = False
     prepost_norm: bool = False
     hidden_multiple: Count = 64
-    expand_last: Count = 4
+    readout_multiple: Count = 4
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,7 +106,7 @@ class MultiwayDynamicDense(BlocksScheme):
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         blocks = -(-num_sublayers // 2)
         connections = [MultiwayConnection(self, dim, i, blocks, norm, norm_eps=norm_eps) for i in range(num_sublayers)]
-        last = self.averages(dim, 1, blocks, eps=norm_eps, expand=self.expand_last) if blocks else None
+        last = self.averages(dim, 1, blocks, eps=norm_eps, expand=self.readout_multiple) if blocks else None
         return Stream(Copies(1), connections, BlockCollapse(last, blocks))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from residua.connections.names import today
 from residua.errors import InputError, extra, fits, mapping, require
 from residua.files.durable import is_new, remove_partials, unlinked
 from residua.files.reading import read_json, read_yaml
@@ -162,6 +163,8 @@ def refuse_changes(
     Raises:
         InputError: keys outside `free` differ; it names them.
     """
+    if (connection := "model.connection") in before:
+        before = {**before, connection: today(before[connection])}
     # Compare as JSON, in which a tuple is a list.
     before, now = (json.loads(json.dumps(dict(settings))) for settings in (before, now))
     changes = [
@@ -177,8 +180,11 @@ def refuse_changes(
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
     """Read the settings of a config.yaml by section. Raises InputError if the file holds something else."""
-    settings = mapping(read_yaml(path), str(path))
-    return {name: dict(mapping(keys, f"{path}: {name}")) for name, keys in settings.items()}
+    read = mapping(read_yaml(path), str(path))
+    settings = {name: dict(mapping(keys, f"{path}: {name}")) for name, keys in read.items()}
+    if "connection" in settings.get("model", {}):
+        settings["model"]["connection"] = today(settings["model"]["connection"])
+    return settings
 
 
 def settings_of(path: Path) -> dict[str, Any]:

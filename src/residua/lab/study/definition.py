@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from residua.connections.names import canonical
+from residua.connections.names import canonical, today
 from residua.errors import (
     Count,
     InputError,
@@ -77,6 +77,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         check_types(self)
+        object.__setattr__(self, "connection", today(self.connection))
 
 
 @dataclass(frozen=True)

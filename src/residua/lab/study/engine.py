@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from residua.connections.names import today
 from residua.errors import Diverged, require, shown
 from residua.files.durable import remove, write_text
 from residua.lab.cost.counts import products_per_token
@@ -275,7 +276,7 @@ def measure_costs(
     """
     path = out / "costs.jsonl"
     rows = () if again else jsonlines.read(path)
-    measured = {(row["size"], row["scheme"], row["connection"]) for row in rows if not row.get("compiled")}
+    measured = {(row["size"], row["scheme"], today(row["connection"])) for row in rows if not row.get("compiled")}
     jobs_of_sizes = []
     for size in plan.sizes:
         connections = {name: entry.connection for name, entry in plan.study.schemes.items()}

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from residua.connections.names import recorded
 from residua.conversion.configuration import ConvertedConfig
 from residua.errors import InputError, extra, require
 from residua.lab.cost.counts import parameters
@@ -48,7 +49,7 @@ class Run(NamedTuple):
     def identity(self) -> str:
         """A digest of all settings that numbers depend on. Keys with their defaults add nothing."""
         settings = {
-            key: value
+            key: recorded(value) if key == "model.connection" else value
             for key, value in flatten(asdict(self.config)).items()
             if key not in _IRRELEVANT and value != KEYS[key].default
         }

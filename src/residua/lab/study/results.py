@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from residua.connections.names import today
 from residua.errors import require, shown
 from residua.lab.evaluation.comparable import common_unit
 from residua.lab.jobs.pool import Record
@@ -326,7 +327,7 @@ def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list
     """Records by size, scheme and connection."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
-        groups.setdefault((record["size"], record["scheme"], record["connection"]), []).append(record)
+        groups.setdefault((record["size"], record["scheme"], today(record["connection"])), []).append(record)
     return groups
 
 
