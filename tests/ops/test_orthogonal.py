@@ -403,6 +403,35 @@ def test_a_gate_of_one_half_feels_no_penalty_and_is_unstable(optimizer, bias, mo
         assert torch.equal(gamma, torch.full_like(gamma, 0.5))
 
 
+def symmetric(seed):
+    """A smooth penalty with f(gamma) = f(1 - gamma): every one is h(gamma) + h(1 - gamma), here for a drawn h."""
+    a, b, c, d = normal(generator(seed), 4)
+
+    def h(gamma):
+        return a * gamma**3 + b * (3 * c * gamma).sin() + d * gamma.exp()
+
+    return lambda gamma: h(gamma) + h(1 - gamma)
+
+
+PENALTIES = {
+    "published": gate_penalty,
+    "squared": lambda gamma: gate_penalty(gamma) ** 2,
+    "entropy": lambda gamma: torch.special.entr(gamma) + torch.special.entr(1 - gamma),
+    **{f"drawn {seed}": symmetric(seed) for seed in range(5)},
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
+def test_no_smooth_symmetric_penalty_moves_a_gate_of_one_half_or_prefers_a_side(penalty):
+    half = scalar(0.5).requires_grad_()
+    assert_close(torch.autograd.grad(penalty(half), half)[0], scalar(0.0))
+    z = normal(generator(7), 100)
+    z = torch.stack((z, -z)).requires_grad_()
+    slopes = torch.autograd.grad(penalty(z.sigmoid()).sum(), z)[0]
+    assert slopes.abs().max() > 0.01
+    assert_close(slopes[0], -slopes[1])  # so gates that start in the mirror stay in it
+
+
 # Gradients
 
 

@@ -58,6 +58,7 @@ NOW = """() => {
     readouts: all("readout", (one) => one.dataset.value),
     parameters: all("param", (one) => Number(one.dataset.value)),
     toggles: all("toggle", (one) => one.checked),
+    choices: all("choice", (one) => one.value),
     code: document.querySelector(".code code").textContent,
     hash: location.hash.slice(1),
   };
@@ -74,6 +75,10 @@ SWEEP = """async ({settings, vectors}) => {
       slider.dispatchEvent(new Event("input", {bubbles: true}));
     });
     for (const box of document.querySelectorAll("[data-toggle]")) if (i % 2 !== Number(box.checked)) box.click();
+    for (const select of document.querySelectorAll("[data-choice]")) {
+      select.selectedIndex = i % select.options.length;
+      select.dispatchEvent(new Event("change"));
+    }
     if (vectors.length) {
       dispatchEvent(new Event("pagehide"));  // the page writes its address now
       const state = new URLSearchParams(location.hash.slice(1));
@@ -276,21 +281,30 @@ def expected_blending(gamma, theta, k, x):
     }  # fmt: skip
 
 
-def expected_regularisation(start, gradient, rate, **others):
-    penalty = others["lambda"]
+GATE_PENALTIES = {
+    "published": ops.gate_penalty,
+    "squared": lambda gamma: 16 * gamma**2 * (1 - gamma) ** 2,
+    "entropy": lambda gamma: -(gamma * gamma.log2() + (1 - gamma) * (1 - gamma).log2()),
+}
+
+
+def expected_regularisation(start, gradient, rate, shape, **others):
+    weight, penalty = others["lambda"], GATE_PENALTIES[shape]
     z = torch.logit(double(start)).requires_grad_()
     first = None
     for _ in range(500):
         gamma = torch.sigmoid(z)
         gamma.retain_grad()
         z.grad = None
-        (gradient * gamma + penalty * ops.gate_penalty(gamma)).backward()
+        (gradient * gamma + weight * penalty(gamma)).backward()
         first = gamma.grad if first is None else first
         z = (z - rate * z.grad).detach().requires_grad_()
     gamma = torch.sigmoid(z.detach())
-    found = {"end": gamma, "penalty": ops.gate_penalty(gamma), "force": first}
-    if penalty > 0 and 0 < 0.5 + gradient / (8 * penalty) < 1:
-        found["balance"] = 0.5 + gradient / (8 * penalty)
+    found = {"end": gamma, "penalty": penalty(gamma), "force": first, "middle": double(0.0)}
+    if shape == "published" and weight > 0 and 0 < 0.5 + gradient / (8 * weight) < 1:
+        found["balance"] = 0.5 + gradient / (8 * weight)
+    if shape == "entropy" and weight > 0.05:
+        found["balance"] = torch.sigmoid(double(gradient * math.log(2) / weight))
     return found
 
 
@@ -341,7 +355,7 @@ def test_readouts_at_many_settings_are_those_of_the_library_and_of_the_call_that
     states = page.evaluate(SWEEP, {"settings": settings.tolist(), "vectors": vectors})
     assert len({str(state["readouts"]) for state in states}) > SETTINGS / 2
     for state in states:
-        given = {**state["parameters"], **state["toggles"]}
+        given = {**state["parameters"], **state["toggles"], **state["choices"]}
         given |= {name: [float(x) for x in text.split(",")] for name, text in state["vectors"].items()}
         result = evaluated(state["code"])
         whole = topic != "sinkhorn" or given["steps"] in range(2, 1000, 2)  # the call makes whole steps alone

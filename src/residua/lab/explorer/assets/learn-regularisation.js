@@ -1,6 +1,6 @@
 // The gate under its regulariser and a task: gradient descent on the logit of gamma.
 
-import {gateDescent, gatePenalty} from "./math.js";
+import {GATE_PENALTIES, gateDescent, hilltop} from "./math.js";
 import {axes, curve, handle, key, point} from "./marks.js";
 import {python, tensor} from "./snippet.js";
 
@@ -8,6 +8,11 @@ const STEPS = 500;
 const OTHERS = [0.02, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 0.98];
 const EVERY = 5; // steps between the points of a curve
 const GRID = Array.from({length: 101}, (_, i) => i / 100);
+const CODE = {
+  published: "ops.gate_penalty(gamma)",
+  squared: "ops.gate_penalty(gamma) ** 2",
+  entropy: "(torch.special.entr(gamma) + torch.special.entr(1 - gamma)) / math.log(2)",
+};
 
 function draw(stage, values, change, more) {
   const chart = axes({label: "The gate during training", x: "steps", y: "γ", height: 300});
@@ -19,15 +24,17 @@ function draw(stage, values, change, more) {
     drag: ([, y]) => change({start: Math.min(0.99, Math.max(0.01, y))}),
     nudge: (dx, dy) => change({start: Math.min(0.99, Math.max(0.01, values().start + (dy || dx) * 0.02))}),
   });
-  const ground = axes({label: "The potential over the gate", x: "γ", y: "gγ + 4λγ(1 − γ)", height: 210});
+  const ground = axes({label: "The potential over the gate", x: "γ", y: "gγ + λf(γ)", height: 210});
   const potential = curve(ground, "potential", "x");
   const first = point(ground, "from", "faint", {radius: 6});
   const last = point(ground, "to", "result", {radius: 7});
   stage.append(chart.element, key(["result", "γ"], ["soft thin", "from other starts"], ["faint dashed", "γ∗, where no force acts"]));
   more.append(ground.element);
 
-  return ({lambda, gradient, start: from, rate}) => {
-    const course = (gamma) => gateDescent(gamma, gradient, lambda, rate, STEPS);
+  return ({lambda, gradient, start: from, rate, shape}) => {
+    const {value, slope} = GATE_PENALTIES[shape];
+    const force = (gamma) => gradient + lambda * slope(gamma);
+    const course = (gamma) => gateDescent(gamma, force, rate, STEPS);
     const thin = (gammas) => gammas.map((gamma, step) => [step, gamma]).filter(([step]) => step % EVERY === 0);
     const gammas = course(from);
     const end = gammas.at(-1);
@@ -35,10 +42,10 @@ function draw(stage, values, change, more) {
     path.move(thin(gammas));
     others.forEach((other, i) => other.move(thin(course(OTHERS[i]))));
     start.move([0, from], `γ starts at ${from}`);
-    const balance = lambda > 0 ? 0.5 + gradient / (8 * lambda) : NaN;
-    const inside = balance > 0 && balance < 1;
+    const balance = hilltop(force);
+    const inside = !Number.isNaN(balance);
     rest.move(inside ? [[0, balance], [STEPS, balance]] : [[0, -1], [0, -1]]);
-    const level = (gamma) => gradient * gamma + lambda * gatePenalty(gamma);
+    const level = (gamma) => gradient * gamma + lambda * value(gamma);
     const levels = GRID.map(level);
     const [low, high] = [Math.min(0, ...levels), Math.max(0.1, ...levels)];
     ground.range(0, 1, low * 1.05, high * 1.05);
@@ -46,9 +53,9 @@ function draw(stage, values, change, more) {
     first.move([from, level(from)]);
     last.move([end, level(end)]);
     return {
-      end, penalty: gatePenalty(end), force: gradient + 4 * lambda * (1 - 2 * from),
+      end, penalty: value(end), middle: slope(0.5), force: force(from),
       balance: inside ? balance : "none between 0 and 1",
-      decides: Math.abs(gradient) > 4 * lambda ? "the task, from every start" : gradient === 0 && lambda === 0 ? "nothing" : "the start",
+      decides: inside ? "the start" : gradient === 0 ? "nothing" : "the task, from every start",
     };
   };
 }
@@ -57,16 +64,21 @@ export const regularisation = {
   name: "regularisation",
   title: "Regularisation dynamics",
   lead: "A penalty on blending drives the gate to an end. To which one?",
-  formula: ["*z* ← *z* − *η* [*g* + 4*λ*(1 − 2*γ*)] *γ*(1 − *γ*),  *γ* = *σ*(*z*),  {faint|*γ*^{∗} = ½ + *g* / 8*λ*}"],
-  notice: "The resting point *γ*^{∗} is the top of a hill: whoever starts above it ends at 1, whoever starts below ends at 0. Unless the task pulls harder than 4*λ*, the gate’s choice is that of its initial value.",
+  formula: [
+    "*z* ← *z* − *η* [*g* + *λ* *f*′(*γ*)] *γ*(1 − *γ*),  *γ* = *σ*(*z*)",
+    "*f*(*γ*) = 4*γ*(1 − *γ*) as published,  its square,  or the entropy in bits",
+  ],
+  notice: "The resting point *γ*^{∗} is the top of a hill: a gate that starts above it moves up, and one that starts below it moves down. Unless the task pulls harder than the penalty pushes anywhere (4*λ* as published), the start decides. Every smooth *f* with *f*(*γ*) = *f*(1 − *γ*) has *f*′(½) = 0: no such penalty moves a gate off ½ or prefers a side.",
   parameters: {
-    lambda: {label: "penalty *λ*", value: 0.5, min: 0, max: 2},
+    shape: {label: "penalty *f*", value: "published", options: Object.keys(GATE_PENALTIES)},
+    lambda: {label: "its weight *λ*", value: 0.5, min: 0, max: 2},
     gradient: {label: "pull of the task *g* = d*L*/d*γ*", value: 0, min: -1, max: 1},
     start: {label: "*γ* at the start", value: 0.55, min: 0.01, max: 0.99},
     rate: {label: "learning rate *η*", value: 0.1, min: 0.01, max: 0.5},
   },
   presets: {
     "exactly on top": {start: 0.5},
+    "on top of the entropy": {start: 0.5, shape: "entropy"},
     "a little above": {start: 0.51, lambda: 1},
     "published λ = 0.1": {lambda: 0.1, start: 0.5, gradient: 0.1},
     "the task decides": {lambda: 0.1, gradient: -0.8, start: 0.2, rate: 0.3},
@@ -74,18 +86,19 @@ export const regularisation = {
   },
   readouts: {
     end: "{result|*γ* after 500 steps}",
-    penalty: "penalty 4*γ*(1 − *γ*) there",
+    penalty: "penalty *f* there",
+    middle: "slope *f*′ at ½",
     force: "gradient by *γ* at the start",
     balance: "resting point *γ*^{∗}",
     decides: "what decides",
   },
-  code: ({lambda, gradient, start, rate}) => python(
+  code: ({lambda, gradient, start, rate, shape}) => python(
     `z = torch.logit(${tensor(start)}).requires_grad_()`,
     `descent = torch.optim.SGD([z], lr=${rate})`,
     `for _ in range(${STEPS}):`,
     "    gamma = torch.sigmoid(z)",
     "    descent.zero_grad()",
-    `    (${gradient} * gamma + ${lambda} * ops.gate_penalty(gamma)).backward()`,
+    `    (${gradient} * gamma + ${lambda} * ${CODE[shape]}).backward()`,
     "    descent.step()",
     "torch.sigmoid(z)",
   ),

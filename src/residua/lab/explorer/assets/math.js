@@ -151,16 +151,39 @@ export function hybrid(q, k, gamma) {
 /** 4 gamma (1 - gamma): residua.ops.gate_penalty. */
 export const gatePenalty = (gamma) => 4 * gamma * (1 - gamma);
 
-/** gamma after each of `steps` steps of gradient descent on g gamma + lambda 4 gamma (1 - gamma), on its logit. */
-export function gateDescent(start, gradient, lambda, rate, steps) {
+const binaryEntropy = (gamma) => -[gamma, 1 - gamma].reduce((sum, p) => sum + (p > 0 ? p * Math.log2(p) : 0), 0);
+
+/** Smooth penalties with f(gamma) = f(1 - gamma), which are 0 at 0 and 1 and 1 in the middle, and their slopes. */
+export const GATE_PENALTIES = {
+  published: {value: gatePenalty, slope: (gamma) => 4 * (1 - 2 * gamma)},
+  squared: {value: (gamma) => gatePenalty(gamma) ** 2, slope: (gamma) => 8 * gatePenalty(gamma) * (1 - 2 * gamma)},
+  entropy: {value: binaryEntropy, slope: (gamma) => Math.log2(1 - gamma) - Math.log2(gamma)},
+};
+
+/** gamma after each of `steps` steps of gradient descent on its logit, for a loss with this slope by gamma. */
+export function gateDescent(start, slope, rate, steps) {
   let logit = Math.log(start / (1 - start));
   const gammas = [start];
   for (let step = 0; step < steps; step++) {
     const gamma = 1 / (1 + Math.exp(-logit));
-    logit -= rate * (gradient + 4 * lambda * (1 - 2 * gamma)) * gamma * (1 - gamma);
+    logit -= rate * slope(gamma) * gamma * (1 - gamma);
     gammas.push(1 / (1 + Math.exp(-logit)));
   }
   return gammas;
+}
+
+/** Where a slope by gamma falls through 0, by bisection on the logit: a place that descent leaves. NaN if nowhere. */
+export function hilltop(slope) {
+  const rises = (logit) => slope(1 / (1 + Math.exp(-logit))) > 0;
+  const logits = Array.from({length: 1001}, (_, i) => (i - 500) / 25);
+  const right = logits.findIndex((logit, i) => i > 0 && rises(logits[i - 1]) && !rises(logit));
+  if (right < 0) return NaN;
+  let [low, high] = [logits[right - 1], logits[right]];
+  for (let step = 0; step < 60; step++) {
+    const middle = (low + high) / 2;
+    if (rises(middle)) low = middle; else high = middle;
+  }
+  return 1 / (1 + Math.exp(-high));
 }
 
 const logSumExp = (values) => {
