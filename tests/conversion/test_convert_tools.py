@@ -8,14 +8,22 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.utils import parametrize
-from transformers import M2M100Config, M2M100Model, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    M2M100Config,
+    M2M100Model,
+    Olmo2Config,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    T5Config,
+    T5EncoderModel,
+)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import residua
 from residua.conversion.flow import UnknownUse
 from residua.errors import InputError
-from support.converted_models import IDS, PLAIN, WINDOWED, converted, llama
+from support.converted_models import IDS, PLAIN, VOCAB, WINDOWED, converted, llama, model_of
 from support.families import tiny
 from support.tolerances import assert_close
 
@@ -73,16 +81,68 @@ class Steered(nn.Module):
         return self.norm(x.tanh()) + 0.5
 
 
-def test_a_wrapper_around_a_norm_is_the_norm_and_runs_once():
-    plain, model = llama(), residua.convert(llama(), "residual")
-    for each in (plain, model):
-        each.model.layers[1].input_layernorm = Steered(each.model.layers[1].input_layernorm)
-    assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
-    wrapper = model.model.layers[1].input_layernorm
+def encoder_of_t5():
+    """A model whose norms stand two modules deeper than its layers."""
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB}
+    torch.manual_seed(0)
+    return T5EncoderModel(T5Config(**sizes)).double().eval()
+
+
+def add(holder, name, module):
+    holder.add_module(name, module)
+
+
+def add_again(holder, name, module):
+    delattr(holder, name)
+    holder.add_module(name, module)
+
+
+HOLDERS = {
+    "llama": (llama, lambda model: model.model.layers[1], "input_layernorm"),
+    "t5": (encoder_of_t5, lambda model: model.encoder.block[1].layer[0], "layer_norm"),
+}
+
+
+@pytest.mark.parametrize("put", [setattr, add, add_again])
+@pytest.mark.parametrize("family", HOLDERS)
+def test_a_wrapper_around_a_norm_is_the_norm_and_runs_once(family, put):
+    build, holder_of, name = HOLDERS[family]
+    plain, model = build(), residua.convert(build(), "residual")
+    for holder in map(holder_of, (plain, model)):
+        put(holder, name, Steered(getattr(holder, name)))
+    assert torch.equal(model(input_ids=IDS)[0], plain(input_ids=IDS)[0])
+    wrapper = getattr(holder_of(model), name)
     assert wrapper.calls == 1
+    assert torch.equal(copy.deepcopy(model)(input_ids=IDS)[0], plain(input_ids=IDS)[0])
     residua.unconvert(model)
     assert type(wrapper) is Steered
-    assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    assert type(holder_of(model)) is type(holder_of(plain))
+    assert torch.equal(model(input_ids=IDS)[0], plain(input_ids=IDS)[0])
+
+
+class Shifted(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) + 0.5
+
+
+@pytest.mark.parametrize("family", HOLDERS)
+def test_a_wrapper_that_a_norm_was_put_into_unseen_is_refused(family):
+    build, holder_of, name = HOLDERS[family]
+    model = residua.convert(build(), "residual")
+    holder = holder_of(model)
+    holder._modules[name] = Shifted(getattr(holder, name))
+    with pytest.raises(UnknownUse, match=rf"in the place of .*{name}; put it there with setattr"):
+        model(input_ids=IDS)
+
+
+def test_a_wrapper_around_a_reader_without_a_norm_gets_what_it_reads():
+    results = []
+    for convert in (lambda model: model, lambda model: residua.convert(model, "residual")):
+        model = convert(model_of(Olmo2Config, intermediate_size=24))
+        for layer in model.model.layers:
+            layer.mlp = Shifted(layer.mlp)
+        results.append(model(IDS).logits)
+    assert torch.equal(*results)
 
 
 class Double(nn.Module):

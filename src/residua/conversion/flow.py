@@ -439,6 +439,9 @@ class Borrowed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         owner = self.owner
+        if not isinstance(owner, Reader):  # it has run by itself too, on what the norm in it gave
+            name = ".".join(self._path)
+            raise UnknownUse(f"has another module in the place of {name}; put it there with setattr, or before convert")
         weight = next(owner.parameters(), None) if self.cast else None
         return owner(x if weight is None else x.to(weight.dtype))
 
@@ -478,7 +481,25 @@ class Swapped:
         return _blank, type(self).__bases__, self.__dict__
 
 
-class ConvertedLayer(Swapped):
+class Holder(Swapped):
+    """A module that holds readers. What is put in the place of one, such as a wrapper around it, is the reader then.
+
+    residua_readers: whether each is a connection's norm, by its name here.
+    """
+
+    residua_readers: Mapping[str, bool] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.residua_readers and isinstance(value, nn.Module):
+            become_reader(value, is_norm=self.residua_readers[name])
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)  # type: ignore[misc]
+        setattr(self, name, module)
+
+
+class ConvertedLayer(Holder):
     """A layer that runs its own code on a `Flow`."""
 
     @property
@@ -504,13 +525,6 @@ class ConvertedLayer(Swapped):
         else:
             kwargs[name] = flow
         return stream.leave(super().forward(*args, **kwargs), memories)  # type: ignore[misc]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A module in the place of a connection's norm, such as a wrapper, is the norm then."""
-        before = vars(self)["_modules"].get(name)
-        if isinstance(value, nn.Module) and getattr(before, "residua_is_norm", False):
-            become_norm(value)
-        super().__setattr__(name, value)
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
@@ -552,11 +566,19 @@ class Reader(Swapped):
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-def become_norm(module: nn.Module) -> None:
-    """Let a module be the norm of a connection: it is called with tensors, by the connection alone."""
+def let_read(holder: Any, name: str, *, is_norm: bool) -> None:
+    """Let a child of a module read the residual, and whatever is put in its place later."""
+    if not isinstance(holder, Holder):
+        swap(holder, Holder)
+    vars(holder)["residua_readers"] = {**holder.residua_readers, name: is_norm}
+    become_reader(getattr(holder, name), is_norm=is_norm)
+
+
+def become_reader(module: Any, *, is_norm: bool) -> None:
+    """Let a module read the residual: as the norm of a connection it is called by that alone, with tensors."""
     if not isinstance(module, Reader):
         swap(module, Reader)
-    vars(module)["residua_is_norm"] = True
+        vars(module)["residua_is_norm"] = is_norm
 
 
 INPUTS = ("hidden_states", "x", "inputs_embeds", "inputs", "hidden_state")
@@ -592,7 +614,9 @@ def swap_back(module: Any) -> None:
 def _swapped_back(cls: type) -> type:
     if not issubclass(cls, Swapped):
         return cls
-    return vars(cls).get("swapped_from") or _rebased(cls, *map(_swapped_back, cls.__bases__))
+    if plain := vars(cls).get("swapped_from"):
+        return _swapped_back(plain)
+    return _rebased(cls, *map(_swapped_back, cls.__bases__))
 
 
 def _rebased(cls: type, *bases: type) -> type:
@@ -605,9 +629,10 @@ def release(model: nn.Module) -> None:
     for module in list(model.modules()):
         if isinstance(module, ConvertedLayer):
             delattr(module, STREAM)
-        if isinstance(module, (ConvertedLayer, Reader)):
+        if isinstance(module, (Holder, Reader)):
             swap_back(module)
-            vars(module).pop("residua_is_norm", None)
+            for name in ("residua_is_norm", "residua_readers"):
+                vars(module).pop(name, None)
 
 
 def _blank(mixin: Any, plain: type) -> Any:

@@ -16,11 +16,11 @@ from residua.conversion.flow import (
     Borrowed,
     ConvertedLayer,
     LayerStream,
-    Reader,
     keywords_of,
     layer_streams,
     layers_in,
     lend,
+    let_read,
     release,
     swap,
 )
@@ -101,10 +101,8 @@ def rebuild(
         swap(layer, ConvertedLayer)
         for sublayer in sublayers:
             for name in sublayer.readers:
-                child: Any = layer.get_submodule(name)
-                if not isinstance(child, Reader):
-                    swap(child, Reader)
-                    child.residua_is_norm = sublayer.normed
+                parent, _, own_name = name.rpartition(".")
+                let_read(layer.get_submodule(parent), own_name, is_norm=sublayer.normed)
 
 
 def restore(model: nn.Module, conversion: Conversion) -> None:
