@@ -21,6 +21,7 @@ EXAMPLES = (
     "convert_llama.py",
     "vision_transformer.py",
     "graph.py",
+    "any_network.py",
     "custom_scheme/momentum_residual.py",
     "custom_scheme/use.py",
     "check_module.py",
