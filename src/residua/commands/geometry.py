@@ -9,6 +9,17 @@ from residua.errors import Count, between
 
 NOT_QUICK = ("hc", "edelta-stream")
 """Models that `quick` trains only when asked: they are not in the publication."""
+FULL_MODELS = (
+    "edelta-sequence",
+    "residual",
+    "jpmhc",
+    "zero-layer",
+    "pooled-householder-sequence",
+    "edelta-token",
+    "mhc-split",
+)
+"""Models of `quick --full`, the most wanted first: the published ones, and two that answer them."""
+SEEDS = (42, 123, 456)
 Seed = Annotated[int, between(0, 2**32 - 1)]
 Processes = Annotated[int, between(1, 1024)]
 
@@ -16,7 +27,7 @@ Processes = Annotated[int, between(1, 1024)]
 def reflection(
     *,
     models: tuple[str, ...] | None = None,
-    seeds: tuple[Seed, ...] = (42, 123, 456),
+    seeds: tuple[Seed, ...] = SEEDS,
     steps: Count | None = None,
     vectors: tuple[Count, ...] = (500,),
     out: str = "runs/geometry/reflection",
@@ -64,7 +75,7 @@ def quick(
     tasks: tuple[str, ...] | None = None,
     full: bool = False,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    seeds: tuple[Seed, ...] = (42, 123),
+    seeds: tuple[Seed, ...] | None = None,
     steps: Count | None = None,
     out: str | None = None,
     processes: Processes | None = None,
@@ -80,10 +91,10 @@ def quick(
 
     Args:
         models (SCHEME): schemes, and controls (default: those of the publication; an unknown name lists all)
-        tasks: (default: all; an unknown name lists them)
-        full: the published sizes and steps, which want a GPU
+        tasks: (default: all, with --full those on sequences; an unknown name lists them)
+        full: the published sizes and steps, which want a GPU; the first seed of all models runs first
         device: auto is cuda if available
-        seeds (N): of weights and batches
+        seeds (N): of weights and batches (default: 42 123, with --full also 456)
         steps: of each run (default: as the recipe has it)
         out (DIR): a new folder, or one to resume (default: runs/geometry/quick, or full with --full)
         processes: runs at the same time (default: one for each core)
@@ -97,12 +108,13 @@ def quick(
     settings = FULL if full else QUICK
     settings = replace(settings, steps=steps or settings.steps)
     place = pick_device(device, "--device")
-    chosen = models or [name for name in MODELS if name not in NOT_QUICK]
+    chosen = models or (FULL_MODELS if full else [name for name in MODELS if name not in NOT_QUICK])
+    wanted = tasks or [name for name in TASKS if not full or TASKS[name].length > 1]
     jobs = [
-        job(model, task, seed, settings, place)
-        for task in dict.fromkeys(tasks or TASKS)
-        for model in dict.fromkeys(chosen)
-        for seed in dict.fromkeys(seeds)
+        replace(job(model, task, seed, settings, place), order=(nth, rank) if full else ())
+        for task in dict.fromkeys(wanted)
+        for rank, model in enumerate(dict.fromkeys(chosen))
+        for nth, seed in enumerate(dict.fromkeys(seeds or (SEEDS if full else SEEDS[:2])))
     ]
     folder = Path(out or f"runs/geometry/{'full' if full else 'quick'}")
     facts = {"experiment": "sequences", **asdict(settings)}

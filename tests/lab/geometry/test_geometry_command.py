@@ -63,5 +63,19 @@ def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
     assert "the same command resumes there" in capsys.readouterr().err
 
 
+def test_full_sizes_begin_with_the_first_seed_of_every_model(tmp_path, monkeypatch):
+    """So that a run that is cut leaves whole tables of fewer seeds, of the most wanted models first."""
+    asked = Mock(return_value=({}, []))
+    monkeypatch.setattr("residua.lab.geometry.experiment.run_experiment", asked)
+    geometry.quick(full=True, device="cpu", out=str(tmp_path))
+    jobs = sorted(asked.call_args.args[2], key=lambda job: job.order)
+    names = [job.name.split("+") for job in jobs]
+    seeds = [seed for *_, seed in names]
+    assert seeds == [seed for seed in ("seed42", "seed123", "seed456") for _ in range(len(jobs) // 3)]
+    assert list(dict.fromkeys(model for _, model, _ in names)) == list(geometry.FULL_MODELS)
+    assert {task for task, *_ in names} == {"gyroscope", "stability", "near-pi", "near-pi-multi"}
+    assert asked.call_args.args[1]["steps"] == 2000
+
+
 def test_the_models_that_are_not_quick_are_models():
-    assert set(geometry.NOT_QUICK) <= set(MODELS)
+    assert {*geometry.NOT_QUICK, *geometry.FULL_MODELS} <= set(MODELS)
