@@ -218,7 +218,7 @@ def test_a_model_that_is_converted_in_part_is_not_saved_whole(part, given, tmp_p
     weights = {"state_dict": model.state_dict()} if given else {}  # as trainers of sharded models do
     with pytest.raises(InputError, match=rf"converted part; .*save_connection\(model\.{path}, FOLDER\)"):
         model.save_pretrained(tmp_path, **weights)
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert not list(tmp_path.iterdir())
     residua.save_connection(model.get_submodule(path), tmp_path / "connection")
     residua.unconvert(model.get_submodule(path), lossy=True)
     model.save_pretrained(tmp_path / "plain")

@@ -297,12 +297,15 @@ class LayerStream(WideParts):
         self.connections = nn.ModuleList(connections)
         self.collapse = collapse
 
-    @property
-    def _tied_weights_keys(self) -> dict[str, str]:
-        """None are tied. `save_pretrained` asks every module, and is refused for a model that is converted in part."""
-        if (saved := being_saved()) is not None:
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Do as `nn.Module`; refuse the `save_pretrained` of a model that is converted in part.
+
+        That asks for all modules, by accelerate, before it writes. Nothing else in the model around the converted one
+        knows of the connections.
+        """
+        if self.expand is not None and (saved := being_saved()) is not None:
             expect_converted_whole(saved["self"])
-        return {}
+        return super().named_modules(*args, **options)
 
     @property
     def itself(self) -> "LayerStream":
@@ -317,9 +320,7 @@ class LayerStream(WideParts):
     def enter(self, incoming: Any, memories: Memories, *, checkpointed: bool) -> Flow:
         """Return the flow inside the layer, from its input."""
         if isinstance(incoming, Flow) != (self.expand is None):
-            raise UnknownUse(
-                "got the residual in a form that only another layer expects; were layers skipped? layerdrop must be 0"
-            )
+            raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
         if self.expand is not None:
             lead = lead_of(incoming)
             state = self.expand(rows_of(incoming), memories.get(self.expand))
@@ -357,8 +358,12 @@ def lead_of(x: Tensor) -> tuple[int, ...] | None:
 
 def being_saved() -> Mapping[str, Any] | None:
     """Return the variables of the `save_pretrained` of a model that is running; None if none is."""
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    return next((x.f_locals for x in frames if x.f_code is PreTrainedModel.save_pretrained.__code__), None)
+    if torch.compiler.is_compiling():
+        return None
+    asking, saving = expect_converted_whole.__code__, PreTrainedModel.save_pretrained.__code__
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code in (asking, saving))
+    frame = next(frames, None)
+    return None if frame is None or frame.f_code is asking else frame.f_locals
 
 
 def expect_converted_whole(model: PreTrainedModel) -> None:
