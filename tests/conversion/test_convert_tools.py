@@ -16,6 +16,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
+    Wav2Vec2Config,
+    Wav2Vec2Model,
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -297,12 +299,28 @@ def m2m(**options):
     return M2M100Model(M2M100Config(**sizes, max_position_embeddings=32, pad_token_id=1, **options))
 
 
-def test_layers_that_are_skipped_at_random_are_refused_with_the_remedy():
-    encoder = m2m(encoder_layerdrop=0.1).get_encoder()
-    with pytest.raises(InputError, match=r"layerdrop must be 0 .* got 0\.1; set model\.layerdrop = 0"):
-        residua.convert(encoder, "residual")
+def test_layers_that_are_skipped_at_random_in_training_are_refused_there_with_the_remedy():
+    encoder = m2m(encoder_layerdrop=0.1).get_encoder().eval()
+    before = encoder(IDS).last_hidden_state
+    residua.convert(encoder, "residual")
+    assert torch.equal(encoder(IDS).last_hidden_state, before)
+    with pytest.raises(ValueError, match=r"layerdrop must be 0 .* got 0\.1; set layerdrop = 0 on the M2M100Encoder"):
+        encoder.train()(IDS)
     encoder.layerdrop = 0
-    residua.convert(encoder, "residual").train()(IDS)
+    encoder(IDS).last_hidden_state.sum().backward()
+
+
+def test_layers_that_a_configuration_lets_skip_are_refused_in_training():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes |= {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
+    sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "do_stable_layer_norm": True}
+    sound = {"input_values": torch.randn(1, 64)}
+    model = Wav2Vec2Model(Wav2Vec2Config(**sizes, layerdrop=0.1, mask_time_prob=0.0))
+    residua.convert(model, "hc", inputs=sound).train()
+    with pytest.raises(ValueError, match=r"got 0\.1; set config\.layerdrop = 0 on the Wav2Vec2EncoderStable"):
+        model(**sound)
+    model.encoder.config.layerdrop = 0
+    model(**sound).last_hidden_state.sum().backward()
 
 
 def test_a_model_that_adds_images_between_its_layers_is_asked_for_one():

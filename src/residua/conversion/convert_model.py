@@ -75,7 +75,6 @@ def convert(
         except ValueError as error:
             raise InputError(f"{first_line(error)}; or start='fresh', to train from scratch") from error
     expect_convertible(model)
-    expect_every_layer(model)
     if inputs is None:
         expect_text(model)
     inputs, before = probe(model, inputs)
@@ -215,43 +214,16 @@ def expect_convertible(model: Any) -> None:
         )
 
 
-def expect_every_layer(model: PreTrainedModel) -> None:
-    """Raise InputError for a model that skips layers at random in training: the first and the last do more than others.
-
-    The first makes the state of the scheme from the residual, and the last reads it out.
-    """
-    trunk, path = _trunk_of(model)
-    config = vars(getattr(trunk, "config", model.config))
-    places = (
-        {"layerdrop": vars(trunk)["layerdrop"]}
-        if "layerdrop" in vars(trunk)
-        else {f"config.{name}": config.get(name) for name in ("layerdrop", "speech_encoder_layerdrop")}
-    )
-    for name, value in places.items():
-        if isinstance(value, (int, float)) and value > 0:
-            raise InputError(
-                f"{type(model).__name__}: layerdrop must be 0 in a converted model, which cannot skip its first and "
-                f"last layers, got {value}; set {path}.{name} = 0"
-            )
-
-
 def expect_text(model: PreTrainedModel) -> None:
     """Raise InputError for a model that adds features of images between its layers, which token ids would not show."""
-    trunk, _ = _trunk_of(model)
+    _, stack = stack_of(model)
+    trunk = next(module for module in model.modules() if stack in module.children())
     names = [name for name in inspect.signature(trunk.forward).parameters if name.startswith(VISION)]
     if names and "pixel_values" in inspect.signature(model.forward).parameters:
         raise InputError(
             f"{type(model).__name__}: inputs must be given for a model whose layers take {names[0]}, got none; "
             "give a small batch with an image, or one without (inputs={'input_ids': ...}) to use it on text alone"
         )
-
-
-def _trunk_of(model: PreTrainedModel) -> tuple[nn.Module, str]:
-    """Return the module that holds the list of layers, and how to reach it from `model`."""
-    _, stack = stack_of(model)
-    found = ((module, name) for name, module in model.named_modules() if stack in module.children())
-    trunk, name = next(found, (model, ""))
-    return trunk, f"model.{name}".rstrip(".")
 
 
 def _known(model: PreTrainedModel) -> str:

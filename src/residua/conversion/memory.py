@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from residua.connections.parts.memory import positions_in
 from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, UnknownUse, layer_in, layer_streams, layers_in
+from residua.errors import InputError
 from residua.models.memory import (
     attention_mask_of,
     cache_for,
@@ -55,10 +56,12 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Before the forward pass of a trunk: give its layers their memories, if the scheme reads earlier tokens.
 
     Raises:
-        ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember, or
-            reentrant checkpointing.
+        ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember,
+            reentrant checkpointing, or layers that are skipped at random in training.
     """
     stack, first = _stack_of(trunk)
+    if trunk.training:
+        expect_every_layer(trunk)
     for module in (trunk, stack[0], first):
         expect_gradients(module)  # type: ignore[arg-type]
     if not getattr(first, STREAM).looks_back:
@@ -130,6 +133,24 @@ def expect_gradients(module: nn.Module) -> None:
             "gradient_checkpointing_enable must get use_reentrant=False for a converted model, got True, with which "
             "nothing before the last layer would learn; of checkpoint_wrapper take CheckpointImpl.NO_REENTRANT"
         )
+
+
+LAYERDROP = ("layerdrop", "speech_encoder_layerdrop")
+"""The names of the probability with which a trunk skips a layer in training, of its own or in its configuration."""
+
+
+def expect_every_layer(trunk: Any) -> None:
+    """Raise InputError for a trunk that skips layers at random in training.
+
+    The first makes the state of the scheme from the residual, the last reads it out, and the others keep it whole.
+    """
+    owner, place = (trunk, "") if "layerdrop" in vars(trunk) else (getattr(trunk, "config", None), "config.")
+    for name in LAYERDROP:
+        if (value := getattr(owner, name, 0) or 0) > 0:
+            raise InputError(
+                f"{name} must be 0 to train a converted model, whose layers cannot be skipped, got {value}; set "
+                f"{place}{name} = 0 on the {type(trunk).__name__}"
+            )
 
 
 def read_out(module: nn.Module, args: Any, output: Any) -> Any:
