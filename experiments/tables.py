@@ -8,8 +8,10 @@ python experiments/tables.py --demo runs/demo    record a finished demo as demo.
 import argparse
 import csv
 import json
+import re
 import statistics
 import sys
+from dataclasses import MISSING, fields
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -594,7 +596,27 @@ def shared_options_table() -> str:
     )
 
 
+def study_keys_table() -> str:
+    """Return one row for each key of a study's file, from the docstrings of its parts."""
+    from residua.docstrings import docstring
+    from residua.lab.study.definition import Entry, Question, Size, Study, Tuning
+
+    parts = {"the file": Study, "a size": Size, "a scheme": Entry, "`tuning`": Tuning, "a question": Question}
+    rows = []
+    for title, kind in parts.items():
+        defaults = {field.name: field for field in fields(kind)}
+        for keys, words in re.findall(r"(?m)^(\w+(?:, \w+)*) {2,}(\S.*(?:\n +\S.*)*)", docstring(kind)):
+            for key in keys.split(", "):
+                field = defaults[key]
+                made = field.default if field.default_factory is MISSING else field.default_factory()
+                shown = "" if made is MISSING else f"`{json.dumps(made)}`"
+                name = "a key of `residua train`" if key == "keys" else f"`{key}`"
+                rows.append([title, name, " ".join(words.split()).replace("|", "or"), shown])
+    return markdown(["of", "key", "what it is", "default"], rows)
+
+
 PAGES: dict[str, Blocks] = {
+    "docs/study.md": {"study-keys": study_keys_table},
     "docs/schemes.md": {"shared-options": shared_options_table},
     "docs/speed.md": {
         "speed": speed_table,

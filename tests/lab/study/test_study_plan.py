@@ -20,7 +20,8 @@ def walked(plan, loss):
     finished, order = {}, []
     while new := [run for run in plan.runs(finished) if run.key not in finished]:
         order.append(new[0])
-        finished[new[0].key] = {"val_loss": loss(new[0])}
+        value, steps = loss(new[0]), new[0].config.train.steps
+        finished[new[0].key] = {"val_loss": value, "steps": steps, "split": [[steps, value, value]]}
     return order
 
 
@@ -201,7 +202,7 @@ def test_data_that_would_be_seen_twice_are_refused(data):
 
 @pytest.mark.slow
 def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
-    block, _ = studies_of_the_page()
+    _, block, _ = studies_of_the_page()
     path = tmp_path / "study.yaml"
     path.write_text(block.replace("tokens_per_parameter: 1 ", "tokens_per_parameter: 0.002 "))
     found = load_study(str(path))
@@ -209,6 +210,18 @@ def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
     assert {run.kind for run in runs if run.size == "deep"} == {"tune", "final", "report", "longer"}
     assert {run.kind for run in runs if run.size == "wide"} == {"report", "longer"}
     assert {run.scheme for run in runs} == set(found.schemes)
+
+
+def test_the_study_of_ones_own_scheme_that_the_page_shows_can_be_planned(data, tmp_path):
+    block, *_ = studies_of_the_page()
+    path = tmp_path / "study.yaml"
+    few = block.replace("tokens_per_parameter: 20", "tokens_per_parameter: 0.0001").replace(
+        "device: cuda", "device: cpu"
+    )
+    path.write_text(few.replace("  momentum: {}", "  momentum: {connection: hc}").replace("1024", "16"))
+    runs = walked(Plan(load_study(str(path)), data), by_rate(0.008))
+    assert len(runs) == 45  # as the page says: three rates and five seeds of three schemes
+    assert {run.config.train.lr for run in runs} == {0.004, 0.008, 0.016}
 
 
 def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):

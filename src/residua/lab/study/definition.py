@@ -65,9 +65,9 @@ Over = Annotated[
 class Entry:
     """One scheme of a study.
 
-    connection      a preset's name, with options if wanted: "residual:expand=conv"
-    keys            further keys of the configuration that it needs
-    parameters_of   another scheme: the MLPs are widened until both have as many parameters
+    connection      a preset's name, with options if wanted: "residual:expand=conv"; the name of the row without it
+    keys            keys of the configuration that only this scheme has
+    parameters_of   another scheme of the study: the MLPs are widened until both have as many parameters
     """
 
     name: str
@@ -84,14 +84,15 @@ class Entry:
 class Size:
     """One size.
 
-    tuned                  the size whose settings count here too; None: this one is tuned by itself
-    over                   keys that are searched again from there, in runs of full length: tuning.over in small. None:
-                           no search
-    longer                 in place of the study's; without longer runs there is no comparison at equal FLOPs or seconds
-    tokens_per_parameter   in place of the study's
-    seeds                  some of the study's in place of all, where runs are long; questions then add none
-    noise                  "pooled" if the runs of all schemes vary alike over the seeds, "own" where that is not
-                           expected, as when some runs go through a transition and others do not
+    keys                   keys of the configuration that only this size has
+    tuned                  another size, whose tuned settings this one takes; without it this size is tuned by itself
+    over                   beside `tuned`: keys with values that are searched again from those settings, in runs of full
+                           length
+    longer                 `longer` of this size; without longer runs there is no comparison at equal FLOPs or seconds
+    tokens_per_parameter   `tokens_per_parameter` of this size
+    seeds                  those of the study's seeds that this size uses, if its runs are long; questions then add none
+    noise                  "pooled": one standard deviation over the seeds for all schemes; "own": one for each, if some
+                           runs may go through a transition and others not
     """
 
     name: str
@@ -112,19 +113,19 @@ class Size:
 class Tuning:
     """The budget of every scheme, which stands in the report.
 
-    over             the values of every tuned key: the grid that a search begins with
-    runs             of each scheme at most; the search goes from the best point of the grid to its neighbours
-    baseline_runs    of each baseline at most
-    factors          from a point to its neighbours, by key; 2 for keys that are not here
-    length           of a tuning run, as a fraction of a reported one
-    finalists        how many of the best points are then trained in full, as short runs favour high learning rates; the
-                     best of them is reported. 1: the best point of the search is
-    seed             of the search, which no reported run has
-    final_seeds      of the finalists, which no reported run has either: one seed cannot tell points that are close.
-                     Their means are compared. Empty: `seed` alone
-    rule             "one seed": as above. "all seeds": every point is trained in full with the seeds of the study. The
-                     row is that with the lowest mean loss on labels that do not repeat, which does not jump when a run
-                     learns to copy. The report shows all points, and which of their runs copy
+    over             the keys that are tuned and the values that the search begins with, its grid
+    runs             points for each scheme at most; the search goes from the best one to its neighbours
+    baseline_runs    points for each baseline at most
+    factors          the factor from a point to its neighbours, by key; 2 for any other key
+    length           the length of a tuning run, as a fraction of a reported one
+    finalists        the number of best points that are then trained in full, because short runs favour high learning
+                     rates; with 1 the best point of the search is reported
+    seed             the seed of the search, which no reported run has
+    final_seeds      the seeds of the finalists, whose means are compared, because one seed cannot tell points that are
+                     close; no reported run has them; only `seed` if empty
+    rule             "one seed": `seed` tunes. "all seeds": every point is trained in full with the seeds of the study;
+                     the row is the point with the lowest mean loss on labels that do not repeat, which does not jump
+                     when a run learns to copy; the report shows all points, and which of their runs copy
     """
 
     over: Over
@@ -171,11 +172,11 @@ class Tuning:
 class Question:
     """One question, which a study answers with a difference at each size for every comparison.
 
-    ask       in words
+    ask       the question in words
     compare   pairs of schemes: the loss of the first minus that of the second
-    at        equal "tokens", "FLOPs", "seconds" or "compiled seconds", of a step through `torch.compile`; for all but
-              tokens the second of each pair must be a baseline
-    seeds     further ones, beside those of the study, of the schemes that it compares; only at equal tokens
+    at        the measures at which they are compared: equal "tokens", "FLOPs", "seconds" or "compiled seconds", of a
+              step through `torch.compile`; for all but tokens the second of each pair must be a baseline
+    seeds     seeds, beside the study's, of the schemes that it compares; only at equal tokens
     """
 
     name: str
@@ -198,19 +199,22 @@ class Question:
 class Study:
     """A study as its file describes it.
 
-    title                  what it is called
-    config, set            the training configuration that all runs share, and keys that differ from it
-    tokens_per_parameter   of every run, counted on the first baseline at that size
+    title                  the name of the study, in words
+    config                 the recipe or YAML file of `residua train` that all runs share, or several
+    set                    keys of the configuration that differ from it, the same for all runs
+    tokens_per_parameter   the tokens of every run, for each parameter of the first baseline at that size
     epochs                 how often a run may see the data at most
-    sizes, schemes         sizes and schemes by name, in the order of the runs
+    sizes                  the sizes by name, in the order of the runs
+    schemes                the schemes by name, in the order of the runs
     baselines              the schemes that the others are compared with, the plainest first
-    tuning                 the budget
-    seeds                  of the reported runs; none of them tuned anything
-    longer                 times as many tokens for further runs of the baselines, for the comparison at equal seconds
-    warmup                 share of the steps
-    evaluations            points of a learning curve
-    questions              what the study is to answer, by name; a study of some schemes keeps all of them
-    primary                the contrasts at equal tokens that were named before their runs, pairs of schemes by size;
+    tuning                 the budget of the search for each scheme
+    seeds                  the seeds of the reported runs, of which none tunes
+    longer                 how many times as many tokens further runs of the baselines have, for the comparison at equal
+                           FLOPs and seconds
+    warmup                 the warmup's share of the steps
+    evaluations            the number of points of a learning curve
+    questions              the questions by name that the study is to answer
+    primary                the contrasts at equal tokens that are named before their runs, pairs of schemes by size;
                            p-values are corrected for their number, and everything else is descriptive
 
     Raises:
