@@ -250,7 +250,7 @@ class Stream(WideParts):
     `expand` and `collapse` take their input and a `Memory` or None.
     """
 
-    scheme: "Scheme | None" = None  # what built this stream, and its width; `Scheme.build` sets them
+    scheme: "Scheme | None" = None  # the scheme that built this stream, and its width; `Scheme.build` sets both
     dim: int | None = None
 
     def __init__(self, expand: nn.Module, connections: Sequence[Connection], collapse: nn.Module):
@@ -306,7 +306,7 @@ class Stream(WideParts):
         `Connection.forward`.
 
         Raises:
-            TypeError, ValueError: x is of another shape or no embedding; `sublayers` are no list of callables, one per
+            TypeError, ValueError: x has another shape or dtype; `sublayers` are not a list of callables, one per
                 connection; and as `Connection.forward`.
         """
         expect_sublayers(sublayers, len(self.connections))
@@ -339,7 +339,7 @@ class Scheme(ABC):
     """A residual scheme with all its options: a frozen dataclass that is its own configuration.
 
     title, equation, paper, users: shown by `residua schemes`, the paper as `source`, which may depend on the options;
-        users: who runs it, as the sources say.
+        users: the models and code that use it, with sources.
     constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
     derived: for an option that may be None, the options from which it is then derived.
     divisors: options that must be divisors of the width.
@@ -420,7 +420,7 @@ class Scheme(ABC):
         norms and sublayers are, and every parameter of the connections that training needs has a gradient.
 
         Raises:
-            ValueError: the scheme has no such start; the message says why.
+            ValueError: the scheme cannot start as the residual; the message says why.
         """
         start, reason = self.residual_start, self.cannot_preserve
         if start is None or reason:
@@ -435,8 +435,8 @@ class Scheme(ABC):
         the norms inside the connections.
 
         Raises:
-            ValueError: `dim` or `num_sublayers` is no such number, or the options do not fit this width.
-            TypeError: `norm` is no function.
+            ValueError: `dim` or `num_sublayers` is not a positive integer, or the options do not fit this width.
+            TypeError: `norm` is not callable.
         """
         dim, num_sublayers = counted("dim", dim, 1), counted("num_sublayers", num_sublayers, 0)
         if norm is not None and (isinstance(norm, nn.Module) or not callable(norm)):

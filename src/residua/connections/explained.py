@@ -1,4 +1,4 @@
-"""A scheme in words and numbers: what its docstring says, the values of its options, its state and its parameters."""
+"""Describe a scheme in words and numbers: its docstring, the values of its options, its state and its parameters."""
 
 import re
 from dataclasses import fields

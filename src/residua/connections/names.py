@@ -320,7 +320,7 @@ def _entry_points_on(path: tuple[str, ...]) -> "tuple[EntryPoint, ...]":
 
 
 def forget() -> None:
-    """Look for packages anew, of which one may have been installed meanwhile."""
+    """Rescan the installed packages."""
     _entry_points_on.cache_clear()
 
 

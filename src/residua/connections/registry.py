@@ -231,7 +231,7 @@ def _load(key: str, name: str, package: Any) -> None:
     matter. Do nothing if there is none.
 
     Raises:
-        ValueError: several packages declare it, or what it declares cannot be imported or is not a scheme.
+        ValueError: several packages declare it, or its declaration cannot be imported or is not a scheme.
     """
     names.forget()  # perhaps it was installed meanwhile
     packages = sorted({package_of(point) for point in entry_points() if point.name == name})

@@ -163,7 +163,7 @@ def _masked(streams: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _only(chosen: Tensor, x: Tensor) -> Tensor:
-    """Return x: (..., seq, streams, dim) with zeros where `chosen`: (..., seq) is false, whatever stands there."""
+    """Return x: (..., seq, streams, dim) with zeros where `chosen`: (..., seq) is false, even in place of NaN."""
     wide = chosen[..., None, None]  # a product with 0 would keep NaN and infinity
     recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or batched(x)
     if recorded or type(x) is not Tensor or x.device.type != "cpu" or x.dtype.itemsize not in _BITS:

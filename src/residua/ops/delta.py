@@ -177,7 +177,7 @@ def delta_write(
     eps: float = 1e-5,
     recompute_every: int = 1,
 ) -> Tensor:
-    """X' = X + beta k (v^T - k^T X): erase what X holds along k, write v there (arXiv 2601.00417, additive form).
+    """X' = X + beta k (v^T - k^T X): erase the component of X along k, write v there (arXiv 2601.00417, additive form).
 
     state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), equal leading sizes; other
     shapes raise ValueError. k is used as it is: `unit(k)` gives the paper's operator, and so does `k_norm`, the norm of

@@ -23,7 +23,7 @@ def derive(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     needs a gradient as an argument. Inputs that can be recomputed are not kept either. The gradient can be
     differentiated unless a write has to be replayed for it.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # a compiler decides itself what to keep
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # a compiler itself decides which tensors to keep
         return function(*inputs)
     return applied(_Derived, function, *inputs)
 

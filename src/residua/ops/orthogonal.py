@@ -24,7 +24,7 @@ def _sheared(u: Tensor, v: Tensor) -> Tensor:
     In terms of v, mu^2 = |u|^2 |v|^2 - (u . v)^2 and A^2 lose their digits to cancellation if u and v are almost
     parallel. The operator does not depend on s, so no gradient has to flow through it.
     """
-    for _ in range(2):  # the second pass removes what rounding left of u
+    for _ in range(2):  # the second pass removes the rest of u that rounding left
         with torch.no_grad():
             s = dot(u, v) / dot(u, u).clamp_min(torch.finfo(u.dtype).tiny)
         v = v - s.unsqueeze(-1) * u

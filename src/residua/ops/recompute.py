@@ -2,7 +2,7 @@
 
 The gradient of a write or of a read needs the state before it. A write is linear in the state and needs little else, so
 it is enough to keep one state in several and to replay the writes since: the same operations on the same numbers, hence
-the same bits. Autograd's graph is the record of what to replay: the input of a write is the output of the write before
+the same bits. Autograd's graph records the writes to replay: the input of a write is the output of the write before
 it, whose node holds the direction and the step.
 
 An autograd function saves its tensors with `save_state` in its forward pass, and gets them back with `release` in its
@@ -60,7 +60,7 @@ def save_state(
 def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
     """Return the tensors that `save_state` was given, with inputs that were not kept recomputed.
 
-    For the backward pass of `ctx`: every reader of its result has had it, so it is let go. The node that made an input
+    For the backward pass of `ctx`: all consumers have run, so the result can be freed. The node that made an input
     holds it until its own backward pass, for other readers.
 
     needed: whether to recompute each input; all by default.
@@ -103,14 +103,15 @@ def expect_first_derivative() -> None:
 
 def _maker(x: Tensor | None, every: int | None = None) -> Any:
     """Return the node that made x and can recompute it, with fewer than `every` writes; None if x must be kept."""
-    if x is None or torch.compiler.is_compiling():  # a compiler sees no graph, and decides itself what to keep
+    if x is None or torch.compiler.is_compiling():  # a compiler sees no graph, and itself decides which tensors to keep
         return None
     if x.grad_fn is None or x._version:  # changed in place since it was written, unseen by autograd
         return None
     node = _behind((x.grad_fn, x.output_nr))
     if getattr(node, "replay", None) is None or (every is not None and node.age >= every):
         return None
-    # Reading what a node of another checkpoint saved would run its layer again, whose weights may be sharded by then.
+    # Reading tensors that a node of another checkpoint saved would run its layer again, whose weights may be sharded
+    # by then.
     return node if node.checkpoint in (None, _checkpoint()) else None
 
 

@@ -1,1 +1,1 @@
-"""What several schemes are built on."""
+"""Base classes and modules that several schemes share."""

@@ -1,4 +1,4 @@
-"""The convolutions of Deep Delta Learning, for its own state and for single streams: what reads, writes and expands."""
+"""The convolutions of Deep Delta Learning that read, write and expand, for its own state and for single streams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

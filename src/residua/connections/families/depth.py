@@ -57,7 +57,7 @@ class DepthRead(SelfStarting):
 class SourcesConnection(Connection):
     """A connection around sublayer `index`, whose output opens a source if `block_size` divides the index.
 
-    Otherwise it is added to the last source. `sources`: what the connection attends over.
+    Otherwise it is added to the last source. `sources`: the outputs that the connection attends over.
     """
 
     def __init__(self, scheme: SourcesScheme, index: int):

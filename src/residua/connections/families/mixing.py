@@ -41,7 +41,7 @@ class MixingScheme(RecomputingScheme):
 
     implementation  of reads, writes and Sinkhorn's iteration, if they have a kernel: "reference" (PyTorch), "triton"
                     (CUDA; see `ops.dispatch`), or "auto", which picks triton if it can run. On a GPU the kernels were
-                    timed alone and not in a model, so the default is "reference"
+                    only timed in isolation, not in a model, so the default is "reference"
     """
 
     implementation: Implementation = "reference"

@@ -1,1 +1,1 @@
-"""What every connection may use: state descriptions, memories, norms, projections, gates, options."""
+"""Parts that any connection may use: state descriptions, memories, norms, projections, gates, options."""

@@ -27,7 +27,7 @@ class Phase:
 
 
 class ReadPhase(Phase):
-    """The `read` of a connection, which raises ValueError for what is no state, and for a token without a memory."""
+    """The `read` of a connection. Raises ValueError for an invalid state, and for a single token without a memory."""
 
     def __call__(self, connection: Any, *args: Any, **kwargs: Any) -> Any:
         if connection.takes is not None:
@@ -90,7 +90,7 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Borrowed:
-    """The module `name` of another connection, the owner, under which alone its parameters are registered.
+    """A module that belongs to another connection, the owner; only the owner registers its parameters.
 
     It runs inside a call of the owner, whose hooks may gather or load them.
     """

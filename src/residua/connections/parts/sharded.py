@@ -20,8 +20,8 @@ Module = TypeVar("Module", bound=nn.Module)
 def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None]:
     """Wrap a function that fills a module's own parameters: it fills whole tensors, and each rank keeps its shards.
 
-    The whole tensors are those of rank 0, filled as if it were alone. On the meta device nothing is drawn, which would
-    take long and import torch's compiler.
+    The whole tensors are those of rank 0, filled as in a run of one process. On the meta device nothing is drawn,
+    because that would take long and import torch's compiler.
     """
 
     @functools.wraps(reset)
@@ -98,7 +98,7 @@ class SelfStarting(nn.Module):
     def _is_hf_initialized(self) -> bool:
         """Whether transformers leaves this module as it is: it asks before its model's `_init_weights` fills a module.
 
-        The module then starts what no checkpoint has given it.
+        The module then initialises the parameters that no checkpoint contains.
         """
         caller = sys._getframe(1)
         marked: bool | None = vars(self).get("_hf_initialized")

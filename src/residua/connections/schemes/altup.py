@@ -181,7 +181,7 @@ class CorrectConnection(Connection):
 
 
 def _stream(i: int, streams: Tensor) -> Tensor:
-    return streams[..., i, :].contiguous()  # who keeps a view keeps all streams
+    return streams[..., i, :].contiguous()  # a view would keep all streams alive
 
 
 def _innovation(active: int, updated: Tensor, predicted: Tensor) -> Tensor:

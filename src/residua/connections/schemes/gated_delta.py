@@ -58,8 +58,8 @@ class GatedDelta(ChannelScheme):
     control X + beta k v^T is `erase="none", write="value"`; their compressors start as the average, as in `DeepDelta`.
 
     erase         e for each token, from the normalised context c: "signed", scale tanh(w . c + b), where e < 0 enlarges
-                  what X has along k; "positive", the larger of that and 0; "none", e = 0, the write-only control, which
-                  without a write gate is the plain residual; "coupled", e = beta with `write="value"`
+                  the component of X along k; "positive", the larger of that and 0; "none", e = 0, the write-only
+                  control, which without a write gate is the plain residual; "coupled", e = beta with `write="value"`
     scale         range of e: (-scale, scale), or [0, scale) if positive; at most 2, where e reflects
     channel_gates a gate of erasing for each value channel in place of one for all
     write         w: "output", |h|, so that h is written; "value", beta v with the gate and the value of `DeepDelta`

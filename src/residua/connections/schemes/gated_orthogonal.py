@@ -2,9 +2,9 @@
 
     x <- x + h - e (<h, x> / |x|^2) x,   h = F(c),   c = norm(x),   e = tanh(w . c + b)
 
-w and b start at 0, so the connection starts as exactly x + h. e = 1 removes what h has along x (the orthogonal update
-of arXiv 2505.11881), e = -1 doubles it. It is a delta along the state's own direction, applied to the update, or
-equally a residual scale 1 - e <h, x> / |x|^2 that depends on the token.
+w and b start at 0, so the connection starts as exactly x + h. e = 1 removes the component of h along x (the
+orthogonal update of arXiv 2505.11881), e = -1 doubles it. It is a delta along the state's own direction, applied to the
+update, or equally a residual scale 1 - e <h, x> / |x|^2 that depends on the token.
 """
 
 from collections.abc import Mapping

@@ -37,7 +37,8 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     head            the readout: "gated", its own gated read, normalised (Qwen4-Exp), or "mean" of the streams
     start           "published": w = 0, and D, U, B are drawn (Qwen4-Exp); "residual": U and B are 0, and 1 + w is 2 on
                     average, which makes up for gates of 1/2, so that the stream computes exactly the plain residual
-                    if the head is "mean"; each sublayer prefers one stream: equal streams read equally never part
+                    if the head is "mean"; each sublayer prefers one stream, because streams that start equal and are
+                    read equally stay equal
     """
 
     title = "Gated residual"

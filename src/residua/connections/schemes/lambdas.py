@@ -4,7 +4,7 @@
 
 x0 is the embedding, or its expansion by `expand`, x_mid the state in the middle of the stack (backout). With its
 options it is the residual of nanochat and of modded-nanogpt, ReZero (arXiv 2003.04887), LayerScale (2103.17239) and
-DeepNorm (2203.00555): the cheap baseline that every other scheme has to beat. With `gate`, what a sublayer writes
+DeepNorm (2203.00555): the cheap baseline that every other scheme has to beat. With `gate`, the output of a sublayer
 passes the gated orthogonal update (gated_orthogonal.py).
 """
 

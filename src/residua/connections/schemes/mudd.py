@@ -4,7 +4,7 @@
 
 Block i of attention and MLP reads the outputs X_0 (the embedding) to X_i of all blocks so far: attention takes its
 queries, keys and values from three of the averages, and adds to the fourth. The trimmed form of modded-nanogpt has
-averages only near the end, of few outputs, and gates on what is kept and written there.
+averages only near the end, of few outputs, and gates on the kept and the written part there.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ class MultiwayDynamicDense(BlocksScheme):
         return [j for j in range(block) if self.sources is None or j in self.sources] + [block]
 
     def hidden(self, weights: int) -> int:
-        """Return the hidden width of a map to so many weights."""
+        """Return the hidden width of a map with this many outputs."""
         multiple = self.hidden_multiple
         return weights if multiple == 1 else (weights // multiple + 1) * multiple
 
@@ -139,8 +139,8 @@ class MultiwayAverage(DynamicWeights):
     """The averages over the `taken` of n outputs, `ways` of them, by weights from the last output.
 
     A tuple of n tensors (batch, seq, dim) -> `ways` tensors (batch, seq, dim), the residual's last; the
-    outputs to go on with (normalised if asked); the weights (batch, seq, ways, taken) in at least float32; and the
-    gates (batch, seq, 2), or None unless `gated`.
+    outputs that the stream continues with (normalised if asked); the weights (batch, seq, ways, taken) in at least
+    float32; and the gates (batch, seq, 2), or None unless `gated`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The plain pre-norm residual connection, x + F(norm(x)): the baseline for every other scheme.
 
-With a gate for each token it is mHC with a single stream, the cheap control for what its streams do:
+With a gate for each token it is mHC with a single stream, the cheap control for the effect of its streams:
 
     x <- x + g F(norm(x)),   g = 2 sigmoid(s w . x / rms(x) + b)
 """
@@ -65,7 +65,8 @@ class GatedWriteConnection(ResidualConnection):
 class Residual(SingleStreamScheme):
     """The scheme of plain residual connections.
 
-    gate    "none"; "token": what a sublayer writes is multiplied by a gate for each token, in (0, 2) and 1 at the start
+    gate    "none"; "token": the output of a sublayer is multiplied by a gate for each token, in (0, 2), which starts
+            at 1
     """
 
     title = "Plain residual"
