@@ -95,7 +95,7 @@ class Projections(QKVLinear):
 
 
 class AddPenalty(torch.autograd.Function):
-    """x as it is, and the gradient of a penalty beside that of the loss, which torchtitan computes from the logits."""
+    """Return x unchanged; its backward pass adds the gradient of a penalty to that of torchtitan's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, penalty: Tensor) -> Tensor:
@@ -329,7 +329,7 @@ class ConvertedLlama(StateDictAdapter):
             expect_one_input(ResidualLlama(self.model_config).stream)
 
     def describe(self, folder: str | Path) -> None:
-        """Write what `AutoModelForCausalLM` needs beside the weights: the configuration and the tokenizer."""
+        """Write the configuration and the tokenizer, which `AutoModelForCausalLM` needs in addition to the weights."""
         converted_configuration(self.model_config).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if self.tokenizer and (source := Path(self.tokenizer) / file).is_file():
@@ -493,7 +493,7 @@ def llama(
 
 
 def model_registry(flavor: str, attn_backend: str = "flex") -> ModelSpec:
-    """Return what torchtitan needs to build, shard and save a model of this size."""
+    """Return the specification with which torchtitan builds, shards and saves a model of this size."""
     return ModelSpec(
         name="residua",
         flavor=flavor,

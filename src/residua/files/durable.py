@@ -36,7 +36,7 @@ def unlinked(path: Path) -> Path:
     """
     if path.is_symlink():
         raise InputError(
-            f"{path}: must be no link, as what is written there would land elsewhere, got one to {os.readlink(path)}; "
+            f"{path}: must not be a link, as its content would land elsewhere, got one to {os.readlink(path)}; "
             "remove it, or put a copy in its place"
         )
     return path

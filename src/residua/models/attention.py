@@ -75,7 +75,7 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T scaling + mask) v: (batch, heads, seq, head_dim) to (batch, seq, heads, head_dim), and weights.
 
-    A boolean mask is true where a query sees a key.
+    A boolean mask is true at the pairs of a query and a key that it sees.
     """
     scores = at_least_float32(query @ key.mT * scaling)
     if mask is not None:

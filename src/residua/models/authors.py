@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = {
     "intermediate_size", "mlp_hidden_mult", "kv_cache_slot_size", "num_key_value_heads", "use_cache",
     "scale_attn_by_inverse_layer_idx", "tie_word_embeddings", "ddl_beta_hidden_size", "ddl_beta_single_linear",
     "ddl_state_read_init", "input_embed_shortconv_kernel_size", "validate_cached_position_ids",
-    # What transformers writes into every config.json, of several of its versions.
+    # Keys that transformers, in several of its versions, writes into every config.json.
     *PreTrainedConfig().to_dict(), "torch_dtype", "torchscript", "is_decoder", "add_cross_attention", "auto_map",
     "bos_token_id", "eos_token_id", "pad_token_id", "use_bfloat16", "pruned_heads", "tie_encoder_decoder",
 }  # fmt: skip

@@ -45,7 +45,7 @@ def _without_attention(config: Any) -> Any:
 
 
 def causal_scheme(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
-    """Return what `resolve` does. Raises ValueError for a scheme with which tokens would see later ones and padding."""
+    """Resolve a connection. Raises ValueError for a scheme with which tokens would see later tokens and padding."""
     scheme = resolve(connection)
     if not scheme.causal:
         raise ValueError(
@@ -88,14 +88,14 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
         self.intermediate_size = self.intermediate_size or 8 * self.hidden_size // 3
         vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
         super().__post_init__(**kwargs)
-        if "model_type" not in kwargs:  # a saved configuration may name what another version of transformers takes
+        if "model_type" not in kwargs:  # a saved configuration may have options of another version of transformers
             for name in kwargs:
                 if name in vars(self) and name not in TOKENS and not hasattr(type(self), name):
                     raise TypeError(f"{type(self).__name__} takes no argument {name!r}")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class does, of what is `usable`."""
+        """As the base class does, with the `usable` settings only."""
         return super().from_dict(usable(config_dict, "config.json"), **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -127,7 +127,7 @@ def stream_layer(cache: Any, *, readouts: bool = False) -> StreamLayer | None:
 
 
 def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = False) -> StreamLayer:
-    """Return the layer of a cache that remembers so many parts of a stream, or their readouts; add it to a new cache.
+    """Return the layer of a cache that remembers this many parts of a stream, or their readouts; add it to a new cache.
 
     num_layers: how many layers of the cache the model fills by itself.
 
@@ -313,7 +313,7 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
     """Return the documents that are packed into the rows of a call, as consecutive numbers (batch, seq), or None.
 
     They are known from `seq_idx` (batch, seq) or `cu_seq_lens_q` (documents + 1,) over the flattened rows, among the
-    options of the call, or from positions (1 or batch, seq) that do not go on by one, if there is no attention mask.
+    options of the call, or from positions (1 or batch, seq) that do not increase by one, if there is no attention mask.
     A compiler cannot look at values: it gets numbers wherever there are positions and no cache, and beside a cache its
     graph raises RuntimeError for such positions.
 

@@ -126,7 +126,7 @@ class Layer(GradientCheckpointingLayer):
 
 
 class Call(NamedTuple):
-    """The inputs of a call of the trunk beside the embeddings, checked and complete.
+    """The inputs of a call of the trunk, other than the embeddings, checked and complete.
 
     attentions: fills with the weights of each layer; None if they are not asked for. padding: (batch, seq), 0 at
     padding and 1 at tokens; documents: (batch, seq), the number of each token's document; None without any.
@@ -450,7 +450,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         cache, _ = cache_of(model_kwargs)
-        if cache is not None:  # drafts are announced to layers that are there, and these keep what may be taken back
+        if cache is not None:  # layers that exist then keep the rows of drafts, which may be taken back
             self.model.make_room(cache)
             if generation_config.is_assistant:
                 cache.activate_past_recording()

@@ -148,7 +148,7 @@ def shapes(scheme: Scheme) -> None:
     expect(len(stream.connections) == SUBLAYERS, f"{len(stream.connections)} connections for {SUBLAYERS} sublayers")
 
     state = stream.expand(x)
-    expect(matches(state, scheme.state_spec(0, DIM), (2, 5)), "state_spec(0) does not describe what expand makes")
+    expect(matches(state, scheme.state_spec(0, DIM), (2, 5)), "state_spec(0) does not describe the result of expand")
     for boundary, connection in enumerate(stream.connections, start=1):
         inputs, carry = connection.read(state)
         for part in as_inputs(inputs):

@@ -450,7 +450,7 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
         rows = torch.stack(state, -2)
         mixtures["the depth weights are dropped: it reads the mean of the sources"] = rows.mean(-2)
         mixtures["the depth weights are dropped: it reads the sum of the sources"] = rows.sum(-2)
-        mixtures["it reads the last source alone"] = rows[..., -1, :]
+        mixtures["it reads only the last source"] = rows[..., -1, :]
         weights = getattr(carry.coefficients, "weights", None)
         if isinstance(weights, Tensor) and weights.shape == rows.shape[:-1]:
             for i, source in ((0, "first"), (-1, "last")):
@@ -467,7 +467,7 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
                     scores = (rows * gain * attend.query).sum(-1)
                     mixtures[mistake] = (scores.softmax(-1).unsqueeze(-1) * rows).sum(-2)
             unit = (weights.unsqueeze(-1) * rms_norm(rows, None, 1e-5)).sum(-2)
-            mixtures["the values are normalised, not the keys alone"] = unit
+            mixtures["the values are normalised, not only the keys"] = unit
             scaled = (weights.log() / rows.shape[-1] ** 0.5).softmax(-1)
             mixtures["the logits are divided by sqrt(d)"] = (scaled.unsqueeze(-1) * rows).sum(-2)
     else:
@@ -505,7 +505,7 @@ class Delta:
         self.gate = beta.unsqueeze(-1)
 
     def describes(self, after: Tensor) -> bool:
-        """Return whether our connection writes what its shortcut says."""
+        """Return whether the write of our connection equals its shortcut."""
         return self.v is not None and self.pair.agree(self.moved(self.gate * (self.v - self.readout)), after)
 
     def moved(self, step: Tensor, direction: Tensor | None = None) -> Tensor:
@@ -574,7 +574,7 @@ class Delta:
         return known
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return what a gate or a value could be computed from, in words."""
+        """Return the possible inputs of a gate or a value, in words."""
         seen: list[Tensor] = []
         norm = getattr(self.connection, "norm", nn.Identity())
         with norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
@@ -603,7 +603,7 @@ class Delta:
 
 
 FACTORS = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (-1.0, -1.0), (1.0, -1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, 2.0))
-"""Factors of what is written and of what is erased, for stacks, where they cannot be measured."""
+"""Factors of the written and of the erased part, for stacks, in which they cannot be measured."""
 
 
 def _factors(a: float, b: float, dim: int) -> str:
@@ -622,7 +622,7 @@ def _factors(a: float, b: float, dim: int) -> str:
         return "the delta has the wrong sign"
     words = f"writes {a:.4g} beta v and erases {b:.4g} beta k^T X"
     if near(b, -1) and near(a, 1):
-        return f"{words}: what should be erased is added"
+        return f"{words}: the part to erase is added"
     if near(a, b):
         return f"{words}: the step is {a:.4g} times ours"
     if near(b, a * a) and a > 0:

@@ -295,7 +295,7 @@ def test_a_second_preparation_at_the_same_time_is_refused_and_changes_nothing(so
 def test_a_link_in_the_place_of_an_unfinished_preparation_is_not_followed(source, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".out.preparing").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match="must be no link"):
+    with pytest.raises(InputError, match="must not be a link"):
         prepare(source, tmp_path / "out", tokenizer="byte")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
