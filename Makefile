@@ -33,7 +33,7 @@ test: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not nightly"
 
 # All that `make test` leaves out: every variant of every scheme, every family of models, compilers for most schemes, the
-# browser, the commands of pages, and tests of scripts and records.
+# browser, the commands of pages, and tests of benchmarks.
 nightly: $(READY)
 	$(PYTEST) $(PARALLEL) -m nightly
 
@@ -73,9 +73,11 @@ types: $(READY)
 	$(VENV)/bin/mypy $(LOOSE:%=--disable-error-code %) experiments/*.py benchmarks/*.py tools/*.py
 	$(VENV)/bin/mypy $(LOOSE:%=--disable-error-code %) resbench/*.py
 
+# The site, after its pages: tables are those of the records, links lead somewhere, what is generated is whole.
 docs: $(READY)
 	$(PIP) --editable '.[docs]'
 	$(VENV)/bin/python experiments/tables.py
+	$(PYTEST) docs experiments
 	$(VENV)/bin/mkdocs build --strict
 
 # The tests of residua.engines.torchtitan with torchtitan itself, in an environment of its own: it bounds packages that

@@ -48,14 +48,8 @@ MARKED_FILES = {
     "models/test_transformers_testers.py": "slow nightly",
     "benchmarks/test_*.py": "nightly",
     "test_gpu_steps.py": "nightly",
-    "test_mup_check.py": "nightly",
-    "test_readme.py": "nightly",
-    "test_retrofit.py": "nightly",
 }
 MARKED_FIXTURES = {"browser": "browser nightly", "start": "processes", "quick_pool": "processes"}
-
-# In these files most presets cost too much for a change: `make test` tries those of `KINDS`, `make nightly` all.
-COSTLY = ("models/test_foreign_tools.py", "models/test_model_compile.py")
 
 # Single tests of these take minutes. They come first, so that no worker is left with one when all else is done.
 LONGEST = ("test_docs.py", "test_first_run.py", "test_links.py")
@@ -118,13 +112,14 @@ def _shared_tests(items):
 
 
 def _marks_of_scheme(item, shared):
-    """Of a shared test, `make check` tries few presets, `make test` all presets, and `make nightly` variants too."""
+    """Of a shared test, `make check` tries few presets and `make nightly` all schemes. `make test` tries all presets on
+    connections by themselves, and few on what is built with them."""
     from support.variants import CONTRACT, KINDS, PRESETS
 
     schemes = _schemes(item)
     if item.function not in shared:
         return {"variant"} if schemes - PRESETS.keys() else set()
-    if schemes - PRESETS.keys() or (schemes - KINDS and any(map(item.path.match, COSTLY))):
+    if schemes - (PRESETS.keys() if TESTS / "connections" in item.path.parents else KINDS):
         return {"variant", "nightly"}
     return {"variant"} if schemes - (CONTRACT if item.path.name == "test_contract.py" else KINDS) else set()
 

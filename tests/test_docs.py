@@ -1,16 +1,12 @@
-"""The README and docs/ keep their promises: Python runs, commands work, links lead somewhere, tables are true."""
+"""What README.md and the pages show runs: Python, commands, and the recipes of the demo are what their study found."""
 
-import ast
-import builtins
-import json
 import os
 import re
 import shlex
-import statistics
 import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -19,38 +15,14 @@ import pytest
 import residua
 import residua.lab.demo
 from residua.commands.cli import main
-from residua.connections import PRESETS, SCHEMES
 from residua.lab.records.folder import flatten
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import results
 from residua.lab.training import load_config
-from support.pages import DOCS, RESBENCH, ROOT, TOOLS, blocks, records, script
-from support.processes import run_python
-from tools.drawings import PICTURES
+from support.pages import DOCS, RESBENCH, ROOT, blocks, cells, pages, records
 
-PAGES = {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
-PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
-PAGES["resbench/methods.md"] = (RESBENCH / "methods.md").read_text(encoding="utf-8")
+PAGES = pages()
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
-def scheme_pages():
-    """The module that generates the pages of schemes."""
-    return script("scheme_pages", DOCS)
-
-
-@pytest.fixture(scope="module")
-def hooks(scheme_pages):
-    """The module that adds pages to the site."""
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    return script("hooks", DOCS)
-
-
-def cells(notebook: Path) -> list[str]:
-    """The code of a notebook, cell by cell."""
-    content = json.loads(notebook.read_text(encoding="utf-8"))
-    return ["".join(cell["source"]) + "\n" for cell in content["cells"] if cell["cell_type"] == "code"]
 
 
 def commands() -> list[list[str]]:
@@ -89,62 +61,16 @@ def run_as_main(code: str, folder: Path) -> None:
 def test_the_python_of_a_page_runs(page, start, tmp_path):
     """As printed: one block after the other, in a process that has nothing but them."""
     code = "\n".join(cells(DOCS / "tutorial.ipynb") if page == "docs/tutorial.md" else blocks(PAGES[page], "python"))
-    if page == "README.md":
-        printed, _ = run_python(code, cwd=tmp_path)
-    else:
-        process = start(run_as_main, code, tmp_path)
-        process.join()
-        printed = (tmp_path / "out").read_text()
-        assert process.exitcode == 0, (tmp_path / "err").read_text()
+    process = start(run_as_main, code, tmp_path)
+    process.join()
+    printed = (tmp_path / "out").read_text()
+    assert process.exitcode == 0, (tmp_path / "err").read_text()
     for line in re.findall(r"^ *print\(.*\)\n# (.*)$", code, flags=re.MULTILINE):
         assert line in printed.splitlines()
     if page == "docs/tutorial.md":
         losses, expected = re.findall(r"last loss (\d\.\d+) ", printed), re.search(r"# such as (.*)", code)[1]
         for loss, about in zip(losses, re.findall(r"\d\.\d+", expected), strict=True):
             assert abs(float(loss) - float(about)) < 0.15
-
-
-def test_the_notebook_is_the_tutorial():
-    """`python docs/notebook.py` writes it; its cells run above."""
-    module = script("notebook", DOCS)
-    assert (DOCS / "tutorial.ipynb").read_text(encoding="utf-8") == module.notebook(PAGES["docs/tutorial.md"])
-    assert cells(DOCS / "tutorial.ipynb") == [module.INSTALL, *blocks(PAGES["docs/tutorial.md"], "python")]
-
-
-def test_the_notebook_installs_a_wheel_beside_it_else_from_the_repository(monkeypatch, tmp_path):
-    called = []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("subprocess.run", lambda command, check: called.append(command[-2]))
-    monkeypatch.chdir(tmp_path)
-    exec(script("notebook", DOCS).INSTALL, {})
-    (tmp_path / "residua-0.1.0-py3-none-any.whl").touch()
-    exec(script("notebook", DOCS).INSTALL, {})
-    assert called == ["residua @ git+https://github.com/OWNER/residua", "residua-0.1.0-py3-none-any.whl"]
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_drawing_is_what_its_script_draws(name):
-    """`python tools/drawings.py` makes it from the records."""
-    assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python reads TOML, and qualifies names of code, from 3.11 on")
-@pytest.mark.parametrize("name", ["architecture-rooms", "architecture-calls"])
-def test_a_drawing_of_the_house_is_what_the_code_is(name):
-    """`python tools/architecture.py` makes it from the contracts and from calls."""
-    assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == script("architecture", TOOLS).PICTURES[name]()
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_the_equation_of_a_scheme_becomes_a_formula(name, scheme_pages):
-    """Greek letters, roots and subscripts are LaTeX, and nothing of the equation is lost."""
-    latex = script("formulas", DOCS).latex_of(SCHEMES[name].equation)
-    assert latex.count("{") == latex.count("}")
-    assert latex.count(r"\lVert") == latex.count(r"\rVert")
-    assert not re.search(r"(?<!\\)\b(alpha|beta|gamma|lambda|mu|rho|sigma|tau|theta|sqrt|h_res)\b", latex)
-    letters = re.sub(r"\\(text|tilde|lVert|rVert|langle|rangle|cdot|le|leftarrow)\b|[^A-Za-z]", "", latex)
-    assert letters == re.sub(r"[^A-Za-z]", "", SCHEMES[name].equation)
 
 
 @pytest.mark.nightly
@@ -212,182 +138,6 @@ def test_the_commands_that_need_more_than_a_laptop_exist(capsys):
         assert {option for option in command if option.startswith("--")} <= set(re.findall(r"--[\w.-]+", told)), line
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    """To a file of the repository, or a folder that the site has a page for: right with the site and without."""
-    code = (DOCS / "hooks.py").read_text(encoding="utf-8")
-    pages_of_folders = ast.literal_eval(re.search(r"^FOLDERS = ({.*?^})", code, re.MULTILINE | re.DOTALL)[1])
-    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
-        if "://" in target:
-            continue
-        path, _, anchor = target.partition("#")
-        found = (ROOT / page).parent / path if path else ROOT / page
-        assert found.is_file() or f"../{os.path.relpath(found, ROOT)}" in pages_of_folders, target
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), flags=re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
-
-
-@pytest.mark.slow
-def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pages):
-    """The parameters that a scheme adds to the plain residual at the paper's two sizes, counted on the whole model."""
-    from residua.lab.cost.estimate import parameters
-    from residua.models import SIZES, ResiduaConfig
-
-    pattern = r"^\| `([a-z-]+)` \| .* \| (d|\d+d|\d*d to \d+d) \| ([\d,]+)(?: / ([\d,]+))? \|$"
-    rows = re.findall(pattern, PAGES["docs/schemes.md"], flags=re.MULTILINE)
-    assert sorted(name for name, *_ in rows) == sorted(PRESETS)
-    sizes = [SIZES[name] for name in ("small", "medium")]
-    totals = {name: [parameters(ResiduaConfig(connection=name, **size))["total"] for size in sizes] for name in PRESETS}
-    for name, state, small, medium in rows:
-        assert state == scheme_pages.state(PRESETS[name])
-        told = [int(count.replace(",", "")) for count in (small, medium or small)]
-        assert told == [total - plain for total, plain in zip(totals[name], totals["residual"])], name
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_the_page_of_a_scheme_is_whole(name, scheme_pages):
-    """Its code runs and prints, every preset has a row, and every option a meaning."""
-    page = scheme_pages.page(name)
-    assert scheme_pages.displayed(SCHEMES[name].equation) in page
-    assert "torch.Size([2, 16, 64])" in page
-    for preset, scheme in PRESETS.items():
-        assert (f"\n| `{preset}` | " in page) or type(scheme) is not SCHEMES[name]
-    for field in fields(SCHEMES[name]):
-        assert scheme_pages.meaning(SCHEMES[name], field.name), field.name
-
-
-def test_the_page_of_a_scheme_has_the_results_of_every_page(scheme_pages):
-    """A page says that nothing was trained only if no table has a row of its scheme."""
-    without = {name for name in SCHEMES if "We have not trained it" in scheme_pages.results(name)}
-    trained = {"residual", "lambdas", "hyper", "mhc", "attnres", "mudd", "gated_delta", "gated_orthogonal", "edelta"}
-    assert not without & trained
-    labels = {row.scheme for row in scheme_pages.resbench().rows if row.whole}
-    assert len(labels) > 30
-    for label in labels:
-        assert f"`{label}`" in scheme_pages.results(scheme_pages.scheme_of(label)), label
-
-
-def test_the_start_of_a_scheme_is_measured(scheme_pages):
-    assert scheme_pages.start(PRESETS["residual"]) == "0"
-    assert float(scheme_pages.start(PRESETS["hc"])) < 1e-6
-    assert float(scheme_pages.start(PRESETS["ddl"])) > 0.1
-
-
-def test_the_home_page_and_the_copies_of_the_site(hooks):
-    home = hooks.home()
-    assert "](docs/" not in home
-    assert "](results.md)" in home
-    assert "](examples.md)" in home
-    assert hooks.inside("../examples") == "examples.md"
-    assert {"CITATION.cff", "experiments/LOG.md"} <= hooks.outside()
-    for name in hooks.EXAMPLES:
-        assert (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()[-1] in hooks.examples()
-
-
-@pytest.mark.parametrize(
-    ("html", "expected"),
-    [
-        ("<p>Take <code>ddl-tc</code>.</p>", '<p>Take <a href="../schemes/deep_delta/"><code>ddl-tc</code></a>.</p>'),
-        ("<td><code>lambdas+tc</code></td>", '<td><a href="../schemes/lambdas/"><code>lambdas+tc</code></a></td>'),
-        ("<td><code>residual-stream</code> <code>norm</code></td>", None),
-        ('<a href="x"><code>mhc</code></a>', None),
-        ("<pre><code>mhc</code></pre>", None),
-        ("<h2><code>mhc</code></h2>", None),
-    ],
-)
-def test_a_preset_links_to_its_page(html, expected, hooks):
-    """Where it stands by itself in text or in a table, and is no link yet."""
-    assert hooks.with_presets(html, "faq/") == (expected or html)
-
-
-def test_the_page_of_a_scheme_does_not_link_to_itself(hooks):
-    found = hooks.with_presets("<code>mhc</code> <code>hc</code>", "schemes/mhc/")
-    assert found == '<code>mhc</code> <a href="../hyper/"><code>hc</code></a>'
-
-
-def test_the_repository_has_one_address_and_nothing_installs_residua_from_an_index():
-    """Until a person publishes: pyproject.toml has the address with a placeholder, and everything else repeats it."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    address = re.search(r'^Repository = "https://(.*)"$', project, re.MULTILINE)[1]
-    files = [path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml")]
-    files += [*PAGES.values(), (DOCS / "tutorial.ipynb").read_text(encoding="utf-8")]
-    for text in files:
-        assert set(re.findall(r"github\.com/[\w-]+/residua\b", text)) <= {address}
-        assert not re.search(r"(pip|uv) install [^\n`]*(?<![\w./-])['\"]?residua\b(?! @)", text)
-        assert 'default: "residua' not in text
-
-
-@pytest.mark.nightly
-def test_the_adapters_for_other_packages_are_whole():
-    """They cannot run here: every name in them is imported, defined or built in."""
-    foreign = [
-        block for block in blocks(PAGES["docs/testing.md"], "py") if re.search("^from (megatron|fla)", block, re.M)
-    ]
-    assert len(foreign) == 2
-    for block in foreign:
-        nodes = list(ast.walk(ast.parse(block)))
-        names = [node for node in nodes if isinstance(node, ast.Name)]
-        bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
-        bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        bound |= {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.alias))}
-        assert {node.id for node in names} <= bound
-
-
-def test_every_whole_model_solves_the_reflection_as_the_page_says():
-    found = {}
-    for run in records("geometry/quick/records.jsonl"):
-        if run["kind"] == "run" and run["task"] == "reflection":
-            found.setdefault(run["model"], []).append(run["cosine"])
-    assert len(found) > 10
-    worst = min(statistics.mean(cosines) for cosines in found.values())
-    assert f"a mean cosine of at least {int(worst * 1000) / 1000}" in PAGES["docs/geometry.md"].replace("\n", " ")
-
-
-@pytest.mark.nightly
-def test_the_extra_times_that_pages_name_are_those_of_the_records():
-    """Of a token of a converted model, and of a training step of ours."""
-    tokens = {row["preset"]: 100 * (row["ratio"]["median"] - 1) for row in records("bench-generate-converted.jsonl")}
-    least, *most = sorted(share for name, share in tokens.items() if name not in ("unconverted", "residual"))
-    told = PAGES["docs/hugging-face.md"].replace("\n", " ")
-    assert f"Each token takes {tokens['residual']:.0f} % longer even with the plain residual" in told
-    assert f"{least:.0f} to {tokens['krom']:.0f} % longer with most schemes, and {most[-1]:.0f} % at worst" in told
-    assert sum(share <= tokens["krom"] for share in tokens.values()) > len(tokens) / 2
-
-    rows = [row for row in records("bench-steps.jsonl") if not row["train"]["compile"] and ":" not in row["scheme"]]
-    steps = {row["scheme"]: 100 * (row["time_ratio"]["median"] - 1) for row in rows}
-    least, *most = sorted(share for name, share in steps.items() if name != "residual")
-    wide = [share for name, share in steps.items() if name.startswith("ddl-")]
-    told = PAGES["docs/speed.md"].replace("\n", " ")
-    assert f"takes {least:.0f} to {most[-1]:.0f} % longer than with the plain residual" in told
-    assert f"DDL with four channels {min(wide):.0f} to {max(wide):.0f} %" in told
-    answers = PAGES["docs/faq.md"].replace("\n", " ")
-    assert f"a training step takes {min(wide):.0f} to {max(wide):.0f} % longer with DDL's four channels" in answers
-
-
-def deviations() -> dict[int, str]:
-    return {int(number): row for number, row in re.findall(r"^\| (\d+) \| (.*) \|$", PAGES["docs/deviations.md"], re.M)}
-
-
-def test_the_rows_of_the_deviations_are_numbered_in_order():
-    numbers = re.findall(r"^\| (\d+) \|", PAGES["docs/deviations.md"], flags=re.MULTILINE)
-    assert len(numbers) > 50
-    assert list(map(int, numbers)) == list(range(1, len(numbers) + 1))
-    assert f"every difference listed: {len(numbers)} points" in PAGES["docs/deviations.md"]
-
-
-def test_every_scheme_is_in_a_family(scheme_pages):
-    """The site lists those that are in none under "More", so that a new scheme is not lost."""
-    assert sorted(name for members in scheme_pages.families().values() for name in members) == sorted(SCHEMES)
-
-
-@pytest.mark.nightly
-def test_the_cited_rows_of_the_deviations_are_the_right_ones():
-    ((first, last),) = re.findall(r"\(deviations\.md\), rows (\d+) to (\d+)", PAGES["docs/geometry.md"])
-    cited = [deviations()[number].split(" | ")[:2] for number in range(int(first), int(last) + 1)]
-    assert cited == [["EDelta", "initial gate"], ["EDelta", "initial rotation"], ["EDelta", "H_pre, H_post"]]
-
-
 def test_the_demo_has_the_settings_that_resbench_found():
     found = results(load_study("resbench"), records("main/records.jsonl", RESBENCH / "records"), ())
     rows = {row.scheme: row for row in found.rows if row.size == "0.1M"}
@@ -397,21 +147,3 @@ def test_the_demo_has_the_settings_that_resbench_found():
         keys = flatten(asdict(config))
         assert {key: keys[key] for key in rows[scheme].point} == rows[scheme].point, name
         assert {config.train.steps} == steps
-
-
-@pytest.mark.nightly
-def test_the_limits_of_the_reproduction_agree_with_its_records():
-    """What the sweep of the demo says of the rows whose initial scale was not tuned."""
-    losses = {}
-    for run in records("tune-tiny.jsonl"):
-        place = run["scheme"], run["embedding_init_std"], run["hidden_init_std_factor"]
-        losses.setdefault(place, {}).setdefault(run["lr"], []).append(run["val_loss"])
-    best = {
-        place: min(statistics.mean(found) for found in rates.values() if len(found) == 3)
-        for place, rates in losses.items()
-        if any(len(found) == 3 for found in rates.values())
-    }
-    told = PAGES["docs/reproduce.md"]
-    for own, shared in ((("ddl", 0.06, 0.5), ("ddl", 0.12, 0.5)), (("ddl-cc-ec", 0.12, 1.0), ("ddl-cc-ec", 0.12, 0.5))):
-        assert best[own] == min(loss for place, loss in best.items() if place[0] == own[0])
-        assert re.search(rf"\({best[own]:.3f}\b[^)]*\b{best[shared]:.3f}\b[^)]*\)", told), own

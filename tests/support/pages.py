@@ -22,6 +22,18 @@ def script(name: str, folder: Path = EXPERIMENTS) -> ModuleType:
         return importlib.import_module(name)
 
 
+def pages() -> dict[str, str]:
+    """The text of README.md and of every page, by its path."""
+    paths = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), RESBENCH / "methods.md"]
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+def cells(notebook: Path) -> list[str]:
+    """The code of a notebook, cell by cell."""
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) + "\n" for cell in content["cells"] if cell["cell_type"] == "code"]
+
+
 def blocks(text: str, language: str) -> list[str]:
     """The code blocks of a page in one language, in their order."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)

@@ -5,9 +5,7 @@ import json
 import pytest
 import torch
 
-from support.pages import EXPERIMENTS, RESBENCH, script
-
-pytestmark = pytest.mark.skipif(not EXPERIMENTS.is_dir(), reason="experiments/ is not in this archive")
+from support.pages import RESBENCH, script
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,6 @@ def tiny_gguf(path):
     writer.close()
 
 
-@pytest.mark.slow
 def test_a_gguf_file_becomes_a_folder_that_the_auto_classes_open_and_convert_takes(smollm2, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""What the README says of its code, its schemes and its numbers; test_docs runs its code and checks its links."""
+"""What the README says of its code, its schemes and its numbers; tests/test_docs.py runs its code."""
 
 import re
 from pathlib import Path

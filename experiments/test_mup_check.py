@@ -15,7 +15,6 @@ def coordinates():
     return check("residual", widths=(32, 64, 128), steps=3, seeds=1)
 
 
-@pytest.mark.slow
 def test_training_moves_logits_alike_under_mup_and_more_with_the_width_without(coordinates):
     slopes = {(c.parameterisation, c.site): c.slope for c in coordinates}
     assert [c.site for c in coordinates] == SITES * 2
