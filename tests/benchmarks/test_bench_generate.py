@@ -58,7 +58,7 @@ def test_a_memory_that_is_lost_gets_no_speed(monkeypatch, capsys):
         return step(decoding, ids)
 
     monkeypatch.setattr(Decoding, "_step", forgetful)
-    with pytest.raises(RunError, match=r"^residual must be logits within .* a wrong model has no speed$"):
+    with pytest.raises(RunError, match=r"^residual must be logits within "):
         command("--presets", "ddl")
     assert capsys.readouterr().out == ""
 

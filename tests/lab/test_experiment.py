@@ -151,7 +151,7 @@ def test_a_second_held_out_text_is_evaluated_and_changes_no_step(config, text, p
 def test_a_second_held_out_text_of_another_tokenizer_is_refused(config, text, tmp_path):
     other = prepare(text, tmp_path / "other", vocab_size=300, progress=False)
     both = replace(config, data=replace(config.data, further_validation=str(other.folder)))
-    with pytest.raises(InputError, match=r"data\.further_validation must hold tokens of the tokenizer of"):
+    with pytest.raises(InputError, match=r"data\.further_validation must hold tokens"):
         run(both, tmp_path / "run", progress=False)
 
 
@@ -262,7 +262,7 @@ def replaced(config, text, tmp_path):
 
 def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_path):
     for read in (evaluate, trace_model, lambda opened: opened.data):
-        with pytest.raises(InputError, match=r"must be the data that .*run was trained on.*; prepare the same text"):
+        with pytest.raises(InputError, match=r"must be the data that .*run was trained on"):
             read(open_run(replaced, device="cpu"))
     again = replace(config, data=DataConfig(path=str(tmp_path / "data")))
     with pytest.raises(InputError, match=r"data\.fingerprint was"):

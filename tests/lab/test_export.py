@@ -222,7 +222,7 @@ def test_the_code_of_another_packages_scheme_is_not_copied(tmp_path):
     """Its class is a scheme of the installed package, and none of the copied code."""
     connection = {"scheme": "look", "package": "mine", "window": 4}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "residua", "connection": connection}))
-    with pytest.raises(InputError, match="remote code needs a scheme of residua, got 'look' of the package 'mine'"):
+    with pytest.raises(InputError, match="got 'look' of the package 'mine'"):
         add_code(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 

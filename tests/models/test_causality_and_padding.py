@@ -94,7 +94,7 @@ def test_padding_between_tokens_equals_no_padding_or_is_refused(name):
     mask = torch.tensor([[1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]])
     if name in LOOKING_BACK:
         for form in (mask, mask.bool()):
-            with pytest.raises(ValueError, match="attention_mask must have padding only before or after"):
+            with pytest.raises(ValueError, match="attention_mask must have padding only"):
                 model(ids, attention_mask=form)
     else:
         alone = model(ids[:1, [0, 1, 4, 5]]).logits
@@ -251,7 +251,7 @@ def test_documents_that_attention_would_mix_are_refused():
         model(ids, seq_idx=SEQ_IDX, cache=DynamicCache(config=model.config))
     with pytest.raises(ValueError, match=r"attention_mask must be None with packed documents \(cu_seq_lens_q\)"):
         model(ids, cu_seq_lens_q=CU_SEQ_LENS, attention_mask=torch.ones(1, 9))
-    with pytest.raises(ValueError, match="position_ids must have the borders of documents that seq_idx has"):
+    with pytest.raises(ValueError, match=r"position_ids must have .*seq_idx"):
         model(ids, position_ids=torch.arange(9)[None], seq_idx=SEQ_IDX)
     with pytest.raises(ValueError, match=r"seq_idx must be \(1 or 1, 9\), got \(9,\)"):
         model(ids, seq_idx=SEQ_IDX[0])

@@ -133,7 +133,7 @@ def test_evaluation_of_a_padded_batch_compiles():
     assert_close(out[real], model(ids, attention_mask=mask).logits[real])
     assert_close(compiled(ids, attention_mask=(1.0 - mask) * -1e9, use_cache=False).logits[real], out[real])
     gap = torch.tensor([[1, 1, 0, 0, 1, 1], [1] * 6])
-    with pytest.raises(RuntimeError, match="must have padding only before or after the tokens of a row"):
+    with pytest.raises(RuntimeError, match="must have padding only"):
         compiled(ids, attention_mask=gap, use_cache=False)
 
 

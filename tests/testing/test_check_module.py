@@ -716,7 +716,7 @@ def test_a_parameter_with_two_names_has_one_value():
             mine = super().parameters(ours)
             return mine | {"readers.1.taps": 2 * mine["stream.connections.0.compress.taps"]}
 
-    with pytest.raises(CheckFailed, match=r"compress.taps and readers.1.taps are one parameter of your module"):
+    with pytest.raises(CheckFailed, match=r"compress.taps and readers.1.taps"):
         checks()["parameters"](Twice(resolve("ddl-tc")))
 
 
@@ -1000,7 +1000,7 @@ def test_an_expected_failure_is_no_error():
 
 
 def test_an_expected_failure_that_passes_is_an_error():
-    with pytest.raises(CheckFailed, match=r"causal: it passes: remove it from the expected failures \(no mask\)"):
+    with pytest.raises(CheckFailed, match=r"causal: it passes: .*\(no mask\)"):
         check_module(Block(), expected_failures={"causal": "no mask"})
 
 

@@ -135,5 +135,5 @@ def test_the_trimmed_form_averages_where_and_what_it_is_told():
     assert stream.connections[6].sources == (range(-1, 0), range(0, 2), range(4, 6))
     gates = [name for name, _ in stream.named_parameters() if "gates" in name and "static" not in name]
     assert {name.split(".")[1] for name in gates} == {"6", "7"}
-    with pytest.raises(ValueError, match="sources must be numbers of outputs from 0, each once, or null"):
+    with pytest.raises(ValueError, match="sources must be numbers"):
         MultiwayDynamicDense(sources=(0, 0))

@@ -286,7 +286,7 @@ def test_a_second_preparation_at_the_same_time_is_refused_and_changes_nothing(so
     first = tmp_path / ".out.preparing"
     with hold(first):
         (first / "train-00000.bin").write_bytes(b"first")
-        with pytest.raises(InputError, match=r"\.out\.preparing: another process is working in this folder"):
+        with pytest.raises(InputError, match=r"\.out\.preparing: another process"):
             prepare(source, tmp_path / "out", tokenizer="byte")
         assert (first / "train-00000.bin").read_bytes() == b"first"
     prepare(source, tmp_path / "out", tokenizer="byte")
@@ -350,7 +350,7 @@ def test_a_forged_index_is_refused(changes, copy):
 @pytest.mark.parametrize("changes", [{"vocab_size": 401}, {"eos_token_id": 3}], ids=str)
 def test_a_vocabulary_that_is_not_the_tokenizers_is_refused(changes, copy):
     forged(copy, **changes)
-    with pytest.raises(InputError, match="vocab_size and eos_token_id must be those of its tokenizer"):
+    with pytest.raises(InputError, match="vocab_size and eos_token_id must be"):
         PreparedData.open(copy).tokenizer()
 
 

@@ -74,7 +74,7 @@ def test_a_run_needs_its_base_only_to_begin(config, base, tmp_path, rows):
 
 def test_a_frozen_base_needs_a_connection_that_learns(config, tmp_path):
     plain = replace(config, model=replace(config.model, connection="residual", freeze_base=True))
-    with pytest.raises(InputError, match=r"model\.freeze_base must be false, as the connection has no parameters"):
+    with pytest.raises(InputError, match=r"model\.freeze_base must be false"):
         run(plain, tmp_path / "run", progress=False)
 
 
@@ -133,7 +133,7 @@ def test_other_weights_than_those_of_the_frozen_base_are_refused(config, base, t
     file = elsewhere / "model.safetensors"
     tensors = load_file(file)
     save_file({name: x + (name == "lm_head.weight") for name, x in tensors.items()}, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"must be the base that this run was begun with .*, got other weights"):
+    with pytest.raises(InputError, match=r"must be the base .* got other weights"):
         open_run(tmp_path / "run", device="cpu")
     shutil.rmtree(elsewhere)
     with pytest.raises(InputError, match=r"model\.base must be a folder with a model of transformers"):
@@ -150,7 +150,7 @@ def test_a_converted_base_goes_on_as_it_is(config, base, prepared, tmp_path):
     assert conversion_of(built) == conversion_of(model)
     assert all(torch.equal(tensor, built.state_dict()[name]) for name, tensor in model.state_dict().items())
     build_model(changed(config, connection="ihc"), prepared.tokenizer())
-    with pytest.raises(InputError, match=r"model\.connection must be null, since the base has a connection already"):
+    with pytest.raises(InputError, match=r"model\.connection must be null"):
         build_model(changed(config, connection="hc"), prepared.tokenizer())
 
 
@@ -170,7 +170,7 @@ def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeyp
     for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     residua.register("penal", Penal)
-    with pytest.raises(InputError, match=r"model\.connection must be a scheme without a penalty.* leaves out$"):
+    with pytest.raises(InputError, match=r"model\.connection must be a scheme without a penalty"):
         build_model(resolved(changed(config, connection="penal", start="fresh")), prepared.tokenizer())
 
 
@@ -209,7 +209,7 @@ def test_the_section_of_a_base_has_its_own_keys(base):
     assert config.model == BaseModelConfig(str(base), connection="hc")
     assert config.data.tokenizer == str(base)
     assert load_config("retrofit", given).train.connection_lr_factor == 100
-    with pytest.raises(InputError, match=r"model\.\w+ must not be set beside model\.base, which decides it"):
+    with pytest.raises(InputError, match=r"model\.\w+ must not be set beside model\.base"):
         load_config(None, [*given, "--model.hidden_size=64"])
     tiny = load_config("tiny", given)  # its model gives way to the base
     assert (tiny.model, tiny.data.tokenizer) == (config.model, str(base))
@@ -297,7 +297,7 @@ def test_a_run_goes_on_from_the_weights_of_a_run_or_its_export(tmp_path, rows):
         opened = open_run(tmp_path / f"from-{name}", device="cpu")
         assert opened.config.model.connection == start.config.model.connection == "ddl-tc"
         assert evaluate(opened)["val_loss"] == rows(tmp_path / f"from-{name}")[-1]["val_loss"]
-    with pytest.raises(InputError, match=r"model\.connection must be null, since the base has a connection already"):
+    with pytest.raises(InputError, match=r"model\.connection must be null"):
         build_model(resolved(replace(again, model=replace(again.model, connection="hc"))), other.tokenizer())
 
 

@@ -23,7 +23,7 @@ def test_a_folder_of_something_else_is_left_alone(names, tmp_path, fit):
     """As a study is."""
     for name in names:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=r"must be a new or empty folder, got one with other files"):
+    with pytest.raises(InputError, match=r"must be a new or empty folder"):
         fit(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert all(path.read_text() == "mine" for path in tmp_path.iterdir())
@@ -165,7 +165,7 @@ def test_checkpoints_never_land_in_another_folder_by_a_planted_link(tmp_path, fi
     fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
     (folder / "checkpoints").rename(tmp_path / "moved")
     (folder / "checkpoints").symlink_to(outside)
-    with pytest.raises(InputError, match="checkpoints must hold a complete checkpoint to resume from, got none"):
+    with pytest.raises(InputError, match=r"checkpoints must hold .* got none"):
         fit(folder, resume=True)
     assert not list(outside.iterdir())
 
@@ -187,7 +187,7 @@ def test_a_run_from_somebody_else_deletes_no_checkpoints_of_another_run(linked, 
     remove(theirs / "checkpoints")
     (theirs / "checkpoints").symlink_to(place)
     before = sorted(place.iterdir())
-    with pytest.raises(InputError, match=r"checkpoints must be checkpoints of this run, got a link to .*, where no"):
+    with pytest.raises(InputError, match=r"checkpoints must be .* got a link to "):
         fit(theirs, resume=True)
     assert sorted(place.iterdir()) == before
 

@@ -166,7 +166,7 @@ def test_damaged_checkpoints_alone_are_no_reason_to_start_again(tmp_path, fit, r
     before = rows(folder)
     for manifest in folder.glob("checkpoints/step-*/manifest.json"):
         manifest.write_text("{}")
-    with pytest.raises(InputError, match="must hold a complete checkpoint to resume from, got none"):
+    with pytest.raises(InputError, match=r"must hold .* got none"):
         fit(folder, resume=True)
     assert rows(folder) == before
     shutil.rmtree(folder / "checkpoints")
