@@ -131,7 +131,8 @@ def score(
     names = [task for given in tasks for task in (TASKS if given == PAPER else [given])]
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names = list(dict.fromkeys(names))
-    chosen = _loaded(_task_manager(names, include_path), names, context_of(model))
+    manager = _task_manager(names, include_path)
+    chosen = _loaded(manager, names, context_of(model))
     runner = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
@@ -148,6 +149,7 @@ def score(
             num_fewshot=num_fewshot,
             limit=limit,
             log_samples=False,
+            task_manager=manager,  # else it reads thousands of tasks, for nothing
         )
     scores = (score for tasks in chosen.values() for task in tasks for score in _scores(_name(task), report))
     return Scores(name, tuple(scores), lm_eval.__version__)
