@@ -11,6 +11,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
+from support.lanes import some
 from support.tiny_models import left_padded, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import ALL, ASSEMBLED, PRESETS, bare_sublayers, normal, perturbed
@@ -61,7 +62,7 @@ class Step(NamedTuple):
     kept: dict[str, tuple[int, tuple]]  # by name: the storage, and the shape, strides and offset in it
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=some(TRAINED, {"ddl-tc", "mhc", "mudd"}.__contains__))
 def step(request) -> Step:
     """Of the stream alone, and of a language model where it adds to the graph what only some schemes have: a penalty,
     several inputs of attention. Raises where the graph breaks."""
