@@ -105,6 +105,7 @@ def test_nothing_is_kept_twice_for_the_backward_pass(step):
             assert owners.setdefault((storage, place), name) == name
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler: apt-get install g++")
 def test_training_through_inductor_computes_the_same():
     stream, loss = stream_alone("ddl-cc")
@@ -151,6 +152,7 @@ def test_packed_documents_compile():
         compiled(ids, position_ids=torch.arange(6)[None], seq_idx=numbers, use_cache=False)
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_compiled_rows_of_documents():
     """Over batches and lengths that change, and beside a cache refused as they are without a compiler."""
@@ -178,6 +180,7 @@ def test_compiled_autograd_behind_an_eager_forward_pass():
         assert_close(ours, theirs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["beta-conv-dv1", "v1-operator", "attnres-block-s2"])
 def test_code_that_no_preset_runs_is_one_graph(name):
     """tests/ops/test_ops_compile.py has the operations and their gradients."""

@@ -68,8 +68,10 @@ def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_pa
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
-def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path):
+def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path, request):
     """Two numbers are doubled until 20 is passed: no run twice, and the last answer of the plan comes back."""
+    if processes > 1:
+        request.getfixturevalue("quick_pool")
 
     def plan(done):
         chains = [1], [3]
@@ -86,7 +88,9 @@ def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 @pytest.mark.parametrize("error", [InputError("wrong key"), RunError("disk full")], ids=repr)
-def test_what_a_run_refuses_is_the_error_of_the_sweep(processes, error, tmp_path):
+def test_what_a_run_refuses_is_the_error_of_the_sweep(processes, error, tmp_path, request):
+    if processes > 1:
+        request.getfixturevalue("quick_pool")
     with Records(tmp_path / "records.jsonl", lambda row: None) as records, pytest.raises(type(error), match=str(error)):
         run_jobs(lambda finished: [Job("bad", refuses, (error,))], records, processes=processes, progress=False)
 
