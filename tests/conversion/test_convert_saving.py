@@ -129,6 +129,7 @@ with open(sys.argv[2], "rb") as file:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_transformers_alone_does_not_open_it_and_a_pickled_configuration_builds_one(tmp_path):
     model, config = converted("hc", torch.float32), tmp_path / "config"

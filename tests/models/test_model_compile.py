@@ -168,6 +168,7 @@ def test_compiled_rows_of_documents():
         compiled(ids, position_ids=positions, use_cache=True)
 
 
+@pytest.mark.nightly
 def test_compiled_autograd_behind_an_eager_forward_pass():
     """It frees what a node saved before the graph of its backward pass runs, which replays the writes."""
     stream, loss = stream_alone("ddl-tc")
