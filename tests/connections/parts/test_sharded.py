@@ -11,9 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import residua
+from support.lanes import some
 from support.processes import together
 from support.tolerances import assert_close
-from support.variants import PRESETS, bare_sublayers, normal, perturbed
+from support.variants import KINDS, PRESETS, bare_sublayers, normal, perturbed
 
 DIM, LAYERS = 8, 3
 SUBLAYERS = bare_sublayers(DIM, 2)  # not on the meta device
@@ -85,7 +86,9 @@ def sharded_as_alone(rank, names):
             assert_close(ours.grad.full_tensor(), alone.grad, what=f"{name}: the gradient of {path}")
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_preset_starts_and_trains_in_shards_as_alone(start, tmp_path, size):
+@pytest.mark.parametrize(
+    ("names", "size"), some([(KINDS, 2), (PRESETS, 1), (PRESETS, 2)], lambda case: case[0] is KINDS)
+)
+def test_every_preset_starts_and_trains_in_shards_as_alone(start, tmp_path, names, size):
     """Under activation checkpointing inside each unit, no layer is replayed for another, whose weights are away."""
-    together(start, tmp_path, size, sharded_as_alone, [*PRESETS, "delta-attnres:gate=scalar"])
+    together(start, tmp_path, size, sharded_as_alone, [*names, "delta-attnres:gate=scalar"])
