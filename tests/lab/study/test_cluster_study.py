@@ -30,7 +30,7 @@ def preempted_once(run, *, place, report):
     return train_run(run, place=place, report=report_step)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_study_of_jobs_has_the_losses_of_one_on_this_machine_though_one_is_preempted(data, tmp_path, monkeypatch):
     """The preempted job saves its state and goes on."""
@@ -56,7 +56,7 @@ def test_a_study_of_jobs_has_the_losses_of_one_on_this_machine_though_one_is_pre
         assert same[0] == same[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_steps_are_timed_in_one_job(data, tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
