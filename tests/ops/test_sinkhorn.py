@@ -109,7 +109,7 @@ def test_huge_logits_stay_finite(dtype, size):
     assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiler)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.compiler, pytest.mark.nightly])])
 @pytest.mark.parametrize("form", [sinkhorn, guarded_sinkhorn])
 def test_large_gradients_of_large_logits_are_exact(form, compiled):
     """In float32, for gradients of every size and logits that no iteration brings to convergence: nothing overflows."""

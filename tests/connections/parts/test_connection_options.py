@@ -184,7 +184,7 @@ gated-residual mhc-deepseek:weight_std=0.1,start=residual | weight_std must be 0
 hc:num_streams=0 | num_streams must be at least 1
 ihc:magnitude=1.0 | magnitude must be a number above 1
 ihc mhc-deepseek:gate_eps=-1e-06 | gate_eps must be 0 or more, far below 1 / num_streams
-ihc mhc-deepseek:gate_eps=0.2 | gate_eps must be 0 or more, far below 1 / num_streams
+ihc mhc-deepseek:gate_eps=0.125 | gate_eps must be 0 or more, far below 1 / num_streams
 ihc:weight_std=0.1,start=residual | weight_std must be 0.006 unless start is 'published'
 jpmhc:alpha=0.0 | alpha must be a positive number
 jpmhc:steps=0 | steps must be at least 1

@@ -51,7 +51,7 @@ def test_a_study_at_one_rate_has_the_runs_that_the_first_would_make_at_it(planne
     assert len(runs) == 3 * len(schemes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_larger_study_takes_a_day(planned):
     small, rest = (
         planned("gpu-day.yaml", 50257, 10**9 * 9, schemes, [size])
