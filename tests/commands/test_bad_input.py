@@ -97,7 +97,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 1, "not enough memory: CUDA out of"),
         (RuntimeError("[x:1] . DefaultCPUAllocator: can't allocate memory: 9 bytes"), 1, "memory: can't allocate"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "File exists: 'out'"),
+        (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "residua: out: File exists"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
     ],
 )

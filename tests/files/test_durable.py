@@ -1,13 +1,18 @@
 """Durable writing: the old content or the new, and neither a link nor a device in its place is written to."""
 
+import errno
 import os
 from unittest.mock import Mock
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from residua.errors import InputError
 from residua.files.durable import replacing, unfinished, write_bytes, write_text
+from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.records.folder import hold
+from support.full_disk import room
 
 
 def names(folder):
@@ -60,6 +65,28 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="not empty"), unfinished(tmp_path / "new" / "folder"):
         pass
     assert names(tmp_path) == ["new"]
+
+
+def test_an_error_of_the_system_names_the_file_that_was_to_be_written(tmp_path):
+    with room(1000), pytest.raises(OSError, match="File too large") as failure:
+        write_bytes(tmp_path / "file", bytes(2000))
+    assert failure.value.filename == str(tmp_path / "file")
+    with pytest.raises(FileNotFoundError) as failure, replacing(tmp_path / "file"):
+        (tmp_path / "another").read_text()
+    assert failure.value.filename == str(tmp_path / "another")
+    assert names(tmp_path) == []
+
+
+def test_errors_of_the_system_that_compiled_writers_raise_are_those_of_python(tmp_path):
+    tensors = {"x": torch.zeros(1000)}
+    write = (lambda path: save_file(tensors, path), lambda path: byte_tokenizer().backend_tokenizer.save(str(path)))
+    for save in write:
+        with room(1000), pytest.raises(OSError, match="File too large") as failure, unfinished(tmp_path / "new") as new:
+            save(new / "file")
+        assert failure.value.errno == errno.EFBIG
+        assert names(tmp_path) == []
+    with pytest.raises(InputError), unfinished(tmp_path / "new"):
+        raise InputError("cannot read: no such file (os error 2)")
 
 
 def test_what_killed_writers_left_is_removed_by_the_next_holder_without_following_a_link(tmp_path):

@@ -21,6 +21,8 @@ MISPLACED = (FileExistsError, NotADirectoryError, IsADirectoryError)
 def in_one_line(error: Exception) -> str | None:
     """Return what to tell the user about an error; None for a defect of ours, which deserves its traceback."""
     text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, (InputError, RunError, ModuleNotFoundError, OSError)):
         return text
     exhausted = isinstance(error, RuntimeError) and any(words in text.lower() for words in EXHAUSTED)

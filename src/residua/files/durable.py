@@ -72,8 +72,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and str(error.filename) in ("None", str(temporary)):
+            error.filename, error.filename2 = str(path), None  # a failed write names no file, and nobody knows ours
         raise
 
 
@@ -108,7 +111,8 @@ def unfinished(path: Path) -> Iterator[Path]:
     """Make an empty folder beside `path`, which takes that name when the body ends; after a failure nothing stays. What
     killed processes left of the same folder is removed.
 
-    Raises OSError, also where `path` is there and not a new folder.
+    Raises OSError, also where `path` is there and not a new folder, and for errors of the system that safetensors and
+    tokenizers raise as types of their own.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
@@ -121,8 +125,11 @@ def unfinished(path: Path) -> Iterator[Path]:
                 sync(written)
             sync(temporary)
             publish(temporary, path)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            number = re.search(r"\(os error (\d+)\)", str(error))  # as Rust writes it
+            if number is not None and not isinstance(error, (OSError, ValueError, RuntimeError)):
+                raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
             raise
 
 

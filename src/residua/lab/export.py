@@ -13,7 +13,7 @@ from typing import Any, Literal
 from residua import lazy
 from residua.conversion.configuration import MODEL_TYPE, ConvertedConfig
 from residua.conversion.opening import context_of, quiet
-from residua.errors import InputError, RunError, extra, first_line
+from residua.errors import InputError, RunError, first_line
 from residua.files.durable import unfinished
 from residua.files.reading import read_json, read_text, write_yaml
 from residua.lab.data.tokenizer import save_tokenizer
@@ -22,9 +22,6 @@ from residua.lab.records import jsonlines
 from residua.lab.records.folder import new_folder, read_facts
 from residua.lab.records.table import cell
 from residua.lab.records.terminal import printable
-
-with extra("lab"):
-    from safetensors import SafetensorError
 
 PACKAGE = Path(__file__).parents[1]
 ENTRY = "residua.models.transformer"
@@ -92,8 +89,8 @@ def model_folder(place: Path) -> Iterator[Path]:
             mode = (temporary / "config.json").stat().st_mode
             for file in temporary.glob("*.safetensors"):
                 file.chmod(mode)  # safetensors makes files readable only by their owner
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
+    except OSError as error:
+        reason = error.strerror or first_line(error)
         raise RunError(f"{place}: cannot write the model: {reason}; nothing of it was left there") from error
 
 

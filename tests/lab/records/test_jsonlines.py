@@ -7,6 +7,7 @@ import pytest
 from residua.errors import InputError
 from residua.lab.records import jsonlines
 from residua.lab.records.jsonlines import JsonLines, finite, read_metrics
+from support.full_disk import room
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,17 @@ def test_a_whole_last_line_without_its_newline_counts_and_is_not_run_into(tmp_pa
     with JsonLines(path) as lines:
         lines.write({"step": 3})
     assert path.read_text() == '{"step": 1}\n{"step":  2}\n{"step": 3}\n'
+
+
+def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with JsonLines(path) as lines:
+        lines.write({"step": 1})
+        with room(30), pytest.raises(OSError, match="File too large") as failure:
+            lines.write({"text": 30 * "x"})
+        assert failure.value.filename == str(path)
+        lines.write({"step": 2})
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run_too(tmp_path, fit):
     ("module", "name", "file", "failure"),
     [
         (checkpoint_module, "save_file", "model", OSError(errno.ENOSPC, "No space left on device")),
-        (checkpoint_module, "save_file", "model", SafetensorError("I/O error: No space left on device")),
-        (checkpoint_module, "save_file", "optimizer", SafetensorError("I/O error: No space left on device")),
+        (checkpoint_module, "save_file", "model", SafetensorError("No space left on device (os error 28)")),
+        (checkpoint_module, "save_file", "optimizer", SafetensorError("No space left on device (os error 28)")),
         (durable, "publish", "", OSError(errno.ENOSPC, "No space left on device")),
     ],
 )

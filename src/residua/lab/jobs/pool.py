@@ -321,6 +321,6 @@ def _work(connection: Connection) -> None:
             function, arguments, place = connection.recv()
             try:
                 answer = function(*arguments, place=place, report=connection.send)
-            except (InputError, RunError) as error:
+            except (InputError, RunError, OSError) as error:
                 answer = error
             connection.send(answer)

@@ -1,5 +1,6 @@
 """Run folders: the paths of their files, the lock of their single writer, and their first settings."""
 
+import errno
 import json
 import shlex
 import socket
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from residua.connections.names import today
-from residua.errors import InputError, extra, fits, mapping, require
+from residua.errors import InputError, RunError, extra, fits, mapping, require
 from residua.files.durable import is_new, remove_partials, unlinked
 from residua.files.reading import read_json, read_yaml
 from residua.lab.records.progress import say
 
 LOCK, LEASE = ".lock", ".lease"
 """The files that hold a folder, see `hold`."""
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk that is full or damaged; all others of the system say that a path is of another kind."""
 LEASE_SECONDS = 30.0
 """After so long without a sign of life, another machine's lease has ended."""
 LOGGING_KEYS = frozenset({"train.connections_every", "train.tensorboard", "train.wandb"})
@@ -100,6 +103,7 @@ def hold(
 
     Raises:
         InputError: another process holds the folder, it holds other files, or it cannot be written.
+        RunError: the disk is full or damaged.
     """
     with extra("lab"):
         import filelock
@@ -143,11 +147,16 @@ def _holder_is_dead(lease: Any) -> bool:
 
 @contextmanager
 def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[None]:
-    """Turn an OSError inside into an InputError: `path` was expected to be `what`."""
+    """Turn an OSError inside into an InputError: `path` was expected to be `what`. A disk that is full or damaged is a
+    RunError.
+    """
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path} must be {what}, got: {error.strerror or error}") from error
+        reason = error.strerror or error
+        if error.errno in DISK:
+            raise RunError(f"{path}: cannot write: {reason}; make room or repair the disk, and go on") from error
+        raise InputError(f"{path} must be {what}, got: {reason}") from error
 
 
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,10 +117,17 @@ class JsonLines(AbstractContextManager):
         self._file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row; numbers that are not finite become null. Raises OSError."""
+        """Append a row; numbers that are not finite become null. Raises OSError, and leaves no part of the row."""
         remaining = (json.dumps(finite(row), allow_nan=False) + "\n").encode()
-        while remaining:
-            remaining = remaining[self._file.write(remaining) :]
+        opened = os.fstat(self._file.fileno())
+        try:
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
+        except OSError as error:
+            if stat.S_ISREG(opened.st_mode):
+                os.ftruncate(self._file.fileno(), opened.st_size)
+            error.filename = str(self.path)
+            raise
 
     def sync(self) -> None:
         """Wait until the rows are on the disk. Raises OSError, also if the file or its folder was moved or deleted, so

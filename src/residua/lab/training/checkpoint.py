@@ -30,7 +30,7 @@ from residua.lab.records.progress import say
 from residua.lab.training.distributed import Ranks
 
 with extra("lab"):
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     from safetensors.torch import save_file
 
 MANIFEST = "manifest.json"
@@ -95,13 +95,10 @@ def write_checkpoint(checkpoint: Checkpoint, tensors: Tensors) -> Checkpoint:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a new file. Raises OSError if the disk refuses."""
+    """Write a new file. Raises SafetensorError if the disk refuses."""
     path.touch(exist_ok=False)
     mode = path.stat().st_mode  # safetensors makes files readable only by their owner
-    try:
-        save_file(dict(tensors), path, {"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(" ".join(str(error).split())) from error
+    save_file(dict(tensors), path, {"format": "pt"})
     path.chmod(mode)
 
 

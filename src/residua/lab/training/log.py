@@ -1,8 +1,9 @@
 """Logging of a run: rows in metrics.jsonl, TensorBoard and Weights & Biases, and the display of its progress."""
 
+import threading
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ class RunLog:
             stack.callback(self._wandb.finish)
         paths = [run.metrics, *([run.connections] if gates else [])]
         self._files = [stack.enter_context(JsonLines(path, keep=partial(_until, step, path))) for path in paths]
+        if config.tensorboard:
+            stack.enter_context(_errors_of_threads_raised_once())
         self._events = _event_writer(unlinked(run.tensorboard), step) if config.tensorboard else None
         if self._events:
             stack.callback(self._close_events)
@@ -84,6 +87,22 @@ class RunLog:
 
 def _until(last: int, path: Path, row: Mapping[str, Any]) -> bool:
     return step_of(row, path) <= last
+
+
+@contextmanager
+def _errors_of_threads_raised_once() -> Iterator[None]:
+    """Print no traceback of an OSError in a thread: TensorBoard raises it again where the next number is added."""
+    printing = threading.excepthook
+
+    def print_others(failure: threading.ExceptHookArgs) -> None:
+        if not isinstance(failure.exc_value, OSError):
+            printing(failure)
+
+    threading.excepthook = print_others
+    try:
+        yield
+    finally:
+        threading.excepthook = printing
 
 
 def _event_writer(folder: Path, step: int) -> Any:
