@@ -213,6 +213,20 @@ def test_the_steps_of_a_run_that_was_trained_on_stand_whole_below(make_run):
     assert line == "train.steps: 12345678, then 100 (a); 12345679, then 100 (b)"
 
 
+@pytest.mark.parametrize("place", ["tokens", "seconds"])
+def test_a_loss_without_its_place_in_the_run_is_refused(place, make_run):
+    metrics = make_run("a") / "metrics.jsonl"
+    for row in ({"step": 999, "loss": 1.0, "tokens": 1, "seconds": 1, place: None}, {"step": 999, "loss": 1.0}):
+        metrics.write_text(json.dumps(row) + "\n")
+        with pytest.raises(InputError, match=rf"metrics\.jsonl: {'tokens' if len(row) == 2 else place} must be"):
+            compare([metrics.parent])
+
+
+def test_a_factor_that_is_no_number_gives_no_tokens_and_no_text_as_long_as_their_product(make_run):
+    run = make_run("a", steps=10**7, crashed_at=10, batch_size=10**7, sequence_length=10**7, gradient_accumulation="x")
+    assert compare([run]).groups[0].measure.tokens is None
+
+
 def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_and_said(make_run):
     a, copy = make_run("a"), make_run("copy", offset=1.0)
     comparison = compare([a, a.parent / "." / "a", copy])

@@ -3,6 +3,7 @@
 Everything that ranks losses asks here: `compare`, the explorer, the demo, `study tune` and `study run`.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -46,8 +47,9 @@ class Measurement(NamedTuple):
             text = data["sha256"], data.get("validation_fraction"), data.get("split", "documents")
         lost = data.get("lost_share")
         window = settings.get("train.sequence_length")
-        tokens = [settings.get(f"train.{name}") for name in ("steps", "batch_size")] + [window]
-        known = all(isinstance(number, int) for number in tokens)
+        factors = [settings.get(f"train.{name}") for name in ("steps", "batch_size")]
+        factors += [window, settings.get("train.gradient_accumulation", 1)]
+        known = all(isinstance(factor, int) for factor in factors)
         return cls(
             text,
             data.get("tokenizer_fingerprint"),
@@ -55,7 +57,7 @@ class Measurement(NamedTuple):
             window,
             bool(settings.get("train.document_masks", False)),
             settings.get("train.precision"),
-            tokens[0] * tokens[1] * tokens[2] * settings.get("train.gradient_accumulation", 1) if known else None,
+            math.prod(factors) if known else None,
         )
 
 

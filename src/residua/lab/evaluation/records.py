@@ -76,7 +76,7 @@ class Run:
         # The first logged step is slow and would pull a mean down.
         speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
         speed = median_high(speeds) if speeds else None
-        training, validation, bits = (_points(rows, name) for name in ("loss", "val_loss", "bits_per_byte"))
+        training, validation, bits = (_points(rows, name, run) for name in ("loss", "val_loss", "bits_per_byte"))
         return cls(run.path, seed, settings, training, validation, speed, facts.get("parameters"), measure, bits)
 
     @property
@@ -102,10 +102,14 @@ class Run:
         return max((*self.training, *self.validation), key=lambda point: point.step, default=None)
 
 
-def _points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
-    """Return a loss along the rows of metrics that have it, NaN where it was not finite."""
+def _points(rows: Sequence[Mapping[str, Any]], name: str, run: RunFolder) -> tuple[Point, ...]:
+    """Return a loss along the rows of metrics that have it, NaN where it was not finite. Raises InputError for a row
+    that does not say where it was measured.
+    """
+    rows = [row for row in rows if name in row]
+    for row in rows:
+        for place in ("tokens", "seconds"):
+            require(fits(row.get(place), float), f"{run.metrics}: {place}", "a number beside a loss", row.get(place))
     return tuple(
-        Point(row["step"], row["tokens"], row["seconds"], math.nan if row[name] is None else row[name])
-        for row in rows
-        if name in row
+        Point(row["step"], row["tokens"], row["seconds"], math.nan if row[name] is None else row[name]) for row in rows
     )
