@@ -9,7 +9,8 @@ import pytest
 import residua
 from residua.commands.schemes import schemes
 from residua.connections import PRESETS, SCHEMES, describe, names, resolve
-from residua.connections.names import canonical
+from residua.connections.names import ALIASES, canonical
+from residua.connections.registry import name_of
 from residua.lab.study.definition import load_study
 from residua.lab.training import load_config
 
@@ -157,3 +158,10 @@ def test_build_is_resolve_and_build():
     stream = residua.build("mHC", dim=8, num_sublayers=2, norm_eps=1e-3)
     assert repr(stream.connections) == repr(PRESETS["mhc"].build(8, 2, norm_eps=1e-3).connections)
     assert residua.schemes()["mhc"] is PRESETS["mhc"]
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *ALIASES, "ddl-tc:value_channels=2", "lambdas+tc:compress_kernel=3"])
+def test_a_scheme_is_named_by_its_nearest_preset_and_the_options_that_differ(name):
+    found = name_of(resolve(name))
+    assert resolve(found) == resolve(name)
+    assert found.count("=") <= name.count("=")

@@ -174,6 +174,22 @@ def describe(scheme: Scheme) -> dict[str, Any]:
     return {"scheme": name, **({"package": package} if package else {}), **written(scheme)}
 
 
+def name_of(scheme: Scheme) -> str:
+    """Return the name by which people know a scheme, with the options that differ: "ddl-tc:value_channels=2".
+
+    It is that of the nearest preset of its class, or of an alias; `resolve` makes an equal scheme of it. Raises
+    ValueError as `describe`.
+    """
+    options, nearest = written(scheme), describe(scheme)
+    for name, known in (schemes() | {alias: resolve(alias) for alias in names.ALIASES}).items():
+        if type(known) is type(scheme):
+            changed = {key: value for key, value in options.items() if _tuples(value) != getattr(known, key)}
+            causes = {key: value for key, value in changed.items() if key not in scheme.derived}
+            implied = resolve({"preset": name, **causes}) == scheme
+            nearest = min(nearest, {"preset": name, **(causes if implied else changed)}, key=len)
+    return names.label(nearest)
+
+
 def written(scheme: Scheme) -> dict[str, Any]:
     """Return the options as JSON keeps them. Raises ValueError if they would not build an equal scheme."""
     kind = type(scheme)
