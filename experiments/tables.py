@@ -104,6 +104,8 @@ def spread(ratio: dict[str, Any], form: str) -> str:
 
 def speed_table() -> str:
     """Give the time of a step, eager and compiled, and what it keeps, as `residua cost step` measured them."""
+    from residua.connections.names import label
+
     found = records("bench-steps.jsonl")
     compiled = {record["scheme"]: record for record in found if record["train"]["compile"]}
     rows = []
@@ -113,7 +115,7 @@ def speed_table() -> str:
         name = record["scheme"]
         times = [step_ratio(record), step_ratio(compiled[name]) if name in compiled else ""]
         milliseconds = f"{record['step_seconds'] * 1000:.0f}"
-        rows.append([f"`{name}`", milliseconds, *times, kept_above(record, found), f"{record['parameters']:,}"])
+        rows.append([f"`{label(name)}`", milliseconds, *times, kept_above(record, found), f"{record['parameters']:,}"])
     header = ["scheme", "ms per step", "times `residual` [quartiles]", "both compiled", "vectors kept above it"]
     return markdown([*header, "parameters"], rows)
 
