@@ -37,7 +37,8 @@ class RunState:
     """What a run has in its folder, which the first rank writes. `newest` is the newest complete checkpoint, if any.
 
     parent: metadata of the model from whose weights the run begins, if any.
-    facts: metadata of the data, whose fingerprints the checkpoints keep beside the settings.
+    facts: metadata of the data, whose fingerprints the checkpoints keep beside the settings. So they do with the decays
+        of the optimizer that differ from `train.weight_decay`, as under muP.
     """
 
     def __init__(
@@ -52,6 +53,10 @@ class RunState:
         self.run, self._config, self._step, self._facts = run, config, take_step, facts
         self._ranks = take_step.ranks
         self._settings = flatten(run.settings) | {f"data.{name}": facts[name] for name in FINGERPRINTS if name in facts}
+        # What follows from the settings, and has been another function of them before: a run keeps it.
+        decays = {group["weight_decay"] for group in take_step.optimizer.param_groups} - {0.0, config.weight_decay}
+        if decays:
+            self._settings["optimizer.weight_decay"] = sorted(decays)
         self._log: RunLog | None = None
         self.newest: Checkpoint | None = None
 
