@@ -31,7 +31,6 @@ def count(
     from residua.lab.cost.estimate import estimate
     from residua.lab.experiment import model_config
 
-    _ = config.from_scratch  # raises for a model with a base
     costs = estimate(config, model_config(config), gpu=gpu, gpus=gpus)
     return Output(asdict(costs), costs.parts())
 

@@ -17,8 +17,10 @@ from residua.errors import InputError
 from residua.lab.data import byte_tokenizer
 from residua.lab.evaluation.harness import score
 from residua.lab.evaluation.published import TASKS, rows
+from residua.lab.experiment import run
 from residua.models import ResiduaForCausalLM
 from support.tiny_models import tiny_config
+from support.tiny_runs import options, prepare_texts, run_config
 
 QUESTIONS = [
     ("The sky is", ["blue", "made of old cheese", "red"], 0),
@@ -202,6 +204,16 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_first_request(kinds,
     monkeypatch.setattr(lm_eval, "simple_evaluate", None)
     with pytest.raises(InputError, match=said):
         score(build(), byte_tokenizer(), name="m", tasks=names, include_path=kinds)
+
+
+@pytest.mark.parametrize(("context", "noted"), [(256, True), (64, False)])
+def test_tasks_beyond_the_trained_window_say_so(context, noted, capsys, tasks, tmp_path):
+    data = prepare_texts(tmp_path)
+    model = {"max_position_embeddings": context}
+    run(run_config(options(data, model=model, steps=1, sequence_length=64)), tmp_path / "run", progress=False)
+    assert main(["evaluate", str(tmp_path / "run"), "--tasks", "sciq", "--include-path", str(tasks)]) == 0
+    note = "trained on windows of 64 tokens; tasks give it up to 256"
+    assert (note in capsys.readouterr().out) is noted
 
 
 @pytest.mark.nightly

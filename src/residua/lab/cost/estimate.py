@@ -62,11 +62,14 @@ class Estimate:
 
 
 def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus: int = 1) -> Estimate:
-    """Estimate a run of a model from scratch.
+    """Estimate a run of one of our models, from scratch or trained on.
 
     Raises:
-        InputError: the GPU is unknown, or a step cannot be divided among this number of GPUs.
+        InputError: the GPU is unknown, the model is a converted one, or a step cannot be divided among this number of
+            GPUs.
     """
+    ours = isinstance(model, ResiduaConfig)
+    require(ours, "model.base", "a run or an export of our own model, whose layers are counted", model.model_type)
     require(gpu in GPU_MEMORY, "--gpu", f"one of {', '.join(GPU_MEMORY)}", gpu)
     capacity, train = GPU_MEMORY[gpu] * GIB, config.train
     share = BatchShard.of(train, Ranks(world_size=gpus))  # torchrun starts a process for each GPU
