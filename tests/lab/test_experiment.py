@@ -13,6 +13,7 @@ from residua.commands.cli import main
 from residua.connections import PRESETS, SCHEMES, RMSNorm
 from residua.connections.parts.ends import Same
 from residua.errors import InputError
+from residua.files.durable import remove
 from residua.lab.data import PreparedData, prepare
 from residua.lab.evaluation.records import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_model
@@ -325,3 +326,29 @@ def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, 
     path.write_text(triton.to_yaml())
     assert main(["train", "--config", str(path), "--run", str(tmp_path / "run")]) == 2
     assert "residua: implementation must be 'auto' or 'reference'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "said"), [(3, False), (9, True)])
+def test_a_run_that_repeats_its_text_says_so(steps, said, config, prepared, tmp_path, capsys):
+    tokens = 64 * config.train.sequence_length * steps
+    assert (tokens > len(prepared.train)) is said
+    train = replace(config.train, steps=steps, batch_size=64, evaluate_every=steps, checkpoint_every=steps)
+    run(replace(config, train=train), tmp_path / "run", progress=True)
+    line = f"reads its text {tokens / len(prepared.train):.1f} times: {tokens:,} of {len(prepared.train):,} tokens"
+    assert (line in capsys.readouterr().err) is said
+
+
+def test_a_run_whose_optimizer_decayed_otherwise_does_not_resume(prepared, tmp_path):
+    """As before muP's decay was the same at every width, which no checkpoint said."""
+    config = run_config(options(prepared, model={"mup": "true", "mup_base_width": 8, "connection": "ddl"}, steps=4))
+    run(replace(config, train=replace(config.train, checkpoint_every=2)), tmp_path / "run", progress=False)
+    remove(tmp_path / "run" / "checkpoints" / "step-4")
+    manifest = tmp_path / "run" / "checkpoints" / "step-2" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    assert content["settings"].pop("optimizer.weight_decay") == [pytest.approx(2 * config.train.weight_decay)]
+    shutil.copytree(tmp_path / "run", tmp_path / "moved")
+    run(config, tmp_path / "run", resume=True, progress=False)
+    manifest = tmp_path / "moved" / "checkpoints" / "step-2" / "manifest.json"
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"optimizer\.weight_decay was absent, is \[0\.2\]"):
+        run(config, tmp_path / "moved", resume=True, progress=False)

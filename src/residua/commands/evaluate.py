@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from residua.commands.base import Checkpoint, expect_path
 from residua.commands.signature import Output
-from residua.errors import Count, InputError, between
+from residua.errors import Count, InputError, between, require
 from residua.lab.records.terminal import one_line
 
 if TYPE_CHECKING:
@@ -44,7 +44,14 @@ class Scoring:
     published: Literal["small", "medium"] | None = None
 
 
-def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None = None, scoring: Scoring) -> Output:
+def evaluate(
+    run: str,
+    *,
+    checkpoint: Checkpoint | None = None,
+    data: str | None = None,
+    text_column: str = "text",
+    scoring: Scoring,
+) -> Output:
     """Print the validation loss of a run, or its scores on tasks.
 
     Examples:
@@ -59,6 +66,7 @@ def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
         data (DIR|TEXT): the run's prepared data, if they have moved, or another text to score: prepared with the same
             tokenizer, of which the held-out part counts, or a file or folder of text
+        text_column: of the rows of such a text; meta.text is the text inside meta
     """
     for option in fields(scoring):
         if scoring.tasks is None and getattr(scoring, option.name) != option.default:
@@ -66,13 +74,15 @@ def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None
             raise InputError(f"--{flag} needs --tasks beside it, got none; give --tasks paper")
     expect_path(run)
     if scoring.tasks is None:
-        return _validated(run, checkpoint, data)
+        return _validated(run, checkpoint, data, text_column)
+    require(data is None, "--data", "left out with --tasks, which bring their own texts", data)
+    require(text_column == "text", "--text-column", "left out without --data", text_column)
     from residua.conversion.opening import context_of
     from residua.lab.evaluation.harness import score
     from residua.lab.evaluation.published import comparable
     from residua.lab.experiment import open_model
 
-    opened = open_model(run, checkpoint, data=data)
+    opened = open_model(run, checkpoint)
     window, context = opened.window, context_of(opened.model)
     report = score(
         opened.model,
@@ -103,40 +113,37 @@ def evaluate(run: str, *, checkpoint: Checkpoint | None = None, data: str | None
     return Output(report.to_json(rows), [report.table(rows), *notes])
 
 
-def _validated(run: str, checkpoint: Checkpoint | None, data: str | None) -> Output:
+def _validated(run: str, checkpoint: Checkpoint | None, data: str | None, text_column: str) -> Output:
     from residua.lab.experiment import evaluate, is_model_folder, open_model, open_run
 
     if is_model_folder(run):
         if data is None:
             raise InputError(f"{run}: this model has no validation text of its own; give --data TEXT or --tasks paper")
-        return _on_text(open_model(run, checkpoint), run, data)
+        return _on_text(open_model(run, checkpoint), run, data, text_column)
     opened = open_run(run, checkpoint, data=data)
     if data is not None and not opened.is_own(data):
-        return _on_text(opened, run, data)
+        return _on_text(opened, run, data, text_column)
+    require(text_column == "text", "--text-column", "left out with the run's prepared data", text_column)
     lines = [] if data is None else [f"the run's own text: the held-out part of {one_line(data)}"]
     return _losses(run, {"step": opened.step, **evaluate(opened)}, lines)
 
 
-def _on_text(opened: "OpenModel", run: str, data: str) -> Output:
-    """Return the loss of a model on a text that is not the one of its run."""
-    from residua.lab.text_loss import open_text, text_loss
+def _on_text(opened: "OpenModel", run: str, data: str, text_column: str) -> Output:
+    """Return the loss of a model on a text that is not the held-out one of its run."""
+    from residua.lab.data.model_text import open_text
+    from residua.lab.experiment import evaluate_on
 
-    text = open_text(Path(data), opened.tokenizer, opened.tokenizer_folder)
-    window, batch_size, masks = opened.evaluation
-    with opened.precision():
-        result = text_loss(
-            opened.model,
-            text,
-            window=window,
-            batch_size=batch_size,
-            end_of_text=opened.tokenizer.eos_token_id if masks else None,
-        )
+    text = open_text(
+        Path(data), opened.tokenizer, opened.tokenizer_folder, text_column=text_column, trained_on=opened.trained_on
+    )
     own = "not the run's own text" if opened.step is not None else "not known whether the model was trained on it"
-    if text.digest == opened.text_digest:
+    if text.own:
         own = "the run's own text, training part included"
-    lines = [f"{own}: {one_line(text.name)}, in windows of {window} tokens"]
+    elif text.own is None:
+        own = "perhaps the run's own text, cut into other documents"
+    lines = [f"{own}: {one_line(text.name)}, in windows of {opened.evaluation[0]} tokens"]
     step = {} if opened.step is None else {"step": opened.step}
-    return _losses(run, {**step, **result}, lines)
+    return _losses(run, {**step, **evaluate_on(opened, text)}, lines)
 
 
 def _losses(run: str, result: dict[str, Any], lines: list[str]) -> Output:

@@ -22,6 +22,7 @@ from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
 from residua.files.durable import remove, unfinished
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
+from residua.lab.data.model_text import Text
 from residua.lab.data.tokenizer import load_tokenizer, save_tokenizer, saved_tokenizer, vocabulary
 from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_batches
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
@@ -94,9 +95,9 @@ class OpenModel:
         return self.folder
 
     @property
-    def text_digest(self) -> str | None:
-        """The sha256 of the text that it was trained on, if that is known."""
-        return None
+    def trained_on(self) -> Mapping[str, Any]:
+        """The facts of the data that it was trained on, none if they are not known."""
+        return {}
 
     def excerpt(self, tokens: int | None) -> list[int]:
         """Return the ids of the first held-out tokens. Raises InputError for a model that has none."""
@@ -131,9 +132,9 @@ class OpenRun(OpenModel):
         return RunFolder(self.folder).tokenizer
 
     @property
-    def text_digest(self) -> str | None:
-        facts = RunFolder(self.folder).facts
-        return read_facts(facts).get("data", {}).get("sha256") if facts.is_file() else None
+    def trained_on(self) -> Mapping[str, Any]:
+        facts: Mapping[str, Any] = read_facts(RunFolder(self.folder).facts).get("data", {})
+        return facts
 
     def is_own(self, place: str | Path) -> bool:
         """Return whether a folder holds the data that the model was trained on, and not another text."""
@@ -413,7 +414,8 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
     """
     if isinstance(config.model, BaseModelConfig):
         base = config.model
-        require(base.connection is not None, "model.connection", "a scheme for the base", base.connection)
+        if base.connection is None:
+            base = replace(base, connection=base_connection(Path(base.base)))
         model, _, _ = _base_of(base)
         if isinstance(model, ResiduaForCausalLM):
             return model.config
@@ -539,6 +541,15 @@ def evaluate(opened: OpenRun) -> dict[str, float]:
     """Return validation loss, perplexity and bits per byte of an opened run, measured as during its training."""
     with opened.precision():
         return _evaluator(opened.config, {"": opened.data})(opened.model)
+
+
+def evaluate_on(opened: OpenModel, text: Text) -> dict[str, float]:
+    """Return the losses of an opened model on a text, in windows of `opened.evaluation`, as `evaluate` does."""
+    window, batch_size, masks = opened.evaluation
+    batches = HeldOutBatches(text.tokens, batch_size, window)
+    end_of_text = opened.tokenizer.eos_token_id if masks else None
+    with opened.precision():
+        return held_out_loss(opened.model, batches, bytes=text.bytes, end_of_text=end_of_text)
 
 
 def losses_by_document(opened: OpenRun) -> dict[str, dict[str, list[Any]]]:

@@ -17,10 +17,11 @@ from residua.connections.schemes.residual import ResidualConnection
 from residua.conversion.configuration import conversion_of
 from residua.errors import InputError
 from residua.lab import experiment
+from residua.lab.cost.estimate import estimate
 from residua.lab.data import prepare
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.evaluation.records import Run
-from residua.lab.experiment import build_model, evaluate, open_run, resolved, run
+from residua.lab.experiment import build_model, evaluate, model_config, open_run, resolved, run
 from residua.lab.export import export
 from residua.lab.records.folder import flatten
 from residua.lab.training import BaseModelConfig, DataConfig, ModelConfig, RunConfig, load_config
@@ -224,6 +225,8 @@ def test_the_section_of_a_base_has_its_own_keys(base):
         load_config(None, [*given, "--data.tokenizer=bpe"])
     with pytest.raises(InputError, match=r"model\.base must be a model from scratch"):
         _ = config.from_scratch
+    with pytest.raises(InputError, match=r"model\.base must be a run or an export of our own model"):
+        estimate(config, model_config(config))
     assert isinstance(load_config(None, ["--model.hidden_size=96"]).from_scratch, ModelConfig)
 
 
@@ -277,7 +280,7 @@ def test_two_ranks_train_a_base_as_one_process_does(frozen, config, start, tmp_p
     assert_same_run(tmp_path / "run", tmp_path / "alone", rows, exact=False)
 
 
-def test_a_run_goes_on_from_the_weights_of_a_run_or_its_export(tmp_path, rows):
+def test_a_run_goes_on_from_the_weights_of_a_run_or_its_export(tmp_path, rows, capsys):
     data = prepare_texts(tmp_path)
     run(run_config(options(data, steps=2)), tmp_path / "first", progress=False)
     export(tmp_path / "first", tmp_path / "export")
@@ -297,6 +300,15 @@ def test_a_run_goes_on_from_the_weights_of_a_run_or_its_export(tmp_path, rows):
         opened = open_run(tmp_path / f"from-{name}", device="cpu")
         assert opened.config.model.connection == start.config.model.connection == "ddl-tc"
         assert evaluate(opened)["val_loss"] == rows(tmp_path / f"from-{name}")[-1]["val_loss"]
+    keys = [f"--data.path={other.folder}", f"--train.sequence_length={TRAIN['sequence_length']}"]
+    counted = []
+    for name in ("first", "export"):  # a run with one of ours as its base can be counted too
+        capsys.readouterr()
+        base = f"--model.base={tmp_path / name}"
+        assert main(["cost", "count", "--config", "nano", *keys, base, "--json"]) == 0
+        counted.append(json.loads(capsys.readouterr().out))
+    assert counted[0]["parameters"] == counted[1]["parameters"]
+    assert counted[0]["parameters"]["total"] == sum(p.numel() for p in start.model.parameters())
     with pytest.raises(InputError, match=r"model\.connection must be null"):
         build_model(resolved(replace(again, model=replace(again.model, connection="hc"))), other.tokenizer())
 
@@ -322,6 +334,11 @@ def test_a_run_is_evaluated_on_other_texts_in_its_own_tokens(tmp_path, capsys):
         assert result["val_loss"] == pytest.approx(
             result["repeated_share"] * result["repeated_loss"] + (1 - result["repeated_share"]) * result["other_loss"]
         )
+    for wrong in (["--text-column", "a"], ["--text-column", "a", "--data", str(data.folder)]):
+        assert main(["evaluate", str(tmp_path / "run"), *wrong]) == 2
+        assert "--text-column must be left out" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "run"), "--tasks", "paper", "--data", str(texts)]) == 2
+    assert "--data must be left out with --tasks" in capsys.readouterr().err
     prepare(texts, tmp_path / "wrong", vocab_size=300)
     assert main(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "wrong")]) == 2
     assert "--data must be tokens of the tokenizer" in capsys.readouterr().err

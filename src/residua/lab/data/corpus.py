@@ -3,7 +3,7 @@
 Memory does not grow with the text. `stdlib`, `files` and `hub` make corpora; `sources.open_corpus` picks one by name.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,3 +35,10 @@ class Corpus:
 
     def __iter__(self) -> Iterator[Document]:
         return (document for document in self.read() if document.text.strip())
+
+
+def hashed(documents: Iterable[Document], digest: Any) -> Iterator[Document]:
+    """Yield documents, and add each to a digest of `hashlib`: its text in UTF-8, then a zero byte."""
+    for document in documents:
+        digest.update(document.text.encode() + b"\0")
+        yield document

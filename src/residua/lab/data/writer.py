@@ -14,7 +14,7 @@ from residua.errors import InputError, RunError, extra, fits, require
 from residua.files.durable import publish, remove, sync, unlinked, write_text
 from residua.files.reading import inside
 from residua.files.tensors import undamaged
-from residua.lab.data.corpus import Document
+from residua.lab.data.corpus import Corpus, Document, hashed
 from residua.lab.data.shards import SplitFiles, read_splits
 from residua.lab.data.split import Split
 from residua.lab.records.folder import LEASE, LOCK, hold, read_object
@@ -30,7 +30,6 @@ from typing import get_args
 
 from residua.errors import extra
 from residua.files.durable import file_sha256
-from residua.lab.data.corpus import Corpus
 from residua.lab.data.encode import Encoded, Encoder
 from residua.lab.data.shards import Shard
 from residua.lab.data.split import Share, split_documents
@@ -197,12 +196,11 @@ def write_shards(
     shards = sum(len(writer.shards) for writer in writers.values())
     text, skipped_size, unsaved_bytes = hashlib.sha256(), 0, 0
     blank = Counter[str]()
-    remaining = _with_text(corpus, blank)
+    remaining = hashed(_with_text(corpus, blank), text)
     for skipped in islice(remaining, sum(writer.documents for writer in writers.values())):
-        text.update(skipped.text.encode() + b"\0")
         skipped_size += skipped.size
     with text_progress("tokens", remaining, corpus.size, skipped_size, progress) as documents:
-        encoded = chain.from_iterable(Encoder(tokenizer, dtype, lossless=lossless).map(_groups(documents, text)))
+        encoded = chain.from_iterable(Encoder(tokenizer, dtype, lossless=lossless).map(_groups(documents)))
         sides = split_documents(
             encoded, validation_fraction, key=lambda x: x.key, settled=bool(stage.saved), share=share
         )
@@ -221,7 +219,7 @@ def write_shards(
     return splits, {"sha256": text.hexdigest(), **blank, "lost_share": stage.lost / max(1, whole)}
 
 
-def _with_text(corpus: Corpus, blank: "Counter[str]") -> Iterator[Document]:
+def _with_text(corpus: Corpus, blank: Counter[str]) -> Iterator[Document]:
     """Yield the documents of a corpus, and count the blank ones."""
     for document in corpus.read():
         if document.text.strip():
@@ -230,13 +228,12 @@ def _with_text(corpus: Corpus, blank: "Counter[str]") -> Iterator[Document]:
             blank["blank_documents"] += 1
 
 
-def _groups(documents: Iterable[Document], digest: Any) -> Iterator[list[bytes]]:
-    """Gather texts into groups of about ENCODE_TEXT bytes, and add them to the sha256 of the text."""
+def _groups(documents: Iterable[Document]) -> Iterator[list[bytes]]:
+    """Gather texts into groups of about ENCODE_TEXT bytes."""
     texts: list[bytes] = []
     length = 0
     for document in documents:
         texts.append(document.text.encode())
-        digest.update(texts[-1] + b"\0")
         length += len(texts[-1])
         if length >= ENCODE_TEXT:
             yield texts

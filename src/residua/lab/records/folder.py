@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from residua.connections.names import today
-from residua.errors import InputError, RunError, extra, fits, mapping, require
+from residua.errors import InputError, RunError, extra, fits, mapping, require, words
 from residua.files.durable import is_new, remove_partials, unlinked
 from residua.files.reading import read_json, read_yaml
 from residua.lab.records.progress import say
@@ -201,6 +201,13 @@ def settings_of(path: Path) -> dict[str, Any]:
     return flatten(read_settings(path)) if path.is_file() else {}
 
 
+DATA_FACTS: Mapping[str, Any] = dict.fromkeys(("fingerprint", "place", "sha256"), str | None) | {
+    **dict.fromkeys(("bytes", "longest_document"), int | None),
+    "validation_fraction": float | None,
+}
+"""The facts of a run's data that are read later, and their types."""
+
+
 def read_facts(path: Path) -> dict[str, Any]:
     """Read the facts.json of a run; a run of an early version may have none, which gives an empty dict.
 
@@ -210,8 +217,8 @@ def read_facts(path: Path) -> dict[str, Any]:
     facts = read_object(path) if path.exists() else {}
     data, resumed, parameters = facts.get("data", {}), facts.get("resumed", []), facts.get("parameters")
     mapping(data, f"{path}: data")
-    for name in ("fingerprint", "place"):
-        require(isinstance(data.get(name), str | None), f"{path}: data.{name}", "text", data.get(name))
+    for name, kind in DATA_FACTS.items():
+        require(fits(data.get(name), kind), f"{path}: data.{name}", words(kind), data.get(name))
     require(isinstance(resumed, list), f"{path}: resumed", "a list", resumed)
     for process in resumed:
         mapping(process, f"{path}: resumed")

@@ -1,0 +1,113 @@
+"""Read a text in the tokens of a model: prepared data of its tokenizer, or a text as it is."""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from residua.errors import InputError, extra, require
+from residua.lab.data.corpus import Corpus, hashed
+from residua.lab.data.encode import Encoder
+from residua.lab.data.shards import DTYPES, PreparedData, Tokens
+from residua.lab.data.sources import open_corpus
+from residua.lab.data.split import share_of
+
+with extra("lab"):
+    import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+CUTS = ("split", "validation_fraction", "longest_document")
+"""The facts that say how a text was cut into the documents of which there is a digest."""
+
+
+class Text(NamedTuple):
+    """Tokens to predict.
+
+    bytes   of their text in UTF-8; None if the tokens lose some of it
+    own     whether it is the text that the model was trained on, training part included; None if that is not known
+    """
+
+    name: str
+    tokens: Tokens
+    bytes: int | None
+    own: bool | None
+
+
+class TokensInMemory(Tokens):
+    """The token ids of a text that is not on the disk as tokens."""
+
+    def __init__(self, ids: "np.ndarray"):
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def window(self, start: int, length: int) -> "np.ndarray":
+        return self.ids[start : start + length].astype(np.int64)
+
+
+def open_text(
+    place: Path,
+    tokenizer: "PreTrainedTokenizerFast",
+    folder: Path,
+    *,
+    text_column: str = "text",
+    trained_on: Mapping[str, Any] = MappingProxyType({}),
+) -> Text:
+    """Return the held-out part of prepared data, or the whole of a file or folder of text in a model's own tokens.
+
+    Args:
+        folder: that of the tokenizer, for errors.
+        text_column: of the rows of a text that is not prepared.
+        trained_on: the facts of the data of the model's run. Long documents are cut as in these.
+
+    Raises:
+        InputError: the data are tokens of another tokenizer, or there is no such text.
+    """
+    if (place / "index.json").is_file():
+        require(text_column == "text", "--text-column", f"left out, as {place} is prepared", text_column)
+        return _held_out(place, tokenizer, folder, trained_on)
+    corpus = open_corpus(place, text_column=text_column, longest_document=trained_on.get("longest_document"))
+    encoder = Encoder(tokenizer, DTYPES["uint32"], lossless=False)
+    documents = [x for group in encoder.map([document.text.encode()] for document in corpus) for x in group]
+    if not documents:
+        raise InputError(f"{place} must hold documents, found nothing or white space")
+    size = sum(len(document.text) for document in documents)
+    tokens = TokensInMemory(np.concatenate([document.ids for document in documents]))
+    own = size == trained_on.get("bytes") and _sha256(corpus, trained_on) == trained_on.get("sha256")
+    return Text(f"all of {place}", tokens, None if any(document.lost for document in documents) else size, own)
+
+
+def _sha256(corpus: Corpus, facts: Mapping[str, Any]) -> str:
+    """Return the digest of a text that is cut into documents as data with these facts."""
+    share, fraction = None, facts.get("validation_fraction")
+    if facts.get("split") == "share" and fraction is not None:
+        share = share_of(lambda: iter(corpus), fraction, always=True)
+    digest = sha256()
+    for _ in hashed(corpus if share is None else share.documents(corpus), digest):
+        pass
+    return digest.hexdigest()
+
+
+def _held_out(place: Path, tokenizer: "PreTrainedTokenizerFast", folder: Path, trained_on: Mapping[str, Any]) -> Text:
+    data = PreparedData.open(place)
+    theirs = data.tokenizer()
+    same = theirs.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    if not same or theirs.eos_token_id != tokenizer.eos_token_id:
+        raise InputError(
+            f"--data must be tokens of the tokenizer in {folder}, got those of another in {place}; prepare its text "
+            f"with: residua prepare --tokenizer {folder}; or give the text itself"
+        )
+    length = None if data.facts.get("lost_share") else data.validation_bytes
+    own: bool | None = data.facts.get("sha256") == trained_on.get("sha256", "")
+    if (
+        not own
+        and data.facts["bytes"] == trained_on.get("bytes")
+        and any(data.facts.get(name) != trained_on.get(name) for name in CUTS)
+    ):
+        own = None
+    return Text(f"the held-out part of {place}", data.validation, length, own)
