@@ -1,6 +1,7 @@
 """Tokenizers: exact round trips, reproducible training, and no special tokens out of text."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -161,3 +162,14 @@ def test_the_share_that_a_tokenizer_loses_is_measured(tmp_path):
 )
 def test_lost_bytes(text, decoded, lost):
     assert lost_bytes(text, decoded) == lost
+
+
+def test_a_sentencepiece_model_says_what_it_needs(tmp_path, monkeypatch, capfd):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.setattr("residua.lab.data.tokenizer.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"tokenizer\.model needs: pip install sentencepiece") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""

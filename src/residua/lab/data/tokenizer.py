@@ -7,6 +7,7 @@ trained and the byte tokenizer reproduce every Unicode text exactly.
 import json
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 from residua.errors import InputError, extra, first_line, require
@@ -70,16 +71,21 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     """
     if isinstance(folder, str) and (folder == "gpt2" or folder.startswith("hf:")):
         folder = download_tokenizer(folder)
+    from residua.conversion.opening import quiet
+
     folder = Path(folder)
     try:
         if not folder.is_dir():
             raise InputError("no such folder")
         expect_regular(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _ = tokenizer.backend_tokenizer.to_str()
     except Exception as error:  # transformers and tokenizers raise many types
+        needed = (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None
+        reason = "its tokenizer.model needs: pip install sentencepiece" if needed else first_line(error)
         raise InputError(
-            f"tokenizer must be bpe, byte or a folder with tokenizer.json, got {folder}: {first_line(error)} "
+            f"tokenizer must be bpe, byte or a folder with tokenizer.json, got {folder}: {reason} "
             "(or with other files that AutoTokenizer opens as a fast tokenizer; from the hub: gpt2 or hf:OWNER/NAME)"
         ) from error
     if tokenizer.eos_token is None:
