@@ -36,11 +36,12 @@ test: $(READY)
 # browser, the commands of pages, and tests of benchmarks.
 nightly: $(READY)
 	$(PYTEST) $(PARALLEL) -m nightly
+	$(PYTEST) resbench -m nightly
 
 # Whether the pages say what the records of ResBench carry.
 resbench: $(READY)
 	$(VENV)/bin/python resbench/pages.py
-	$(PYTEST) resbench
+	$(PYTEST) resbench -m "not nightly"
 
 # The missing runs of a study at low priority, one after the other, until no further one ends within MINUTES. Each record is
 # committed as it ends. They are made by the commit that resbench/commit names, in a worktree of it with its own environment.
