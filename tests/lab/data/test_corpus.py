@@ -126,6 +126,26 @@ def test_sizes_add_up_to_the_size_of_the_corpus(tmp_path):
     assert sum(document.size for document in corpus) == corpus.size
 
 
+def test_texts_of_a_folder_that_are_not_utf8_are_left_out_and_named(tmp_path):
+    (tmp_path / "a.txt").write_text("grün")
+    (tmp_path / "b.txt").write_bytes("grün".encode("latin-1"))
+    (tmp_path / "c.md.gz").write_bytes(gzip.compress("grün".encode("utf-16"), mtime=0))
+    (tmp_path / "d.md").write_bytes(b"with\0zero")
+    corpus = open_corpus(tmp_path)
+    assert [document.text for document in corpus] == ["grün"]
+    assert corpus.left_out == ("b.txt (not UTF-8 text)", "c.md.gz (not UTF-8 text)", "d.md (not UTF-8 text)")
+    (tmp_path / "e.txt.gz").write_bytes(b"not compressed")
+    with pytest.raises(InputError, match=r"e\.txt\.gz: cannot be read"):
+        open_corpus(tmp_path)
+
+
+def test_of_many_files_that_cannot_be_read_a_line_names_some(tmp_path):
+    for number in range(100):
+        (tmp_path / f"CHAPTER-{number:03d}").write_text("text")
+    with pytest.raises(InputError, match=r"found CHAPTER-000, .*CHAPTER-019 and 80 more$"):
+        open_corpus(tmp_path)
+
+
 NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 3, 6], "<i4")), pa.py_buffer(b"one\xff\xfe!"))
 
 

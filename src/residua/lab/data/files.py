@@ -9,10 +9,12 @@ from typing import NoReturn
 
 from residua.errors import InputError, require
 from residua.lab.data.corpus import Corpus
-from residua.lab.data.formats import PIECE, PROSE, SUFFIXES, file_documents, file_size, has_column, kind
+from residua.lab.data.formats import PIECE, PROSE, SUFFIXES, file_documents, file_size, has_column, is_text, kind
 
 SIDE_FILES = (".json", ".csv", ".tsv", ".arrow")
 """Formats of many files that are no text: beside texts, such a file without the column is left out."""
+SHOWN = 20
+"""Suffixes of files that cannot be read to print."""
 
 
 def open_files(path: Path, text_column: str = "text", longest_document: int = PIECE) -> Corpus:
@@ -22,8 +24,8 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     is cut into documents of about `longest_document` characters (0: not at all). Rows of the other formats have a
     string `text_column`, which may be nested ("meta.text"). Text, JSON and CSV may be compressed (.gz, .zst).
 
-    A file of a folder is left out, and named in `left_out`, if its suffix is another one, or if it is one of
-    `SIDE_FILES` without the column.
+    A file of a folder is left out, and named in `left_out`, if its suffix is another one, if it is one of `SIDE_FILES`
+    without the column, or if it is a text file that is not UTF-8.
     """
     if not path.exists():
         raise InputError(
@@ -32,12 +34,13 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts) if path.is_dir() else [path]
     files = [file for file in paths if kind(file) in SUFFIXES]
     if len(files) > 1:
-        files = [file for file in files if kind(file) not in SIDE_FILES or has_column(file, text_column)] or files
+        files = [file for file in files if _is_usable(file, text_column)] or files
     if not files:
-        suffixes = ", ".join(sorted({file.suffix or file.name for file in paths})) or "no files"
+        suffixes = sorted({file.suffix or file.name for file in paths}) or ["no files"]
+        more = f" and {len(suffixes) - SHOWN:,} more" if len(suffixes) > SHOWN else ""
         raise InputError(
             f"{path} must be or hold files ending in {' '.join(SUFFIXES)} (the texts among them also in .gz or .zst), "
-            f"found {suffixes}"
+            f"found {', '.join(suffixes[:SHOWN])}{more}"
         )
     rows = any(kind(file) not in PROSE for file in files)
     require(rows or text_column == "text", "text_column", f"left out, since {path} has no rows", text_column)
@@ -49,8 +52,18 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
         read=lambda: chain.from_iterable(file_documents(file, text_column, longest_document) for file in files),
         identity={"files": _listing_hash(path, files), "text_column": text_column},
         facts={"files": len(files), "skipped_files": len(paths) - len(files)},
-        left_out=tuple(_name(file.relative_to(path)) for file in paths if file not in read),
+        left_out=tuple(
+            _name(file.relative_to(path)) + (" (not UTF-8 text)" if kind(file) in PROSE else "")
+            for file in paths
+            if file not in read
+        ),
     )
+
+
+def _is_usable(file: Path, text_column: str) -> bool:
+    if kind(file) in SIDE_FILES:
+        return has_column(file, text_column)
+    return kind(file) not in PROSE or is_text(file)
 
 
 def _name(path: Path) -> str:

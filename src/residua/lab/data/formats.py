@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -18,6 +19,8 @@ from residua.lab.data.corpus import Document
 PIECE = 8192
 """Characters of a document: a longer text file is cut at the last blank line, or line, before this length."""
 COMPRESSED = (".gz", ".zst")
+BLOCK = 2**20
+"""Characters to read at once."""
 EXPANSION = 4
 """Bytes of text in a compressed byte, roughly, for progress."""
 ABSENT = object()
@@ -77,6 +80,16 @@ def has_column(file: Path, column: str) -> bool:
         return any(document.text for document in file_documents(file, column))
     except InputError:
         return False
+
+
+def is_text(file: Path) -> bool:
+    """Return whether a file of prose is UTF-8 without a zero byte. Raises InputError if it cannot be read."""
+    with reading(file):
+        try:
+            with _opened(file, None) as stream:
+                return all("\0" not in block for block in iter(partial(stream.read, BLOCK), ""))
+        except UnicodeDecodeError:
+            return False
 
 
 def pieces(stream: TextIO, longest: int) -> Iterator[str]:
