@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 import residua
 from residua import Carry, Connection
-from residua.connections import PRESETS, SCHEMES, resolve
+from residua.connections import PRESETS, SCHEMES, RankOne, resolve
 from residua.connections.base import as_inputs
 from residua.connections.families.streams import ExpandingScheme
 from residua.connections.parts.memory import whole_sequence
@@ -55,6 +55,23 @@ def test_every_choice_of_every_option_is_tried():
             choices |= {True, False} if declared is bool else set()
             assert choices <= values, f"{option}: never tried with {choices - values}"
             assert len(values) > 1, f"{option}: tried with one value only"
+
+
+@every_scheme
+def test_a_gate_starts_in_its_range_where_its_facts_say(name):
+    scheme, state = ALL[name], normal(2, 5, DIM, dtype=torch.float32)
+    stream, sublayer = scheme.build(DIM, SUBLAYERS), bare_sublayers(DIM, SUBLAYERS)[0]
+    state = stream.expand(state)
+    x, carry = stream.connections[0].read(state)
+    shortcut = stream.connections[0].shortcut(state, carry, sublayer(*as_inputs(x)))
+    gates = {"beta": shortcut.beta} if isinstance(shortcut, RankOne) else getattr(shortcut, "gates", {})
+    assert "gate" not in gates or not gates["gate"].requires_grad or "gate" in scheme.gates
+    for symbol in gates.keys() & scheme.gates.keys():
+        (low, high), start = scheme.gates[symbol]
+        assert gates[symbol].min() >= low
+        assert gates[symbol].max() <= high
+        if start is not None:
+            assert_close(gates[symbol], torch.full_like(gates[symbol], start))
 
 
 def test_coefficients_are_telemetry():

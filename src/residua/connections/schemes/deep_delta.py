@@ -6,6 +6,7 @@ k-Map: the normalised sublayer output is the direction k; v is a linear map of t
 v-Map: the sublayer's output gives the value v; k is a map phi_k of the context c = RMSNorm(x_in) or of the state.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.families.channels import ChannelConnection, ChannelScheme
 from residua.connections.parts.delta_maps import Direction, Gate, Pool, Value
-from residua.connections.parts.facts import RankOne
+from residua.connections.parts.facts import GateFacts, RankOne
 from residua.connections.parts.memory import Memory, current, remembered
 from residua.connections.parts.options import Beta, only_with, require_option
 from residua.connections.parts.projection import Projection
@@ -102,6 +103,11 @@ class DeepDelta(ChannelScheme):
         super().__post_init__()
         valued = self.map == "k" or self.v_activation != "constant"
         require_option(self, "v_activation", valued, "'scaled_sigmoid' or 'linear' with the v-Map")
+
+    @property
+    def gates(self) -> Mapping[str, GateFacts]:
+        facts = super().gates
+        return facts if self.start == "average" else {name: fact._replace(start=None) for name, fact in facts.items()}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         return self.stream(
