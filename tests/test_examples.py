@@ -22,7 +22,7 @@ def printed(name: str, capsys: pytest.CaptureFixture) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_llama_keeps_its_logits_and_trains(capsys):
     out = printed("convert_llama.py", capsys)
     assert "residual: largest difference of the logits 0\n" in out

@@ -463,6 +463,7 @@ def test_only_a_scheme_can_be_checked():
         check_scheme(Residual)
 
 
+@pytest.mark.nightly
 @pytest.mark.compiler
 def test_compile_is_checked_on_request():
     assert "compiles" not in checks()

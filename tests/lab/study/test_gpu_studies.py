@@ -77,7 +77,7 @@ def test_one_million_parameters_are_planned(planned):
     assert 1.0e6 < size.tokens / 20 < 1.1e6
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rivals_and_rates_have_the_recipe_and_the_steps_of_one_million_parameters(planned):
     first, rivals, rates = (planned(name, 2048, 72 * 10**6) for name in ("1M.yaml", "rivals-1M.yaml", "rates-1M.yaml"))
     assert first.steps == rivals.steps == rates.steps
