@@ -238,6 +238,13 @@ def test_a_wrong_option_is_one_clear_line(preset, options, words):
     assert "\n" not in message
 
 
+def test_a_class_refuses_wrong_options_by_itself():
+    for scheme in SCHEMES.values():
+        for field in fields(scheme):
+            with pytest.raises(ValueError, match=f"^{scheme.__name__}: .* must be .*, got "):
+                scheme(**{field.name: object()})
+
+
 NOT_BUILT = """
 residual:branch=conv,compress=token | branch must be null if reads are convolved over the tokens too, got 'conv'
 ddl-tc:branch=conv | branch must be null if reads are convolved over the tokens too, got 'conv'

@@ -154,6 +154,15 @@ def test_the_start(name, context):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("start", ["published", "residual"])
+def test_the_rotation_starts_in_a_plane_and_the_reflection_along_a_unit_vector(start):
+    """With a start that preserves, all three turn nothing of streams that are equal."""
+    (u, v, k) = EDeltaStream(start=start).build(DIM, 2).connections[0].heads.frame().double()
+    assert_close(torch.stack([u @ u, v @ v, u @ v, k @ k]), torch.tensor([1.0, 1, 0, 1]).double(), dtype=torch.float32)
+    if start == "residual":
+        assert not torch.stack([u, v, k]).sum(1).any()
+
+
 def test_the_projections_start_as_the_identity():
     for connection in EDelta().build(DIM, 4).connections:
         for projection in (connection.h_pre, connection.h_post):

@@ -209,6 +209,13 @@ def test_the_shortcut_is_the_update_of_x_and_x0(name):
         state = after
 
 
+def test_a_read_through_a_convolution_is_no_mixture_of_one_tokens_rows():
+    stream = built(ALL["lambdas-tc4"], 2)
+    state, connection = stream.expand(normal(2, 3, DIM)), stream.connections[0]
+    x, carry = connection.read(state)
+    assert connection.shortcut(state, carry, x).h_pre is None
+
+
 def test_a_start_that_preserves_keeps_the_places():
     scheme = resolve("lambdas")
     assert scheme.preserving() == Lambdas(r=1.0, z=0.0, backout=0.0)
