@@ -52,7 +52,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         if resume:
             earlier, now = flatten(read_settings(run.config)), flatten(settings)
             refuse_changes(earlier, now, run.config, free=FREE_KEYS | more_steps(max(steps, default=0), earlier, now))
-        elif run.metrics.exists() or steps:
+        elif steps or (run.metrics.exists() and run.metrics.stat().st_size):
             raise InputError(
                 f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
             )
