@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from residua.lab.records import jsonlines
 from residua.lab.study.definition import read_study
 from residua.lab.study.results import results
 from support.pages import blocks
@@ -50,6 +51,12 @@ SMALLEST = {
 
 def study(**changes):
     return read_study({**DOCUMENT, **changes}, "planted")
+
+
+def repeatable(path):
+    """The records of a file by their keys, without what another machine changes."""
+    changing = ("seconds", "tokens_per_second", "facts")
+    return {row["key"]: {name: row[name] for name in row if name not in changing} for row in jsonlines.read(path)}
 
 
 def record(scheme, kind, seed, loss, *, steps=100, lr=0.008, size="small", curve=()):
