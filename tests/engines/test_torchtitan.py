@@ -4,9 +4,14 @@ Needs torchtitan: `make titan`.
 """
 
 import json
+import re
+import shlex
 import shutil
+import warnings
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +19,14 @@ import torch
 import residua
 from residua.lab.experiment import open_run, run
 from residua.lab.training import BaseModelConfig, DataConfig, RunConfig, TrainConfig
-from support.processes import together
+from support import processes
 from support.tiny_runs import prepare_texts
 
-pytestmark = pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed; make titan does it")
+pytestmark = [
+    pytest.mark.skipif(not find_spec("torchtitan"), reason="torchtitan is not installed; make titan does it"),
+    pytest.mark.timeout(3600),
+]
+together = partial(processes.together, seconds=3000)
 SCHEMES = ("residual", "lambdas", "ddl-tc", "ddl-cc", "hc", "mhc", "attnres-block")
 STEPS = 10
 
@@ -51,6 +60,7 @@ def train(rank, runs):
     torchtitan_on_cpu.install()
     from torchtitan.config import ConfigManager
 
+    warnings.filterwarnings("error", "FSDP2-wrapped module")
     curves = {}
     for name, command in runs.items():
         trainer = ConfigManager().parse_args(command).build()
@@ -175,6 +185,84 @@ def test_every_way_to_train_gives_the_same_losses(on_two, start, begun, data, tm
             assert pair == pytest.approx(curves[name.partition(",")[0]][step], rel=tolerance), f"{name}: step {step}"
 
 
+def test_a_scheme_with_several_inputs_trains_in_tensor_parallel(start, data, tmp_path):
+    """From one start, which depends on no number of ranks."""
+    size = "--training.local-batch-size"
+    runs = {
+        "sharded": arguments("mudd", data, tmp_path / "sharded", size, "2"),
+        "cut": arguments("mudd", data, tmp_path / "cut", size, "4", "--parallelism.tensor-parallel-degree", "2"),
+    }
+    (tmp_path / "meet").mkdir()
+    curves = together(start, tmp_path / "meet", 2, train, runs)[0]
+    assert len(curves["cut"]) == STEPS
+    for step, pair in curves["cut"].items():
+        assert pair == pytest.approx(curves["sharded"][step], rel=2e-5), f"step {step}"
+
+
+def documented(connection, data, out):
+    """The command line of the page, for the smallest model."""
+    page = (Path(__file__).parents[2] / "docs" / "pretraining.md").read_text()
+    command = re.search(r"-m torchtitan\.train (.*?)\npython", page, re.DOTALL)[1].replace("\\\n", " ")
+    places = {"small": "debug", "ddl-tc": connection, "data/fineweb-edu": str(data), "runs/titan": str(out)}
+    assert places.keys() < set(shlex.split(command))
+    return [places.get(word, word) for word in shlex.split(command)]
+
+
+def starts(rank, commands):
+    """On each rank: the parameters of every run before its first step."""
+    from engines import torchtitan_on_cpu
+
+    torchtitan_on_cpu.install()
+    from torchtitan.config import ConfigManager
+
+    found = {}
+    for name, command in commands.items():
+        trainer = ConfigManager().parse_args(command).build()
+        found[name] = {key: x.full_tensor().detach() for key, x in trainer.model_parts[0].named_parameters()}
+        trainer.close()
+    return found
+
+
+def test_schemes_start_alike_on_one_rank_and_on_two(start, data, tmp_path):
+    """By the command of the page: what two schemes share is the same to the last bit."""
+    found = []
+    for size in (1, 2):
+        (meet := tmp_path / f"meet{size}").mkdir()
+        commands = {name: documented(name, data, tmp_path / f"{name}{size}") for name in ("residual", "ddl-tc", "mhc")}
+        found += together(start, meet, size, starts, commands)
+    plain = found[0]["residual"]
+    shared = [name for name in plain if not name.startswith("stream.")]
+    assert len(shared) == 2 + 4 * 7  # the embedding, the last norm, and the matrices of four layers
+    for rank in found:
+        for name, parameters in rank.items():
+            assert parameters.keys() == found[0][name].keys()
+            assert all(torch.equal(x, found[0][name][key]) for key, x in parameters.items())
+            assert all(torch.equal(parameters[key], plain[key]) for key in shared)
+
+
+@pytest.mark.parametrize(
+    ("output_init", "attention_output", "mlp_output"),
+    [("sqrt_depth", 1 / 2, 1 / 2), ("depth", 1 / 4, 64 / 192 / 4)],
+)
+def test_matrices_start_as_in_our_own_models(output_init, attention_output, mlp_output):
+    """Four layers of width 64, with an MLP of 192: 0.5 / sqrt(64) for matrices that read, others by these factors."""
+    from residua.engines.torchtitan import model_registry
+
+    config = model_registry("debug").model
+    config.output_init = output_init
+    model = config.build()
+    model.init_states()
+    factors = {
+        "attention.qkv_linear.wk": 1,
+        "attention.wo": attention_output,
+        "feed_forward.w1": 1,
+        "feed_forward.w2": mlp_output,
+    }
+    for name, factor in factors.items():
+        weights = torch.cat([layer.get_submodule(name).weight for layer in model.layers.values()])
+        assert weights.std().item() == pytest.approx(factor * 0.5 / 8, rel=0.03), name
+
+
 def test_a_penalty_reaches_the_gradient():
     from residua.engines.torchtitan import AddPenalty
 
@@ -188,6 +276,13 @@ def test_a_penalty_reaches_the_gradient():
     ("changes", "message"),
     [
         ({"connection": "hcc"}, "did you mean"),
+        (
+            {
+                "connection": "mudd",
+                "checkpoint": {"enable": True, "last_save_model_only": True, "last_save_in_hf": True},
+            },
+            "connection must be a scheme with one input for a sublayer.*MultiwayDynamicDense",
+        ),
         ({"parallelism": {"enable_sequence_parallel": True}}, "parallelism.enable_sequence_parallel must be false"),
         ({"parallelism": {"spmd_backend": "spmd_types"}}, "parallelism.spmd_backend must be partial_dtensor"),
         (

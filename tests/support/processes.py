@@ -47,7 +47,8 @@ def _member(rank, size, path, function, arguments):
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
     torch.distributed.init_process_group("gloo", init_method=f"file://{path / 'meeting'}", rank=rank, world_size=size)
     try:
         found = function(rank, *arguments)
@@ -57,16 +58,16 @@ def _member(rank, size, path, function, arguments):
     os._exit(0)
 
 
-def together(start, path, size, function, *arguments):
+def together(start, path, size, function, *arguments, seconds=240):
     """Return what function(rank, *arguments) returns in each of `size` processes of one gloo group.
 
-    path: an empty folder. Raises AssertionError with the traceback of a rank that fails.
+    path: an empty folder; seconds: when they are killed. Raises AssertionError with the traceback of a rank that fails.
     """
     import torch  # here: the process that hands out tests reads this file, and is ready seconds sooner without it
 
     members = [start(_member, rank, size, path, function, arguments) for rank in range(size)]
     for member in members:
-        member.join(240)
+        member.join(seconds)
         member.kill()
     found = [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(size)]
     for rank, result in enumerate(found):

@@ -8,15 +8,14 @@ every rank's own: its parameters belong to the root unit of FSDP2, in float32, a
 computes all of it. The configurations are the functions at the end of this file; torchtitan finds them by name.
 """
 
-import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,8 @@ from residua.conversion.configuration import with_conversion
 from residua.conversion.rebuild import expect_one_input
 from residua.errors import InputError, extra, require
 from residua.lab.data import Batches, PreparedData
-from residua.models.linear import initialise
+from residua.model_fields import ModelFields
+from residua.models.linear import initialise, start_of
 
 with extra("lab"):
     from transformers import LlamaConfig
@@ -67,7 +67,7 @@ with tested():
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
-    from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
+    from torchtitan.config import TORCH_DTYPE_MAP, DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.compile import apply_compile
     from torchtitan.distributed.fsdp import disable_fsdp_gradient_division, get_fsdp_reshard_after_forward_policy
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm, TransformerBlock
@@ -90,6 +90,9 @@ class Projections(QKVLinear):
     def forward(self, x: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         if isinstance(x, Tensor):
             return super().forward(x)
+        weight = self.wq.weight
+        if isinstance(weight, DTensor):  # of a tensor-parallel group, for which torchtitan distributes one input
+            x = tuple(DTensor.from_local(part, weight.device_mesh, [Replicate()], run_check=False) for part in x)
         maps = (self.wq, self.wk, self.wv)
         return tuple(project(part).unflatten(-1, (-1, self.head_dim)) for project, part in zip(maps, x, strict=True))
 
@@ -161,14 +164,15 @@ class ResidualLlama(Llama3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3Model.Config):
-        """connection: as everywhere in residua; compute: the dtype of autocast, None for float32."""
+        """connection, output_init: as everywhere in residua; compute: the dtype of autocast, None for float32."""
 
         connection: Any = "ddl"
+        output_init: Any = "sqrt_depth"
         compute: str | None = None
 
         def update_from_config(self, *, config: Any, **options: Any) -> None:
             Llama3Model.Config.update_from_config(self, config=config, **options)
-            self.connection = config.connection
+            self.connection, self.output_init = config.connection, config.output_init
             narrow = config.training.mixed_precision_param
             self.compute = None if narrow == "float32" else narrow
 
@@ -180,13 +184,24 @@ class ResidualLlama(Llama3Model):
         self.stream = self.scheme.build(config.dim, len(norms), norm_eps=config.norm.eps, norm=norms.__getitem__)
         for i, block in enumerate(self.layers.values()):
             vars(block)["connections"] = Part(self.stream.connections[2 * i : 2 * i + 2])
+        fields = ModelFields(
+            hidden_size=config.dim,
+            num_hidden_layers=len(config.layers),
+            num_attention_heads=config.layers[0].attention.n_heads,
+            output_init=config.output_init,
+        )
+        self.matrices = {name: x for name, x in self.layers.named_modules() if isinstance(x, nn.Linear)}
+        for name, matrix in self.matrices.items():
+            writes = name.endswith(("wo", "w2"))
+            matrix.init_std = start_of(fields, matrix.in_features, matrix.out_features, writes=writes)
+        self.lm_head.init_std = fields.embedding_init_std
 
     def verify_module_protocol(self) -> None:
         """Do nothing: connections are plain modules, which `init_states` starts."""
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         super().init_states(buffer_device=buffer_device)
-        for module in self.stream.modules():
+        for module in (*self.matrices.values(), self.lm_head, *self.stream.modules()):
             initialise(module)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, attention_masks: Any = None) -> Tensor:
@@ -253,6 +268,8 @@ def parallelize(
         fully_shard(block, mp_policy=narrow, reshard_after_forward=reshard, mesh=mesh)
     fully_shard(model, mp_policy=wide, mesh=mesh)
     disable_fsdp_gradient_division(model)
+    # A block may return a view, in which FSDP2 fears a change in place. A connection changes no state in place.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPBlock\) returned a view", UserWarning)
     return model
 
 
@@ -322,11 +339,6 @@ class ConvertedLlama(StateDictAdapter):
         state_dict = {back[name]: value for name, value in hf_state_dict.items()}
         state_dict["lm_head.weight"] = state_dict["tok_embeddings.weight"]
         return state_dict
-
-    def expect_openable(self) -> None:
-        """Raise InputError for a scheme that no layer of transformers can have."""
-        with torch.device("meta"):
-            expect_one_input(ResidualLlama(self.model_config).stream)
 
     def describe(self, folder: str | Path) -> None:
         """Write the configuration and the tokenizer, which `AutoModelForCausalLM` needs in addition to the weights."""
@@ -402,11 +414,6 @@ class FolderCheckpoints(CheckpointManager):
     class Config(CheckpointManager.Config):
         pass
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        if getattr(self, "last_save_in_hf", False):  # not set where no checkpoints are made
-            self.sd_adapter.expect_openable()
-
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **options: Any) -> Any:
         saved = super().dcp_save(state_dict, checkpoint_id, *args, **options)
         if options.get("to_hf") and torch.distributed.get_rank() == 0:
@@ -416,16 +423,22 @@ class FolderCheckpoints(CheckpointManager):
 
 
 class ResidualTrainer(Trainer):
-    """torchtitan's trainer with the option `--connection`."""
+    """torchtitan's trainer with the options `--connection` and `--output-init`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         connection: str = "ddl"
         """The residual scheme: a preset's name, with options after a colon: hc:num_streams=2"""
+        output_init: Literal["sqrt_depth", "depth"] = "sqrt_depth"
+        """How the matrices start, as `--model.output_init` of `residua train`"""
 
         def __post_init__(self) -> None:
             Trainer.Config.__post_init__(self)
-            resolve(self.connection)
+            scheme, checkpoint = resolve(self.connection), self.checkpoint
+            if checkpoint.enable and checkpoint.last_save_in_hf:  # a folder of transformers
+                model = self.model_spec.model
+                with torch.device("meta"):
+                    expect_one_input(scheme.build(model.dim, 2 * len(model.layers)))
             prepared = isinstance(self.dataloader, PreparedDataLoader.Config)  # others pack documents into rows
             require(prepared, "dataloader", "a PreparedDataLoader", self.dataloader)
             parallelism = self.parallelism
@@ -456,10 +469,8 @@ SIZES: dict[str, dict[str, Any]] = {
 def llama(
     *, dim: int, layers: int, heads: int, hidden_dim: int, vocab: int, kv_heads: int | None = None, attention: str
 ) -> ResidualLlama.Config:
-    """Return the configuration of a model with tied embeddings. Its matrices start as in `residua.models`."""
-    std = 0.5 / math.sqrt(dim)
-    start = {"weight": partial(nn.init.normal_, std=std)}
-    start_of_output = {"weight": partial(nn.init.normal_, std=std / math.sqrt(layers))}
+    """Return the configuration of a model with tied embeddings. It starts its matrices itself, as `residua.models`."""
+    later = {"weight": skip_param_init}
     norm = RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
     blocks = []
     for _ in range(layers):
@@ -467,27 +478,22 @@ def llama(
             dim=dim,
             n_heads=heads,
             n_kv_heads=kv_heads,
-            wqkv_param_init=start,
-            wo_param_init=start_of_output,
+            wqkv_param_init=later,
+            wo_param_init=later,
             inner_attention=get_attention_config(attention),
             rope=CosSinRoPE.Config(dim=dim // heads, max_seq_len=131072, theta=10000.0),
         )
         plain = sublayer.qkv_linear
         sublayer.qkv_linear = Projections.Config(head_dim=plain.head_dim, wq=plain.wq, wkv=plain.wkv)
-        feed_forward = make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=start, w2w3_param_init=start)
-        feed_forward.w2.param_init = start_of_output
+        feed_forward = make_ffn_config(dim=dim, hidden_dim=hidden_dim, w1_param_init=later, w2w3_param_init=later)
         blocks.append(Block.Config(attention=sublayer, feed_forward=feed_forward, attention_norm=norm, ffn_norm=norm))
     return ResidualLlama.Config(
         dim=dim,
         vocab_size=vocab,
         enable_weight_tying=True,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=vocab, embedding_dim=dim, param_init={"weight": skip_param_init}
-        ),
+        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=later),
         norm=norm,
-        lm_head=Linear.Config(
-            in_features=dim, out_features=vocab, param_init={"weight": partial(nn.init.normal_, std=0.02)}
-        ),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab, param_init=later),
         layers=blocks,
     )
 
@@ -520,6 +526,7 @@ def training(flavor: str, *, rows: int, length: int, lr: float, warmup: int, **s
         training=TrainingConfig(local_batch_size=rows, seq_len=length, **step),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", enable_sequence_parallel=False),
         checkpoint=FolderCheckpoints.Config(last_save_model_only=False),
+        debug=DebugConfig(seed=0),
     )
 
 

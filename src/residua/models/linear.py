@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from residua.connections.parts.projection import spectral_std
 from residua.connections.parts.sharded import on_whole_tensors
+from residua.model_fields import ModelFields
 from residua.models.configuration import ResiduaConfig
 
 
@@ -31,7 +32,7 @@ def initialise(module: nn.Module) -> None:
         reset()
 
 
-def start_of(config: ResiduaConfig, in_features: int, out_features: int, *, writes: bool = False) -> float:
+def start_of(config: ModelFields, in_features: int, out_features: int, *, writes: bool = False) -> float:
     """Return the standard deviation with which a projection starts.
 
     writes: its outputs are added to the residual by two sublayers of every layer; a smaller start keeps their sum from
