@@ -63,17 +63,40 @@ LOSSES: dict[str, tuple[Estimate, ...]] = {
 # Of the models trained on stability: in RESEARCH alone, without a word on seeds.
 NORM_DEVIATIONS = (0.474, 0.506, 0.543, 0.004, 0.001)
 
-# Of EDelta on the gyroscope by the weight of its gate's penalty, and in the main table: RESEARCH, of seed 42, as its
-# appendix says. 0.1 is the default, also of `LOSSES`.
-PENALTY = {0.0: 8.2e-4, 0.05: 6.1e-4, 0.1: 5.69e-4, 0.2: 5.8e-4}
+# Of EDelta on the gyroscope by the weight of its gate's penalty, with its gates at the end, and in the main table:
+# RESEARCH, of seed 42, as its appendix says. 0.1 is the default, also of `LOSSES`.
+PENALTY = {0.0: (8.2e-4, "[0.3, 0.7]"), 0.05: (6.1e-4, "[0.1, 0.9]"), 0.1: (5.69e-4, "{0, 1}"), 0.2: (5.8e-4, "{0, 1}")}
 PENALTY_DEFAULT = 0.1
 GYROSCOPE_EARLIER = 7.08e-4
+# Of EDelta with a penalty of 0.5 by the gate's logit at the start: the loss, and the mean and deviation of its gates
+# over sublayers at the end. RESEARCH, table 10, without a word on seeds.
+STARTS: dict[str, dict[float, tuple[float, Estimate]]] = {
+    "near-pi": {
+        1.5: (2.10e-6, Estimate(1.0, 0.0, 12)),
+        0.0: (2.20e-6, Estimate(0.667, 0.471, 12)),
+        -1.5: (2.94e-6, Estimate(0.0, 0.0, 12)),
+    },
+    "near-pi-multi": {
+        1.5: (1.27e-6, Estimate(1.0, 0.0, 12)),
+        0.0: (1.62e-6, Estimate(0.750, 0.433, 12)),
+        -1.5: (9.80e-7, Estimate(0.083, 0.276, 12)),
+    },
+}
 
 # With 500 training vectors: the mean cosine with -x, and the reflection strength beta or the gate gamma.
 REFLECTION: dict[str, dict[str, Estimate]] = {
     "pooled-householder-sequence": {"cosine": _value(0.96), "beta": _value(1.995, 0.001)},
     "jpmhc": {"cosine": _value(-0.30)},
     "edelta-sequence": {"cosine": _value(0.96), "gamma": _value(0.051, 0.005)},
+}
+# Mean cosines with -x by the number of training vectors, of "DDL" and "EΔ-MHC-Geo": RESEARCH, table 2, of one seed.
+COSINES = {
+    10: (-0.98, -1.00),
+    25: (-0.85, -0.98),
+    50: (-0.80, -0.38),
+    100: (-0.16, -0.92),
+    200: (0.61, -0.35),
+    500: (0.96, 0.96),
 }
 
 
