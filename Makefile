@@ -51,7 +51,7 @@ DATA ?= data/resbench
 resbench-runs:
 	$(PYTHON) resbench/runs.py $(STUDY) --minutes $(MINUTES) --data $(DATA)
 
-# All that a CPU cannot show, within 25 minutes, and a summary. It runs with the torch that the machine has: the
+# What a CPU cannot show, in order of worth, within ten minutes, and a summary. It runs with the torch that the machine has: the
 # virtual environment if there is one, else PYTHON. DRY=1 tries every step on a CPU; a second call goes on.
 gpu:
 	$(if $(wildcard $(READY)),$(VENV)/bin/python,$(PYTHON)) tools/gpu.py $(if $(DRY),--dry-run)

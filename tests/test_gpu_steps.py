@@ -113,9 +113,67 @@ def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path, monke
             assert Path(next(part for part in step.command if part.endswith(".py"))).is_file()
 
 
-def test_compiled_gradients_are_checked_before_all_else(gpu, place):
-    """Whoever trains compiled on a new GPU needs that first."""
-    assert gpu.steps(place)[0].name == "compile"
+def test_questions_come_first_in_their_order_and_checks_before_single_operations(gpu, tmp_path):
+    steps = gpu.steps(gpu.Place(tmp_path, dry=False))
+    names = [step.name for step in steps]
+    assert names[:2] == ["text", "rates 10M"]
+    tables = [name for name in names if name.startswith("steps 124M")]
+    assert names[2:6] == tables
+    order = ["rivals 1M", "write-only 10M", "geometry", "generate graphs", "steps 353M", "models mhc hc"]
+    assert names[6:12] == order
+    assert names.index("kernels sinkhorn") < names.index("compile") < names.index("ops sinkhorn")
+    timed = [scheme for table in gpu.TABLES for scheme in table if ":" not in scheme]
+    assert len(["residual", *timed]) == 12
+    (rates,) = (step for step in steps if step.name == "rates 10M")
+    assert rates.beside.count("--rounds 1 ") == len(gpu.TABLES)
+    assert "bench.jsonl" not in rates.beside
+
+
+@pytest.mark.processes
+def test_what_runs_beside_a_step_ends_with_it(gpu, place, tmp_path):
+    mark = tmp_path / "mark"
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.05)"
+    beside = f"touch {mark}; sleep 600"
+    gpu.run(place, [gpu.Step("alone", "", (sys.executable, "-c", wait), 60.0, beside=beside)], 300)
+    assert results(place)[0][:2] == ("alone", "passed")
+
+
+QUESTIONS = ("text", "rates", "steps", "rivals", "write-only", "geometry")
+
+
+@pytest.mark.nightly
+def test_every_question_is_tried_on_a_cpu(gpu, tmp_path, capsys):
+    assert gpu.main(["--dry-run", "--out", str(tmp_path), "--minutes", "60", "--only", *QUESTIONS]) == 0
+    done = {row["step"] for row in map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())}
+    assert len(done) == 10
+    assert {"rates 10M", "rivals 1M", "write-only 10M", "geometry", "steps 353M"} <= done
+    for study in ("rates", "rivals", "write-only"):
+        runs = [json.loads(line) for line in (tmp_path / study / "records.jsonl").read_text().splitlines()]
+        assert {"report"} <= {run["kind"] for run in runs}
+    assert (tmp_path / "geometry" / "tables.md").exists()
+    capsys.readouterr()
+    assert gpu.main(["--dry-run", "--out", str(tmp_path), "--only", *QUESTIONS]) == 0
+    assert "[1/" not in capsys.readouterr().out
+
+
+def test_the_text_travels_packed_and_is_refused_if_too_large(gpu, tmp_path, capsys, monkeypatch):
+    for name in gpu.TEXTS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.json").write_text(name)
+    monkeypatch.setattr(gpu, "DATA", tmp_path)
+    monkeypatch.setattr(gpu, "PACKED", tmp_path / "packed.tar.xz")
+    assert gpu.main(["--pack"]) == 0
+    for name in gpu.TEXTS:
+        (tmp_path / name / "index.json").unlink()
+    place = gpu.Place(tmp_path / "out", dry=False)
+    assert gpu.open_text(place) == 0
+    assert [(tmp_path / name / "index.json").read_text() for name in gpu.TEXTS] == [*gpu.TEXTS]
+    monkeypatch.setattr(gpu, "MOST_PACKED", 10)
+    assert gpu.main(["--pack"]) == 1
+    (tmp_path / "packed.tar.xz").unlink()
+    (tmp_path / "further" / "index.json").unlink()
+    assert gpu.open_text(place) == 1
+    assert "further" in capsys.readouterr().out
 
 
 def test_the_faster_implementation_is_named(gpu, place):

@@ -1,34 +1,45 @@
-"""Try on a GPU what tests on a CPU cannot show, in order of worth: what runs, what fails, how fast it is.
+"""Measure on a GPU what a CPU cannot show, in order of worth, within the time that it is given.
 
-    make gpu                                 as much as fits into 25 minutes
-    python tools/gpu.py --minutes 9    less; the next call goes on where this one ended
-    python tools/gpu.py --list         the steps, in their order
-    make gpu DRY=1                           the same steps on a CPU: tests are collected, sizes are tiny
+    make gpu                             ten minutes; the next call goes on where this one ended
+    python tools/gpu.py --minutes 25     more
+    python tools/gpu.py --list           the steps, in their order
+    make gpu DRY=1                       the same steps on a CPU: sizes are tiny, tests are collected
+    python tools/gpu.py --pack           the text of ResBench in one file, for a machine without it
+
+First the plain residual at ten million parameters and twice its rate, and compiled steps at 124 million; the rivals at
+one million; the runs of ten million that only write; the geometric benchmarks at their published size; decoding through
+CUDA graphs, compiled steps at 353 million, and kernels in a model. Then whether everything is right: kernels, compiled
+training, autocast, DDP. Then the times of single operations.
 
 Every step is a process with a time limit, so that a crash or a hang costs no other step. A step that passed is not
-repeated; failed ones are tried again after those that never ran. The folder --out gets
+repeated; the others are tried again after those that never ran, and studies keep their finished runs. The folder --out
+gets
 
     steps.jsonl      one line for each try: step, result, seconds, detail, commit
     bench.jsonl      the records of the benchmarks, each as soon as it is measured
+    rates, rivals, write-only, geometry    the records of the studies
     logs/STEP.txt    what a step printed
     summary.md       what is printed at the end
 """
 
 import argparse
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MINUTES = 25.0
+MINUTES = 10.0
 SHORTEST = 20.0
 """Seconds below which no step is begun."""
 GRACE = 15.0
@@ -42,13 +53,17 @@ KERNELS = ("mhc", "hc", "jpmhc")
 
 @dataclass(frozen=True)
 class Step:
-    """A process to run: `limit` in seconds. `tests`: it is pytest, and the numbers of its tests are its result."""
+    """A process to run: `limit` in seconds. `tests`: it is pytest, and the numbers of its tests are its result.
+
+    beside: what a shell runs at low priority while it runs, and ends with it; it fills caches.
+    """
 
     name: str
     what: str
     command: tuple[str, ...]
     limit: float
     tests: bool = False
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,8 +83,81 @@ class Place:
 
 def steps(place: Place) -> list[Step]:
     """Return all steps in order of worth."""
-    others = (name for name in CHECKS if name != "compile")
-    return [*_checks(place, "compile"), *_tests(place), *_checks(place, *others), *_benchmarks(place)]
+    benchmarks = {step.name: step for step in _benchmarks(place)}
+    first = [benchmarks.pop(name) for name in ("generate graphs", "steps 353M", *_kernels_in_models())]
+    found = [*_questions(place), *first, *_tests(place), *_checks(place), *benchmarks.values()]
+    # A dry run asks whether a step ends, not how soon.
+    return [replace(step, limit=1800.0) for step in found] if place.dry else found
+
+
+TABLES = (
+    ("lambdas", "residual+tc", "lambdas+tc"),
+    ("ddl", "ddl-tc", "ddl-tc-write-only", "attnres-block"),
+    ("hc", "hc:implementation=triton", "ihc"),
+    ("mhc", "mhc:implementation=triton", "mudd"),
+)
+"""The compiled steps at 124 million parameters, the most wanted first, each table beside the plain residual."""
+STUDIES = ROOT / "resbench"
+DATA, PACKED = ROOT / "data", ROOT / "data" / "packed.tar.xz"
+TEXTS = ("resbench", "further")
+MOST_PACKED = 64 * 2**20
+
+
+def _questions(place: Place) -> Iterator[Step]:
+    """Return the steps that answer a question each: studies, step times and the geometric benchmarks."""
+    filling = (shlex.join(_compiled_steps(place, table, rounds=1, out="filling.jsonl")) for table in TABLES)
+    yield Step("text", "the text of ResBench", _itself(place, "text"), 60)
+    rates = _study(place, "gpu-rates", "rates", "--processes", "3")
+    yield Step("rates 10M", "the plain residual at 0.008, three seeds", rates, 400, beside="; ".join(filling))
+    for table in TABLES:
+        yield Step(f"steps 124M {_short(table)}", STEPS, _compiled_steps(place, table, rounds=15), 150)
+    some = ("mhc",) if place.dry else ("mhc", "hc", "attnres-block")
+    rivals = _study(place, "rivals-1M", "rivals", "--processes", "6", "--schemes", "lambdas+smear", *some)
+    yield Step("rivals 1M", "rivals beside a look back by one token", rivals, 560)
+    only = _study(place, "gpu-write-only", "write-only", "--processes", "3", "--schemes", "ddl-tc-write-only")
+    yield Step("write-only 10M", "four channels that only write, at 0.008", only, 560)
+    tiny = ["--steps", "1", "--tasks", "stability", "--seeds", "42", "--models", "zero-layer", "edelta-sequence"]
+    geometry = ("study", "geometry", "quick", "--full", "--device", place.device, "--out", str(place.path("geometry")))
+    command = _residua(*geometry, "--processes", "6", *(tiny if place.dry else ()))
+    yield Step("geometry", "the geometric benchmarks at their published size", command, 580)
+
+
+STEPS = "compiled training steps in bfloat16"
+
+
+def _compiled_steps(
+    place: Place, schemes: Sequence[str], config: str = "small", *, rounds: int, out: str = "bench.jsonl"
+) -> tuple[str, ...]:
+    sizes = (
+        f"--model.vocab_size 50304 --train.batch_size {16 if config == 'small' else 8} --train.sequence_length 1024 "
+        f"--train.precision bfloat16 --train.compile true --no-peak --rounds {rounds}"
+    ).split()
+    which = ("--config", "tiny" if place.dry else config, "--schemes", "residual", *schemes)
+    where = ("--train.device", place.device, "--out", str(place.path(out)))
+    return _residua("cost", "step", *which, *(_sizes(place)["step"] if place.dry else sizes), *where)
+
+
+def _study(place: Place, name: str, folder: str, *options: str) -> tuple[str, ...]:
+    """Return the command of a study of ResBench, in a dry run of the same study with tiny models and few steps."""
+    file = place.path(f"{name}.yaml") if place.dry else STUDIES / f"{name}.yaml"
+    data = place.path("text") if place.dry else DATA / "resbench"
+    where = ("--data", str(data), "--out", str(place.path(folder)))
+    return _residua("study", "run", str(file), *where, "--no-costs", *options)
+
+
+def _residua(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "residua", *arguments)
+
+
+def _itself(place: Place, check: str) -> tuple[str, ...]:
+    command = (sys.executable, str(Path(__file__).resolve()), "--check", check, "--out", str(place.out))
+    return (*command, *["--dry-run"] * place.dry)
+
+
+def _kernels_in_models() -> dict[str, Sequence[str]]:
+    """Return the names of the steps that compare kernels with references in models, and their schemes."""
+    both = [f"{name}:implementation={how}" for name in KERNELS for how in ("reference", "triton")]
+    return {f"models {_short(some)}": some for some in _chunks(both, 4)}
 
 
 def _tests(place: Place) -> Iterator[Step]:
@@ -83,16 +171,15 @@ def _tests(place: Place) -> Iterator[Step]:
         yield Step(name, "results and gradients of the kernels", (*command, *["--collect-only"] * place.dry), 120, True)
 
 
-def _checks(place: Place, *names: str) -> Iterator[Step]:
+def _checks(place: Place) -> Iterator[Step]:
     what = {
-        "autocast": "a training step of every preset under autocast, with its kernels, against float64",
         "compile": "compiled training steps, with and without kernels, against float64",
+        "autocast": "a training step of every preset under autocast, with its kernels, against float64",
         "graphs": "generation through CUDA graphs, against float64",
         "ddp": "DDP on one rank (NCCL), in float32 and bfloat16, against one process",
     }
-    for name in names:
-        command = [sys.executable, str(Path(__file__).resolve()), "--check", name, "--out", str(place.out)]
-        yield Step(name, what[name], (*command, *["--dry-run"] * place.dry), 250 if name == "compile" else 150)
+    for name, text in what.items():
+        yield Step(name, text, _itself(place, name), 250 if name == "compile" else 150)
 
 
 def _benchmarks(place: Place) -> Iterator[Step]:
@@ -103,7 +190,8 @@ def _benchmarks(place: Place) -> Iterator[Step]:
 
     tiny = Sizes(2, 2, 4, 2, "float32")
     operations = [name for name in CASES if make(name, tiny, Draw(tiny, torch.device("cpu"), 0)).has_kernel]
-    both = [f"{name}:implementation={how}" for name in KERNELS for how in ("reference", "triton")]
+    pairs = _kernels_in_models()
+    both = [name for pair in pairs.values() for name in pair]
     rest = [name for name in PRESETS if name not in ("residual", *FIRST, *KERNELS)]
     sizes = _sizes(place)
 
@@ -113,8 +201,7 @@ def _benchmarks(place: Place) -> Iterator[Step]:
 
     def cost(schemes: Sequence[str], *arguments: str) -> tuple[str, ...]:
         where = ("--train.device", place.device, "--out", str(place.path("bench.jsonl")))
-        command = ("residua", "cost", "step", "--config", "tiny", "--schemes", *schemes)
-        return (sys.executable, "-m", *command, *arguments, *sizes["step"], *where)
+        return _residua("cost", "step", "--config", "tiny", "--schemes", *schemes, *arguments, *sizes["step"], *where)
 
     def presets(*names: str) -> tuple[str, ...]:
         return "--presets", *names
@@ -123,18 +210,16 @@ def _benchmarks(place: Place) -> Iterator[Step]:
     for name in operations:
         yield Step(f"ops {name}", "an operation beside its definition", bench("ops", "--operations", name, *ops_of), 75)
     yield Step(f"models {_short(FIRST)}", "training steps and memory", cost(FIRST), 130)
-    for pair in _chunks(both, 4):
-        names = _short(pair)
-        yield Step(f"models {names}", "training steps and memory, reference and kernels", cost(pair), 130)
+    for name, pair in pairs.items():
+        yield Step(name, "training steps and memory, reference and kernels", cost(pair), 130)
     connections = [f"connection:{name}" for name in ("residual", *FIRST, *KERNELS, "attnres")]
     yield Step("ops connections", "connections alone", bench("ops", "--operations", *connections), 100)
     yield Step("peers", "connections beside other packages", bench("peers"), 100)
     yield Step("generate first", "writing a token", bench("generate", *presets(*FIRST, *both[:4])), 150)
-    if not place.dry:
-        graphs = bench("generate", *presets(*FIRST[:2], *both[:2]), "--compile")
-        yield Step("generate graphs", "writing a token through CUDA graphs", graphs, 150)
-        compiled = cost((*FIRST[:2], *both[:2]), "--train.compile", "true")
-        yield Step("models compiled", "compiled training steps", compiled, 300)
+    graphs = bench("generate", *presets(*FIRST[:2], *both[:2]), *["--compile"] * (not place.dry))
+    yield Step("generate graphs", "writing a token through CUDA graphs", graphs, 150)
+    large = _compiled_steps(place, ("residual+tc", "ddl-tc"), "medium", rounds=9)
+    yield Step("steps 353M", STEPS, large, 200)
     for some in _chunks(rest, 4):
         yield Step(f"models {_short(some)}", "training steps and memory", cost(some), 130)
     yield Step("generate rest", "writing a token", bench("generate", *presets(*rest)), 150)
@@ -229,9 +314,10 @@ def _try(step: Step, place: Place, limit: float) -> tuple[str, str]:
     with log.open("wb") as file:
         file.write((" ".join(step.command) + "\n").encode())
         file.flush()
-        process = subprocess.Popen(
-            step.command, cwd=ROOT, stdout=file, stderr=file, env=_environment(place), start_new_session=True
-        )
+        where = {"cwd": ROOT, "env": _environment(place), "start_new_session": True}
+        process = subprocess.Popen(step.command, stdout=file, stderr=file, **where)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        beside = subprocess.Popen(["nice", "-n", "10", "sh", "-c", step.beside], **quiet, **where)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -240,6 +326,8 @@ def _try(step: Step, place: Place, limit: float) -> tuple[str, str]:
         except BaseException:
             _end(process)
             raise
+        finally:
+            _end(beside)
     if step.tests and not place.dry:
         return _result_of_tests(xml, status, log)
     if status:
@@ -422,7 +510,56 @@ def check_ddp(place: Place) -> int:
     return 1 if wrong else 0
 
 
-CHECKS = {"autocast": check_autocast, "compile": check_compile, "graphs": check_graphs, "ddp": check_ddp}
+def open_text(place: Place) -> int:
+    """Unpack the text of ResBench where it is not; in a dry run make a tiny one, and tiny studies of it."""
+    if not place.dry:
+        missing = [name for name in TEXTS if not (DATA / name / "index.json").exists()]
+        if missing and not PACKED.exists():
+            print(f"{DATA} must have {' and '.join(missing)}, or {PACKED} of --pack; resbench/README.md makes them")
+            return 1
+        if missing:
+            with tarfile.open(PACKED) as archive:
+                archive.extractall(DATA, filter="data")
+        print("unpacked" if missing else "it is there")
+        return 0
+    for name in ("gpu-rates", "rivals-1M", "gpu-write-only"):
+        place.path(f"{name}.yaml").write_text(_tiny_study(STUDIES / f"{name}.yaml"), encoding="utf-8")
+    text = place.path("lines")
+    text.mkdir(parents=True, exist_ok=True)
+    for number in range(60):
+        (text / f"{number:02d}.txt").write_text(f"Text number {number} tells of {number**2} things.\n" * 6)
+    prepare = ["prepare", "--source", str(text), "--out", str(place.path("text")), "--tokenizer", "byte"]
+    shutil.rmtree(place.path("text"), ignore_errors=True)
+    return subprocess.run(_residua(*prepare)).returncode
+
+
+def _tiny_study(path: Path) -> str:
+    """The study of a file with models of a few thousand parameters, one seed and a handful of steps, on the CPU."""
+    import yaml
+
+    study = yaml.safe_load(path.read_text(encoding="utf-8"))
+    small = {"train.batch_size": 2, "train.sequence_length": 16, "model.max_position_embeddings": 16}
+    study["set"] |= small | {"train.device": "cpu", "train.precision": "float32", "train.compile": False}
+    del study["set"]["data.further_validation"]
+    layers = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    for size in study["sizes"].values():
+        size |= {f"model.{name}": value for name, value in layers.items()}
+    study.pop("longer", None)
+    return yaml.safe_dump(study | {"tokens_per_parameter": 0.05, "epochs": 100}, sort_keys=False)
+
+
+def pack() -> int:
+    """Write the text of ResBench into one file, and return 1 if that is larger than what may travel."""
+    with tarfile.open(PACKED, "w:xz", preset=9) as archive:
+        for name in TEXTS:
+            archive.add(DATA / name, name)
+    size = PACKED.stat().st_size
+    print(f"{PACKED}: {size / 2**20:.1f} MiB, at most {MOST_PACKED / 2**20:.0f}")
+    return int(size > MOST_PACKED)
+
+
+CHECKS = {"compile": check_compile, "autocast": check_autocast, "graphs": check_graphs, "ddp": check_ddp}
+CHECKS["text"] = open_text
 
 
 # The summary.
@@ -481,24 +618,25 @@ OURS = ("reference", "triton", "compiled", "auto")
 def _models(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the training steps, which are the records of `residua cost step`."""
     found = {_step_key(record): record for record in records if "train" in record}
-    first = {compiled: record for (_, compiled), record in reversed(found.items())}
+    first = {alike: record for (_, alike), record in reversed(found.items())}
     table = []
-    for (scheme, compiled), record in found.items():
+    for (scheme, alike), record in found.items():
         tokens = record["train"]["batch_size"] * record["train"]["sequence_length"]
         peak = "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:,.0f}"
         table.append(
             [
                 scheme,
-                compiled,
+                *alike,
                 f"{1e3 * record['step_seconds']:.1f}",
                 f"{tokens / record['step_seconds']:,.0f}",
                 _quartiles(record["time_ratio"]),
-                f"{record['vectors'] - first[compiled]['vectors']:+.2f}",
+                f"{record['vectors'] - first[alike]['vectors']:+.2f}",
                 peak,
             ]
         )
     head = [
         "scheme",
+        "layers x width, batch x length",
         "compiled",
         "ms a step",
         "tokens/s",
@@ -509,8 +647,10 @@ def _models(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["## Training steps", _markdown(head, table)] if table else []
 
 
-def _step_key(record: Mapping[str, Any]) -> tuple[str, str]:
-    return record["scheme"], "yes" if record["train"]["compile"] else "no"
+def _step_key(record: Mapping[str, Any]) -> tuple[str, tuple[str, str]]:
+    model, train = record["model"], record["train"]
+    sizes = f"{model['num_hidden_layers']} x {model['hidden_size']}, {train['batch_size']} x {train['sequence_length']}"
+    return record["scheme"], (sizes, "yes" if train["compile"] else "no")
 
 
 def _generation(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -543,11 +683,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only steps with one of these words in their names")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU: collect the tests, measure tiny sizes")
     parser.add_argument("--list", action="store_true", help="print the steps and stop")
+    parser.add_argument("--pack", action="store_true", help="write the text of ResBench into one file and stop")
     parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     out = arguments.out or ROOT / "runs" / ("gpu-dry" if arguments.dry_run else "gpu")
     place = Place(out.resolve(), arguments.dry_run)
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    if arguments.pack:
+        return pack()
     import torch
 
     if not (arguments.dry_run or arguments.list or torch.cuda.is_available()):
