@@ -1,7 +1,6 @@
 """An exported run: what transformers reads back, with this package and without it, and that it trains on."""
 
 import json
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -57,49 +56,57 @@ def test_the_folder_loads_with_transformers_and_computes_the_same(trained, expor
     assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md"}
 
 
+LOADS = """
+import json, sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+torch.set_num_threads(1)
+folder = sys.argv[1]
+assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "residua"
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids = torch.arange(20).unsqueeze(0)
+with torch.no_grad():
+    logits = model(ids).logits
+    written = model.generate(ids, max_new_tokens=6, do_sample=False)
+torch.save((logits, written), "found.pt")
+assert sys.modules["residua"] is None
+"""
+TRAINS = """
+from transformers import Trainer, TrainingArguments
+rows = torch.tensor([tokenizer.encode("Text number 1 tells")] * 8)
+data = [{"input_ids": row, "labels": row} for row in rows]
+arguments = TrainingArguments(
+    output_dir="trained", max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=4,
+    lr_scheduler_type="constant", save_steps=12, report_to=[], use_cpu=True, disable_tqdm=True,
+)
+trainer = Trainer(model=model, args=arguments, train_dataset=data)
+trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+again = AutoModelForCausalLM.from_pretrained("trained/checkpoint-12", trust_remote_code=True).eval()
+with torch.no_grad():
+    same = torch.equal(again(ids).logits, model.eval()(ids).logits)
+assert sys.modules["residua"] is None
+print(json.dumps({"losses": losses, "same": same}))
+"""
+
+
 @pytest.mark.processes
-def test_it_loads_generates_trains_and_saves_without_the_package(trained, exported, tmp_path):
+def test_it_loads_and_generates_without_the_package(trained, exported, tmp_path):
     opened = open_run(trained, device="cpu")
     ids = torch.arange(20).unsqueeze(0)
-    with torch.no_grad():
-        expected = opened.model(ids).logits
-        written = opened.model.generate(ids, max_new_tokens=6, do_sample=False)
-    code = """
-        import json, sys
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-        torch.set_num_threads(1)
-        folder = sys.argv[1]
-        assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "residua"
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        ids = torch.arange(20).unsqueeze(0)
-        with torch.no_grad():
-            logits = model(ids).logits
-            written = model.generate(ids, max_new_tokens=6, do_sample=False)
-        torch.save((logits, written), "found.pt")
-
-        from transformers import Trainer, TrainingArguments
-        rows = torch.tensor([tokenizer.encode("Text number 1 tells")] * 8)
-        data = [{"input_ids": row, "labels": row} for row in rows]
-        arguments = TrainingArguments(
-            output_dir="trained", max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=4,
-            lr_scheduler_type="constant", save_steps=12, report_to=[], use_cpu=True, disable_tqdm=True,
-        )
-        trainer = Trainer(model=model, args=arguments, train_dataset=data)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        again = AutoModelForCausalLM.from_pretrained("trained/checkpoint-12", trust_remote_code=True).eval()
-        with torch.no_grad():
-            same = torch.equal(again(ids).logits, model.eval()(ids).logits)
-        assert sys.modules["residua"] is None
-        print(json.dumps({"losses": losses, "same": same}))
-    """
-    pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
-    found = json.loads(python(BLOCKED + textwrap.dedent(code), tmp_path, exported).splitlines()[-1])
+    python(BLOCKED + LOADS, tmp_path, exported)
     logits, tokens = torch.load(tmp_path / "found.pt")
-    assert torch.equal(logits, expected)
-    assert torch.equal(tokens, written)
+    with torch.no_grad():
+        assert torch.equal(logits, opened.model(ids).logits)
+        assert torch.equal(tokens, opened.model.generate(ids, max_new_tokens=6, do_sample=False))
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_it_trains_and_saves_without_the_package(exported, tmp_path):
+    pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
+    found = json.loads(python(BLOCKED + LOADS + TRAINS, tmp_path, exported).splitlines()[-1])
     assert found["losses"] == sorted(found["losses"], reverse=True)
     assert found["losses"][-1] < found["losses"][0]
     assert found["same"]
