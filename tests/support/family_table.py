@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import residua  # noqa: E402
-from residua.conversion.convert_model import find_anatomy  # noqa: E402
+from residua.conversion.trial import Trial  # noqa: E402
 from residua.errors import InputError  # noqa: E402
 from residua.models.evaluating import evaluating  # noqa: E402
 from support.families import FAMILIES, halves, other_families, tiny  # noqa: E402
@@ -31,10 +31,11 @@ def row(family: str) -> str:
         return _line(family, "not tried", "-", _short(str(error)))
     try:
         inputs = inputs_of(model)
-        with evaluating(model):
-            anatomy = find_anatomy(model, residua.Residual(), inputs).anatomy
+        with evaluating(model), Trial(model, inputs) as trial:
+            anatomy = trial.find(residua.Residual()).anatomy
     except InputError as error:
-        return _line(family, "refused", "-", _short(str(error).partition(" ")[2]))
+        reason = str(error).partition("; residua.models.dialects")[0]  # convert also says where to look then
+        return _line(family, "refused", "-", _short(reason.partition(" ")[2]))
     kinds = [
         "; ".join(" + ".join(f"`{name}`" for name in sub.readers) for sub in layer) for layer in dict.fromkeys(anatomy)
     ]
@@ -47,8 +48,8 @@ def _in_bfloat16(model: PreTrainedModel) -> str:
     except InputError:
         return "does not run"
     try:
-        with evaluating(model):
-            find_anatomy(model, residua.Residual(), inputs)
+        with evaluating(model), Trial(model, inputs) as trial:
+            trial.find(residua.Residual())
     except InputError as error:
         return f"refused: {_short(str(error).partition(': ')[2])}"
     return "equal"

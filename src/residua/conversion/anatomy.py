@@ -22,11 +22,9 @@ from residua.conversion.flow import (
     keywords_of,
     lead_of,
     reads,
-    release,
     rows_of,
     swap,
 )
-from residua.conversion.probe import Situation
 from residua.errors import InputError, check_types, decoded, extra, first_line
 
 with extra("lab"):
@@ -197,42 +195,3 @@ class WatchedReader(Reader):
         if flow is not None:
             flow.ahead[0][0].note(flow, self)
         return super().__call__(*args, **kwargs)
-
-
-def observe(model: PreTrainedModel, stack: nn.ModuleList, run: Situation) -> Anatomy:
-    """Return the anatomy of every layer of `stack`, as it runs in `run`.
-
-    A module that gets the residual reads it. Where a layer does not fit so, the modules in it that read and have parts
-    of their own are opened: their parts read, as in blocks that add inside.
-
-    Raises:
-        InputError: a layer runs twice or not at all, or uses its residual in a way that no connection can replace.
-    """
-    name = type(model).__name__
-    if len({id(layer) for layer in stack}) < len(stack):
-        raise InputError(f"{name} must have layers of their own, found one that stands in several places")
-    opened: list[set[str]] = [set() for _ in stack]
-    while True:
-        try:
-            layers = [Observed(layer, names) for layer, names in zip(stack, opened)]
-            run()
-            break
-        except Exception as error:  # whatever code of a layer raises that meets no tensor
-            last = max((i for i, layer in enumerate(layers) if layer.ran), default=0)
-            compound = layers[last].compound() - opened[last]
-            if not compound:
-                use = "a layer needs its residual as a tensor:"
-                if isinstance(error, UnknownUse):
-                    use = _place(stack, last)
-                raise InputError(f"{name}: {use} {first_line(error)}") from error
-            opened[last] |= compound
-        finally:
-            release(stack)
-    missing = next((i for i, layer in enumerate(layers) if not layer.ran), None)
-    if missing is not None:
-        raise InputError(f"{name}: {_place(stack, missing)} did not run")
-    return tuple(layer.sublayers() for layer in layers)
-
-
-def _place(stack: nn.ModuleList, i: int) -> str:
-    return f"layer {i} ({type(stack[i]).__name__})"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from residua.errors import InputError, extra, first_line
+from residua.errors import InputError, extra, first_line, require
 from residua.models.evaluating import evaluating
 from residua.models.memory import CACHE
 
@@ -32,13 +32,25 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> tu
     Raises:
         InputError: it does not run on them, or it reads something else than token ids and none are given.
     """
-    inputs = _token_ids(model) if inputs is None else inputs
+    inputs = small_inputs(model, inputs)
     try:
-        arguments = {**inputs}
         with evaluating(model):
-            return arguments, outputs(model, arguments)
+            return inputs, outputs(model, inputs)
     except Exception as error:  # a model that needs other inputs raises anything
         raise InputError(f"{type(model).__name__}: could not run it on a small input: {first_line(error)}") from error
+
+
+def small_inputs(model: PreTrainedModel, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return inputs of a model: those given, or token ids of its vocabulary.
+
+    Raises:
+        InputError: they are no arguments, or it reads something else than token ids and none are given.
+    """
+    if inputs is None:
+        return _token_ids(model)
+    expected = "a mapping of arguments of the model's forward pass"
+    require(isinstance(inputs, Mapping), "inputs", expected, type(inputs).__name__)
+    return {**inputs}
 
 
 def situations(
@@ -51,11 +63,7 @@ def situations(
     run = partial(outputs, model, changed=changed)
     ways: dict[str, Situation] = {"on a small input": partial(run, inputs)}
     if "input_ids" in inputs:
-        ids = inputs["input_ids"]
-        longer = torch.cat([ids, ids.flip(1)[:, 2:]], 1).roll(1, 0)
-        mask = torch.ones_like(longer)
-        mask[0, :3] = 0
-        ways["on a longer input with padding"] = partial(run, {**inputs, "input_ids": longer, "attention_mask": mask})
+        ways["on a longer input with padding"] = partial(_longer, model, inputs, changed)
         if "use_cache" in inputs:
             ways["token by token, with a cache"] = partial(_in_pieces, model, inputs, changed)
     else:
@@ -101,6 +109,14 @@ def change(before: list[Tensor], after: list[Tensor]) -> float:
         relative = float((x - y).abs().masked_fill(same, 0).max() / scale)
         largest = math.inf if math.isnan(relative) else max(largest, relative)
     return largest
+
+
+def _longer(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str, Tensor]) -> list[Tensor]:
+    ids = inputs["input_ids"]
+    longer = torch.cat([ids, ids.flip(1)[:, 2:]], 1).roll(1, 0)
+    mask = torch.ones_like(longer)
+    mask[0, :3] = 0
+    return outputs(model, {**inputs, "input_ids": longer, "attention_mask": mask}, changed)
 
 
 def _in_pieces(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str, Tensor]) -> list[Tensor]:
