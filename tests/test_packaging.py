@@ -127,9 +127,9 @@ def test_the_upper_bound_of_transformers_is_the_newest_minor_that_is_locked():
     assert (major, minor) == residua.models.TESTED
 
 
-def test_the_extra_for_vllm_takes_the_minor_release_that_was_tested():
-    major, minor = residua.engines.vllm.TESTED
-    assert str(requirements()["vllm"].specifier) == f"<{major}.{minor + 1},>={major}.{minor}"
+def test_the_extra_for_vllm_takes_the_minor_releases_that_were_tested():
+    (major, oldest), (_, newest) = residua.engines.vllm.TESTED
+    assert str(requirements()["vllm"].specifier) == f"<{major}.{newest + 1},>={major}.{oldest}"
 
 
 def test_a_transformers_newer_than_tested_is_said_in_one_line(caplog):

@@ -333,13 +333,14 @@ def test_experts_and_models_without_a_head_are_refused(tmp_path):
 
 
 def test_another_vllm_than_tested_is_refused_if_older_and_named_if_newer(caplog):
-    major, minor = plugin.TESTED
-    plugin.expect_tested(f"{major}.{minor}.3")
+    (major, oldest), (_, newest) = plugin.TESTED[0], plugin.TESTED[-1]
+    for minor in (oldest, newest):
+        plugin.expect_tested(f"{major}.{minor}.3")
     assert not caplog.records
-    line = rf"was not tested with residua, {major}\.{minor} was; pip install 'residua\[vllm\]' installs it$"
-    with pytest.raises(NotImplementedError, match=f"^vllm {major}.{minor - 1}.0 {line}"):
-        plugin.expect_tested(f"{major}.{minor - 1}.0")
-    for version in (f"{major}.{minor + 1}.0rc1", "dev"):
+    line = rf"was not tested with residua, {major}\.{oldest} and {major}\.{newest} were; pip install 'residua\[vllm\]'"
+    with pytest.raises(NotImplementedError, match=f"^vllm {major}.{oldest - 1}.0 {line}"):
+        plugin.expect_tested(f"{major}.{oldest - 1}.0")
+    for version in (f"{major}.{newest + 1}.0rc1", "dev"):
         plugin.expect_tested(version)
         (record,) = caplog.records
         assert re.match(f"vllm {version} {line}", record.getMessage())

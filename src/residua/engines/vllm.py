@@ -23,8 +23,8 @@ from residua.conversion.configuration import ARCHITECTURE, KEY
 from residua.conversion.flow import Swapped, swap
 from residua.errors import extra
 
-TESTED = (0, 32)
-"""The minor release of vLLM that the tests ran with; the extra `vllm` takes no other."""
+TESTED = ((0, 32), (0, 33))
+"""The minor releases of vLLM that ran with residua, of the last its Python code on a CPU; `vllm` takes no others."""
 
 LANGUAGE_MODEL = f"{ARCHITECTURE}ForCausalLM"
 LOOKING_BACK = f"{ARCHITECTURE}LookingBackForCausalLM"
@@ -85,11 +85,11 @@ def expect_tested(installed: str) -> None:
     """Raise NotImplementedError for a vLLM older than tested, and warn of a newer or unnumbered one."""
     numbers = re.match(r"(\d+)\.(\d+)", installed)
     version = tuple(map(int, numbers.groups())) if numbers else None
-    if version == TESTED:
+    if version in TESTED:
         return
-    tested = ".".join(map(str, TESTED))
-    message = f"vllm {installed} was not tested with residua, {tested} was; pip install 'residua[vllm]' installs it"
-    if version and version < TESTED:
+    tested = " and ".join(".".join(map(str, release)) for release in TESTED)
+    message = f"vllm {installed} was not tested with residua, {tested} were; pip install 'residua[vllm]' installs one"
+    if version and version < TESTED[0]:
         raise NotImplementedError(message)
     logging.getLogger("residua").warning(message)
 
