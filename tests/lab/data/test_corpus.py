@@ -139,6 +139,19 @@ def test_texts_of_a_folder_that_are_not_utf8_are_left_out_and_named(tmp_path):
         open_corpus(tmp_path)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes with names")
+def test_a_pipe_and_a_device_in_a_folder_are_left_out_and_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    (tmp_path / "c.jsonl").symlink_to("/dev/zero")
+    corpus = open_corpus(str(tmp_path))
+    assert [document.text for document in corpus] == ["text"]
+    assert corpus.left_out == ("b.txt (a pipe or a device)", "c.jsonl (a pipe or a device)")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(InputError, match="must be or hold files ending in"):
+        open_corpus(str(tmp_path))
+
+
 def test_of_many_files_that_cannot_be_read_a_line_names_some(tmp_path):
     for number in range(100):
         (tmp_path / f"CHAPTER-{number:03d}").write_text("text")

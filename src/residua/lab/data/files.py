@@ -25,14 +25,16 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     string `text_column`, which may be nested ("meta.text"). Text, JSON and CSV may be compressed (.gz, .zst).
 
     A file of a folder is left out, and named in `left_out`, if its suffix is another one, if it is one of `SIDE_FILES`
-    without the column, or if it is a text file that is not UTF-8.
+    without the column, if it is a text file that is not UTF-8, or if it is a pipe or a device.
     """
     if not path.exists():
         raise InputError(
             f"{path}: no such file or folder; give a path, stdlib for the embedded corpus, fineweb-edu or hf:OWNER/NAME"
         )
     paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts) if path.is_dir() else [path]
-    files = [file for file in paths if kind(file) in SUFFIXES]
+    # A pipe that the user names is read; one in a folder would wait for ever, and a device may have no end.
+    irregular = {file for file in paths if path.is_dir() and file.exists() and not file.is_file()}
+    files = [file for file in paths if kind(file) in SUFFIXES and file not in irregular]
     if len(files) > 1:
         files = [file for file in files if _is_usable(file, text_column)] or files
     if not files:
@@ -53,7 +55,8 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
         identity={"files": _listing_hash(path, files), "text_column": text_column},
         facts={"files": len(files), "skipped_files": len(paths) - len(files)},
         left_out=tuple(
-            _name(file.relative_to(path)) + (" (not UTF-8 text)" if kind(file) in PROSE else "")
+            _name(file.relative_to(path))
+            + (" (a pipe or a device)" if file in irregular else " (not UTF-8 text)" if kind(file) in PROSE else "")
             for file in paths
             if file not in read
         ),
