@@ -179,6 +179,13 @@ def test_an_index_of_data_that_lacks_a_key_or_is_deeper_than_any(gone, place, ca
     assert_refused(capsys, arguments(EVALUATE, place), place)
 
 
+def test_a_fingerprint_of_another_kind_is_of_other_data(place, capsys):
+    path = manifest_of(place)
+    manifest = json.loads(path.read_text())
+    edit(path, settings=manifest["settings"] | {"data.fingerprint": -1})
+    assert_refused(capsys, arguments(EVALUATE, place), place)
+
+
 @pytest.mark.slow
 def test_what_was_not_forged_opens(place, capsys):
     shutil.copytree(place / "run", place / "other")

@@ -154,7 +154,7 @@ class OpenRun(OpenModel):
         expected = self.checkpoint.settings.get("data.fingerprint", data.fingerprint)
         if data.fingerprint != expected:
             raise InputError(
-                f"{data.folder} must be the data that {self.folder} was trained on (fingerprint {expected[:12]}), "
+                f"{data.folder} must be the data that {self.folder} was trained on (fingerprint {str(expected)[:12]}), "
                 f"found other data ({data.fingerprint[:12]}); prepare the same text again there, with the same settings"
             )
         return data

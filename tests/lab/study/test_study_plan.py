@@ -272,6 +272,8 @@ OVER = {"train.lr": [0.1]}
             {name: {"tuned": "a", "over": OVER} for name in ("a", "b")},
             "sizes.a.tuned must be a size that is tuned by itself (none is there)",
         ),
+        ("sizes", {"a": {"keys": [None]}}, "sizes.a.keys must be a mapping"),
+        ("", {"schemes": {"residual": {"keys": "../x"}}}, "schemes.residual.keys must be a mapping"),
         ("sizes", {"a": {"seeds": [1]}}, "sizes.a.seeds must be at least 2 different ones"),
         ("sizes", {"a": {"seeds": []}}, "sizes.a.seeds must be at least 2 different ones"),
         ("sizes", {"a": {"seeds": "12"}}, "sizes.a.seeds must be a list, each item a whole number"),

@@ -404,7 +404,7 @@ def _part(name: str, document: Any, kind: type, section: str) -> Any:
     values = {**mapping({} if document is None else document, where), "name": name}
     if kind is not Question:
         keys = {key: values.pop(key) for key in list(values) if "." in str(key)}
-        values["keys"] = {**(values.get("keys") or {}), **keys}
+        values["keys"] = {**mapping(values.get("keys") or {}, f"{where}.keys"), **keys}
     if kind is Entry:
         values.setdefault("connection", name)
     return decoded(values, kind, where)
