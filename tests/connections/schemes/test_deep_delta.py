@@ -330,3 +330,12 @@ def test_the_size_of_the_output_counts_only_where_the_output_is_no_unit_directio
     else:
         assert_close(scaled, written)
     assert torch.equal(connection(state, torch.zeros_like), state) == skips
+
+
+def test_a_gate_of_the_sublayers_output_is_known_when_it_is_written():
+    connection, x = perturbed(DeepDelta(beta_input="sublayer_out").build(8, 2)).connections[0], normal(2, 5, 8).float()
+    seen, carry = connection.read(x)
+    assert carry.coefficients.beta is None
+    beta, _, _ = connection.completed(seen.tanh(), carry.coefficients)
+    assert_close(beta, connection.beta(rms_norm(seen.tanh())))
+    assert connection.write(seen.tanh(), carry).isfinite().all()

@@ -269,3 +269,14 @@ def test_any_start_of_beta():
         (connection,) = EDelta(beta_init=beta).build(8, 1).double().connections
         found = connection.read(normal(1, 2, 8))[1].coefficients.beta
         assert found.flatten().tolist() == pytest.approx([beta, beta], rel=1e-5)
+
+
+def test_the_last_sublayer_writes_what_it_writes_everywhere():
+    """Its shortcut has weights of 1 in place of those that nothing reads."""
+    stream = build("edelta-stream", "token")
+    connection, state = stream.connections[-1], state_for("edelta-stream")
+    x, carry = connection.read(state)
+    assert carry.coefficients.h_post is None
+    shortcut = connection.shortcut(state, carry, x)
+    assert shortcut.left_out == ("h_post",)
+    assert (shortcut.h_post == 1).all()

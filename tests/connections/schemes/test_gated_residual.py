@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from residua import GatedResidual, Residual
 from support.references import assert_computes, by_token
@@ -67,3 +68,12 @@ def test_the_gated_head_is_normalised_and_so_preserves_only_up_to_a_norm():
     plain = built(Residual())(x, sublayers)
     assert_close(ours, plain / (plain.square().mean(-1, keepdim=True) + 1e-5).sqrt())
     assert (ours - plain).abs().max() > 0.1
+
+
+def test_gates_of_a_weight_that_is_made_anew_at_each_call_are_the_same():
+    """As an adapter, an offloaded or a sharded map has it."""
+    plain, wrapped = built(GatedResidual(rank=3)), built(GatedResidual(rank=3))
+    for connection in wrapped.connections:
+        parametrize.register_parametrization(connection.gated.up, "weight", nn.Identity())
+    x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
+    assert_close(wrapped(x, sublayers), plain(x, sublayers))
