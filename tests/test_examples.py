@@ -31,7 +31,7 @@ def test_a_llama_keeps_its_logits_and_trains(capsys):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "words"), [("vision_transformer", r"accuracy ([\d.]+)%"), ("graph", r"([\d.]+)% of the hidden labels")]
 )

@@ -39,7 +39,7 @@ def test_numbers_are_the_recorded_ones(guards, record, part):
             assert value == (recorded if key == "tokens" else pytest.approx(recorded, rel=RELATIVE)), (name, key)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_copies_compute_the_same(guards):
     """By deepcopy, by pickle, from a saved folder, and in a process that is spawned."""

@@ -183,6 +183,7 @@ for block in blocks:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_the_lines_of_the_card_and_of_the_command_run_unchanged_and_ask_nothing(trained, tmp_path, capsys):
     """transformers prints what it asks; with nobody at stdin it goes on unanswered. Either line may be first."""
