@@ -26,7 +26,7 @@ from residua.lab.jobs.pool import Job, Record, open_runs, run_jobs
 from residua.lab.records import jsonlines
 from residua.lab.study.definition import read_folder
 from residua.lab.study.engine import train_run
-from residua.lab.study.plan import Plan, Run
+from residua.lab.study.plan import Plan, PlannedRun
 from residua.lab.study.verify import Verified
 
 RECORDS = Path(__file__).with_name("records")
@@ -38,7 +38,7 @@ SCHEMES = (
 RATES = 0.008, 0.016
 
 
-def groups(plan: Plan, finished: Mapping[str, Record]) -> Iterator[list[Run]]:
+def groups(plan: Plan, finished: Mapping[str, Record]) -> Iterator[list[PlannedRun]]:
     """The runs of each group. finished: the study's records, which say what tuning chose."""
     if "1M" in plan.study.sizes:
         yield [run for rate in RATES for run in plan.reported("1M", "residual", {"train.lr": rate})]

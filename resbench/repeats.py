@@ -29,7 +29,7 @@ from residua.lab.records.jsonlines import JsonLines, finite
 from residua.lab.records.progress import Progress
 from residua.lab.records.provenance import circumstances
 from residua.lab.study.engine import open_study, train_run
-from residua.lab.study.plan import Run
+from residua.lab.study.plan import PlannedRun
 from residua.lab.study.verify import Verified
 from residua.lab.training.checkpoint import saved_steps
 
@@ -60,7 +60,7 @@ def gates(place: Path, step: int) -> Record:
 
 
 def repeated(
-    run: Run, recorded: Record, measure: Callable[[Path, int], Record], report: Callable[[int], None]
+    run: PlannedRun, recorded: Record, measure: Callable[[Path, int], Record], report: Callable[[int], None]
 ) -> Record:
     """Train a run again, with a checkpoint at every evaluation, and return the line of what was measured there."""
     train = run.config.train

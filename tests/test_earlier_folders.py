@@ -17,7 +17,7 @@ from residua.commands import cli
 from residua.connections import names
 from residua.lab.experiment import open_run
 from residua.lab.study.definition import Entry
-from residua.lab.study.plan import Run
+from residua.lab.study.plan import PlannedRun
 from residua.lab.training.config import load_config
 
 EARLIER = Path(__file__).with_name("earlier")
@@ -54,7 +54,9 @@ def test_a_run_opens_and_goes_on(tmp_path, capsys):
 def test_a_run_has_the_key_that_its_record_got_before():
     for connection in ("ddl:init=authors", "ddl:start=authors"):
         config = load_config("tiny", {"model.connection": connection, "train.steps": 100})
-        assert Run("report", "size", "ddl", {}, config).key == "size ddl report seed=0 steps=100 518765e7326b03c8"
+        assert (
+            PlannedRun("report", "size", "ddl", {}, config).key == "size ddl report seed=0 steps=100 518765e7326b03c8"
+        )
         assert Entry("ddl", connection).connection == config.model.connection
 
 

@@ -29,14 +29,14 @@ from residua.testing.inputs import bare_sublayers, normal, recorded
 Calls = list[tuple[Tensor, ...]]
 
 
-class Difference(NamedTuple):
+class PartGap(NamedTuple):
     """A part that differs, by how much, and no known mistake explains it."""
 
     part: str
     gap: str
 
 
-Findings = list[str | Difference]
+Findings = list[str | PartGap]
 """Known mistakes in words, and differences that none of them explains, in the order of the computation."""
 
 
@@ -61,19 +61,19 @@ def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expec
         if not all(torch.equal(a[:1], b[:1]) for a, b in zip(tensors(result), tensors(pair.result(others)))):
             return ["the result for a sequence depends on the other sequences of the batch"]
         findings = (_of_stream if pair.whole else _of_connection)(pair, state, result, reference, actual, expected)
-        if any(isinstance(finding, Difference) for finding in findings):
+        if any(isinstance(finding, PartGap) for finding in findings):
             findings = next(([words] for words, ours in _constants(pair) if agrees(pair.part, ours)), findings)
         return findings
 
 
 def unexplained(findings: Findings) -> int:
     """Return how many differences no known mistake explains."""
-    return sum(isinstance(finding, Difference) for finding in findings)
+    return sum(isinstance(finding, PartGap) for finding in findings)
 
 
 def in_words(findings: Findings) -> str:
     mistakes = [finding for finding in findings if isinstance(finding, str)]
-    rest = [f"{finding.part} ({finding.gap})" for finding in findings if isinstance(finding, Difference)]
+    rest = [f"{finding.part} ({finding.gap})" for finding in findings if isinstance(finding, PartGap)]
     if mistakes:
         return "; ".join([*mistakes, *(f"also differs: {words}" for words in rest)])
     also = f", also differs: {', '.join(rest[1:])}" if rest[1:] else ""
@@ -206,7 +206,7 @@ def _of_stream(pair: Pair, x: Tensor, result: Tensor, reference: Tensor, actual:
     first = next((i for i, (a, b) in enumerate(zip(actual, expected)) if not _close(pair, a, b)), None)
     if first is None:
         head = _head(pair, states[-1], result)
-        return [head or Difference("the last write or the head", _gap(pair, result, reference))]
+        return [head or PartGap("the last write or the head", _gap(pair, result, reference))]
     finding = _read(pair, pair.stream.connections[first], states[first], actual[first], expected[first])  # type: ignore[arg-type]
     if isinstance(finding, str):
         return [f"the read of connection {first} differs: {finding}"]
@@ -350,9 +350,9 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
         elif isinstance(shortcut, RankOne) and isinstance(state, Tensor):
             wrong.append(Delta(pair, connection, state, carry, y, shortcut).finding(after, fixed))
         else:
-            wrong.append(Difference("the write", _gap(pair, after, fixed)))
+            wrong.append(PartGap("the write", _gap(pair, after, fixed)))
     if not wrong:  # only together
-        wrong.append(Difference("the state", _gap(pair, result, reference)))
+        wrong.append(PartGap("the state", _gap(pair, result, reference)))
     return wrong
 
 
@@ -383,7 +383,7 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
     # With as many features as streams or more, the matrix itself can be measured: H X = result.
     measured = torch.linalg.lstsq(state.mT, still.mT).solution.mT
     if state.shape[-1] < state.shape[-2] or not pair.agree(measured @ state, still):
-        return [Difference("what is kept of the streams", _gap(pair, still, truth))]
+        return [PartGap("what is kept of the streams", _gap(pair, still, truth))]
     if pair.adapter.scheme.constraint == "doubly stochastic":
         rows, columns, *ours = (
             (x - 1).abs().max().item() for h_res in (measured, m.h_res) for x in (h_res.sum(-1), h_res.sum(-2))
@@ -391,7 +391,7 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
         if max(rows, columns) > max(4 * max(ours), TOLERANCES[pair.dtype][0]):
             return [f"the mixer is not doubly stochastic: rows sum to 1 up to {rows:.1g}, columns up to {columns:.1g}"]
     gap = (measured - m.h_res).abs().max().item()
-    return [Difference("the mixer", f"by up to {gap:.2g} in an entry of H_res")]
+    return [PartGap("the mixer", f"by up to {gap:.2g} in an entry of H_res")]
 
 
 def _reference_with(pair: Pair, ours: Mapping[str, Tensor], **options: Any) -> Mixing:
@@ -423,10 +423,10 @@ def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> Findings:
             return [words]
     if pair.agree(written, m.h_res @ expected):
         return ["the mixer acts on the write too: agrees with H_res (X + h_post y)"]
-    return [Difference("the write", _gap(pair, written, expected))]
+    return [PartGap("the write", _gap(pair, written, expected))]
 
 
-def _read(pair: Pair, connection: Connection, state: Any, actual: tuple, expected: tuple) -> str | Difference:
+def _read(pair: Pair, connection: Connection, state: Any, actual: tuple, expected: tuple) -> str | PartGap:
     """Describe the mistake of a module in the input of the sublayer."""
     if len(actual) != len(expected):
         return f"the sublayer gets {len(actual)} inputs, expected {len(expected)}"
@@ -435,7 +435,7 @@ def _read(pair: Pair, connection: Connection, state: Any, actual: tuple, expecte
         return mistake
     part = next(i for i, (a, b) in enumerate(zip(actual, expected)) if not pair.agree(a, b))
     subject = f"input {part} of the sublayer" if len(actual) > 1 else "the read"
-    return Difference(subject, _gap(pair, actual[part], expected[part]))
+    return PartGap(subject, _gap(pair, actual[part], expected[part]))
 
 
 def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, expected: tuple) -> str | None:
@@ -517,16 +517,16 @@ class Delta:
         """Return the state after our write with another direction in place of k."""
         return self.moved(self.gate * (self.v - (self.wide * direction.unsqueeze(-2)).sum(-1)), direction)
 
-    def finding(self, after: Tensor, reference: Tensor) -> str | Difference:
+    def finding(self, after: Tensor, reference: Tensor) -> str | PartGap:
         """Describe the mistake of a module whose state after the write is `after`, ours being `reference`."""
         gap = _gap(self.pair, after, reference)
         if not self.describes(reference):
-            return Difference("the write", _gap(self.pair, after - self.state, reference - self.state))
+            return PartGap("the write", _gap(self.pair, after - self.state, reference - self.state))
         taken = after.view_as(self.wide) - self.wide
         step = (taken * self.k.unsqueeze(-2)).sum(-1)
         if not self.pair.agree(self.moved(step), after):
-            return self.known(after) or Difference("the write, which is not along k", gap)
-        return self.measured(step) or self.known(after) or Difference("the write, which is along k", gap)
+            return self.known(after) or PartGap("the write, which is not along k", gap)
+        return self.measured(step) or self.known(after) or PartGap("the write, which is along k", gap)
 
     def known(self, after: Tensor) -> str | None:
         return next((words for words, other in self.mistakes().items() if self.pair.agree(after, other)), None)

@@ -16,7 +16,7 @@ from residua.errors import InputError
 from residua.lab.cost.counts import flops_per_token, parameters, products_per_token
 from residua.lab.cost.estimate import GPU_MEMORY, estimate
 from residua.lab.cost.measured_memory import storages_kept
-from residua.lab.cost.memory import activation_memory
+from residua.lab.cost.step_memory import activation_memory
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
 from residua.models import ResiduaConfig, ResiduaForCausalLM

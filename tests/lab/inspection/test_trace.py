@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from residua import EDelta, PooledHouseholder
 from residua.connections.schemes.deep_delta import DeltaCoefficients
 from residua.errors import InputError
-from residua.lab.cost.memory import _Live
+from residua.lab.cost.step_memory import _Live
 from residua.lab.inspection import Trace, trace
 from residua.lab.inspection.measure import measured, norm
 from residua.lab.inspection.watch import watching

@@ -12,7 +12,7 @@ from typing import Any
 from residua.connections.families.streams import RecomputingScheme
 from residua.errors import require
 from residua.lab.cost.counts import flops_per_token, parameters
-from residua.lab.cost.memory import step_memory
+from residua.lab.cost.step_memory import step_memory
 from residua.lab.records.table import Table
 from residua.lab.training import RunConfig, TrainConfig
 from residua.lab.training.distributed import BatchShard, Ranks

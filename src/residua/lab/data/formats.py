@@ -27,7 +27,7 @@ ABSENT = object()
 """The value of a row without the key."""
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A row of a file: its place for errors, what it holds, and the bytes that it takes there (None: its text's)."""
 
     place: str
@@ -157,7 +157,7 @@ def _cut(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def _row_documents(file: Path, rows: Iterable[Row], column: str) -> Iterator[Document]:
+def _row_documents(file: Path, rows: Iterable[TextRow], column: str) -> Iterator[Document]:
     row, absent = None, True
     for row in rows:
         text = row.value if isinstance(row.value, str) else field(row.value, column)
@@ -177,21 +177,21 @@ def _row_documents(file: Path, rows: Iterable[Row], column: str) -> Iterator[Doc
         )
 
 
-def _no_text(row: Row, column: str) -> InputError:
+def _no_text(row: TextRow, column: str) -> InputError:
     expected = f"one JSON object with Unicode text as its {json.dumps(column)}"
     return InputError(f"{row.place} must be {expected}, got {shown(row.value)}")
 
 
-def _json_lines(file: Path, stream: TextIO) -> Iterator[Row]:
+def _json_lines(file: Path, stream: TextIO) -> Iterator[TextRow]:
     for number, line in enumerate(stream, start=1):
         if not line.isspace():
             value = _json(f"{file}:{number}", line)
             if not isinstance(value, dict):
                 raise InputError(f"{file}:{number} must be one JSON object, got {shown(line.strip())}")
-            yield Row(f"{file}:{number}", value, len(line.encode()))
+            yield TextRow(f"{file}:{number}", value, len(line.encode()))
 
 
-def _json_array(file: Path, stream: TextIO) -> Iterator[Row]:
+def _json_array(file: Path, stream: TextIO) -> Iterator[TextRow]:
     """Yield the objects or texts of an array, or an object by itself, or JSON lines, which many programs name .json."""
     text = stream.read()
     try:
@@ -202,7 +202,7 @@ def _json_array(file: Path, stream: TextIO) -> Iterator[Row]:
         yield from _json_lines(file, io.StringIO(text, newline="\n"))
         return
     for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
-        yield Row(f"{file}: row {number}", row)
+        yield TextRow(f"{file}: row {number}", row)
 
 
 def _json(place: str, line: str) -> Any:
@@ -212,8 +212,8 @@ def _json(place: str, line: str) -> Any:
         raise InputError(f"{place} must be one JSON object with its text, got {shown(line.strip())}") from error
 
 
-def _table(delimiter: str) -> Callable[[Path, TextIO], Iterator[Row]]:
-    def rows(file: Path, stream: TextIO) -> Iterator[Row]:
+def _table(delimiter: str) -> Callable[[Path, TextIO], Iterator[TextRow]]:
+    def rows(file: Path, stream: TextIO) -> Iterator[TextRow]:
         table = csv.reader(stream, delimiter=delimiter, strict=True)
         names = None
         try:
@@ -221,7 +221,7 @@ def _table(delimiter: str) -> Callable[[Path, TextIO], Iterator[Row]]:
                 if names is None:
                     names = cells
                 elif cells:
-                    yield Row(f"{file}:{table.line_num}", dict(zip(names, cells)))
+                    yield TextRow(f"{file}:{table.line_num}", dict(zip(names, cells)))
         except csv.Error as error:
             raise InputError(f"{file}:{table.line_num}: not a readable table: {first_line(error)}") from error
 
@@ -237,15 +237,15 @@ def _next(table: Any) -> list[str] | None:
         csv.field_size_limit(limit)
 
 
-def _parquet_rows(file: Path, column: str) -> Iterator[Row]:
+def _parquet_rows(file: Path, column: str) -> Iterator[TextRow]:
     with _parquet(file, column) as parquet:
         # One row group at a time, so that memory is bounded by the largest.
         for number in range(parquet.num_row_groups):
             for rows in parquet.iter_batches(batch_size=256, row_groups=[number], columns=[column]):
-                yield from (Row(f"{file}", row) for row in rows.to_pylist())
+                yield from (TextRow(f"{file}", row) for row in rows.to_pylist())
 
 
-def _arrow_rows(file: Path, column: str) -> Iterator[Row]:
+def _arrow_rows(file: Path, column: str) -> Iterator[TextRow]:
     with extra("lab"):
         import pyarrow
     with _arrow(file), pyarrow.memory_map(str(file)) as source:
@@ -260,7 +260,7 @@ def _arrow_rows(file: Path, column: str) -> Iterator[Row]:
         for batch in batches:
             for start in range(0, batch.num_rows, 256):
                 rows = batch.select([outer]).slice(start, 256)
-                yield from (Row(str(file), row) for row in rows.to_pylist())
+                yield from (TextRow(str(file), row) for row in rows.to_pylist())
 
 
 @contextmanager

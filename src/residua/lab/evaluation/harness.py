@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from residua.conversion.opening import context_of
 from residua.errors import InputError, extra, first_line, require
-from residua.lab.evaluation.published import TASKS, Row
+from residua.lab.evaluation.published import TASKS, PublishedScores
 from residua.lab.records.jsonlines import finite
 from residua.models.evaluating import evaluating
 
@@ -74,7 +74,7 @@ class Scores:
         shares = [score.value for score in self.scores if score.is_share]
         return statistics.fmean(shares) if shares else None
 
-    def table(self, published: Sequence[Row] = ()) -> tuple[list[str], list[list[str]]]:
+    def table(self, published: Sequence[PublishedScores] = ()) -> tuple[list[str], list[list[str]]]:
         """Return header and rows: our scores, their standard errors, then the published rows, each with its source."""
         header = ["", "source", *(score.title for score in self.scores), "Avg"]
         stderr = ["" if score.stderr is None else f"±{score.stderr:.2f}" for score in self.scores]
@@ -90,7 +90,7 @@ class Scores:
             rows.append([row.title, f"published: {row.source}", *cells, average])
         return header, rows
 
-    def to_json(self, published: Sequence[Row] = ()) -> dict[str, Any]:
+    def to_json(self, published: Sequence[PublishedScores] = ()) -> dict[str, Any]:
         """Return plain values, with the published rows under their own key."""
         return {
             **finite(asdict(self)),

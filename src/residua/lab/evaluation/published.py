@@ -68,7 +68,7 @@ class Model(NamedTuple):
         return f"{titled(self.preset)}, published at {PARAMETERS[self.size]}"
 
 
-class Row(NamedTuple):
+class PublishedScores(NamedTuple):
     """One published row; `preset` is our name for the scheme, `scores` are in the order of TASKS."""
 
     size: str
@@ -92,31 +92,31 @@ class Row(NamedTuple):
         return titled(self.preset)
 
 
-ROWS: tuple[Row, ...] = (
-    Row("small", 1, "residual", 2, (29.01, 55.85, 37.59, 30.2, 65.94, 80.6, 37.87, 51.38), 48.56),
-    Row("small", 1, "ddl", 2, (29.35, 57.49, 38.08, 31.8, 64.85, 78.5, 37.77, 52.01), 48.73),
-    Row("small", 1, "ddl-tc", 2, (27.9, 58.16, 38.26, 30.8, 66.49, 80.3, 38.54, 50.83), 48.91),
-    Row("small", 1, "ddl-cc", 2, (27.82, 58.92, 38.44, 33.2, 65.83, 79.5, 38.28, 51.07), 49.13),
-    Row("small", 1, "ddl-ec", 2, (28.75, 57.37, 38.41, 34.4, 64.47, 82.0, 38.38, 52.01), 49.47),
-    Row("small", 1, "ddl-cc-ec", 2, (28.33, 57.87, 38.24, 32.2, 64.09, 82.6, 38.43, 52.57), 49.29),
-    Row("medium", 1, "residual", 2, (33.62, 67.05, 47.42, 33.2, 70.24, 87.3, 40.28, 52.57), 53.96),
-    Row("medium", 1, "ddl", 2, (35.49, 65.7, 46.94, 34.2, 70.35, 88.9, 40.99, 54.93), 54.69),
-    Row("medium", 1, "ddl-tc", 2, (33.02, 66.16, 47.83, 35.6, 69.86, 89.5, 40.99, 55.64), 54.83),
-    Row("medium", 1, "ddl-cc", 3, (34.3, 66.08, 48.65, 36.6, 68.72, 88.8, 40.84, 55.33), 54.92),
-    Row("medium", 1, "ddl-ec", 3, (35.15, 65.7, 47.74, 35.4, 69.04, 88.6, 40.63, 56.59), 54.86),
-    Row("medium", 1, "ddl-cc-ec", 3, (34.39, 65.57, 48.92, 36.0, 69.48, 90.5, 40.53, 55.72), 55.14),
-    Row("small", 0, "residual", 2, (28.33, 52.44, 37.6, 33.0, 65.94, 71.2, 37.46, 52.41), 47.3),
-    Row("small", 0, "ddl", 2, (26.96, 52.4, 37.91, 32.2, 64.91, 72.5, 38.08, 53.59), 47.32),
-    Row("small", 0, "ddl-tc", 2, (27.3, 52.95, 38.4, 33.8, 65.4, 73.7, 38.64, 50.12), 47.54),
-    Row("small", 0, "ddl-cc", 2, (27.05, 51.47, 38.72, 32.2, 66.16, 71.8, 38.08, 51.07), 47.07),
-    Row("small", 0, "ddl-ec", 2, (28.5, 51.89, 38.82, 33.2, 65.29, 73.0, 39.05, 52.88), 47.83),
-    Row("small", 0, "ddl-cc-ec", 2, (27.9, 51.26, 38.42, 31.4, 64.85, 73.6, 37.77, 52.25), 47.18),
-    Row("medium", 0, "residual", 2, (31.74, 59.85, 47.91, 34.0, 69.21, 78.1, 40.69, 53.83), 51.92),
-    Row("medium", 0, "ddl", 2, (32.07, 59.39, 47.62, 34.4, 70.08, 77.3, 39.61, 55.01), 51.94),
-    Row("medium", 0, "ddl-tc", 2, (32.08, 58.38, 48.08, 35.8, 69.42, 79.9, 39.92, 54.14), 52.22),
-    Row("medium", 0, "ddl-cc", 3, (32.08, 61.74, 49.12, 34.8, 69.53, 80.2, 40.43, 55.17), 52.88),
-    Row("medium", 0, "ddl-ec", 3, (33.02, 59.68, 48.0, 36.8, 68.77, 81.0, 39.82, 55.88), 52.87),
-    Row("medium", 0, "ddl-cc-ec", 3, (32.59, 59.55, 49.01, 36.0, 69.7, 82.3, 39.82, 53.83), 52.85),
+ROWS: tuple[PublishedScores, ...] = (
+    PublishedScores("small", 1, "residual", 2, (29.01, 55.85, 37.59, 30.2, 65.94, 80.6, 37.87, 51.38), 48.56),
+    PublishedScores("small", 1, "ddl", 2, (29.35, 57.49, 38.08, 31.8, 64.85, 78.5, 37.77, 52.01), 48.73),
+    PublishedScores("small", 1, "ddl-tc", 2, (27.9, 58.16, 38.26, 30.8, 66.49, 80.3, 38.54, 50.83), 48.91),
+    PublishedScores("small", 1, "ddl-cc", 2, (27.82, 58.92, 38.44, 33.2, 65.83, 79.5, 38.28, 51.07), 49.13),
+    PublishedScores("small", 1, "ddl-ec", 2, (28.75, 57.37, 38.41, 34.4, 64.47, 82.0, 38.38, 52.01), 49.47),
+    PublishedScores("small", 1, "ddl-cc-ec", 2, (28.33, 57.87, 38.24, 32.2, 64.09, 82.6, 38.43, 52.57), 49.29),
+    PublishedScores("medium", 1, "residual", 2, (33.62, 67.05, 47.42, 33.2, 70.24, 87.3, 40.28, 52.57), 53.96),
+    PublishedScores("medium", 1, "ddl", 2, (35.49, 65.7, 46.94, 34.2, 70.35, 88.9, 40.99, 54.93), 54.69),
+    PublishedScores("medium", 1, "ddl-tc", 2, (33.02, 66.16, 47.83, 35.6, 69.86, 89.5, 40.99, 55.64), 54.83),
+    PublishedScores("medium", 1, "ddl-cc", 3, (34.3, 66.08, 48.65, 36.6, 68.72, 88.8, 40.84, 55.33), 54.92),
+    PublishedScores("medium", 1, "ddl-ec", 3, (35.15, 65.7, 47.74, 35.4, 69.04, 88.6, 40.63, 56.59), 54.86),
+    PublishedScores("medium", 1, "ddl-cc-ec", 3, (34.39, 65.57, 48.92, 36.0, 69.48, 90.5, 40.53, 55.72), 55.14),
+    PublishedScores("small", 0, "residual", 2, (28.33, 52.44, 37.6, 33.0, 65.94, 71.2, 37.46, 52.41), 47.3),
+    PublishedScores("small", 0, "ddl", 2, (26.96, 52.4, 37.91, 32.2, 64.91, 72.5, 38.08, 53.59), 47.32),
+    PublishedScores("small", 0, "ddl-tc", 2, (27.3, 52.95, 38.4, 33.8, 65.4, 73.7, 38.64, 50.12), 47.54),
+    PublishedScores("small", 0, "ddl-cc", 2, (27.05, 51.47, 38.72, 32.2, 66.16, 71.8, 38.08, 51.07), 47.07),
+    PublishedScores("small", 0, "ddl-ec", 2, (28.5, 51.89, 38.82, 33.2, 65.29, 73.0, 39.05, 52.88), 47.83),
+    PublishedScores("small", 0, "ddl-cc-ec", 2, (27.9, 51.26, 38.42, 31.4, 64.85, 73.6, 37.77, 52.25), 47.18),
+    PublishedScores("medium", 0, "residual", 2, (31.74, 59.85, 47.91, 34.0, 69.21, 78.1, 40.69, 53.83), 51.92),
+    PublishedScores("medium", 0, "ddl", 2, (32.07, 59.39, 47.62, 34.4, 70.08, 77.3, 39.61, 55.01), 51.94),
+    PublishedScores("medium", 0, "ddl-tc", 2, (32.08, 58.38, 48.08, 35.8, 69.42, 79.9, 39.92, 54.14), 52.22),
+    PublishedScores("medium", 0, "ddl-cc", 3, (32.08, 61.74, 49.12, 34.8, 69.53, 80.2, 40.43, 55.17), 52.88),
+    PublishedScores("medium", 0, "ddl-ec", 3, (33.02, 59.68, 48.0, 36.8, 68.77, 81.0, 39.82, 55.88), 52.87),
+    PublishedScores("medium", 0, "ddl-cc-ec", 3, (32.59, 59.55, 49.01, 36.0, 69.7, 82.3, 39.82, 53.83), 52.85),
 )
 
 
@@ -140,12 +140,14 @@ def size_of(settings: Mapping[str, Any]) -> str | None:
     return next((size for size, published in SHAPES.items() if published == shape), None)
 
 
-def rows(size: str, num_fewshot: int) -> list[Row]:
+def rows(size: str, num_fewshot: int) -> list[PublishedScores]:
     """Return the published rows of a model size, "small" or "medium", with this many examples in the prompt."""
     return [row for row in ROWS if (row.size, row.num_fewshot) == (size, num_fewshot)]
 
 
-def comparable(config: Any, tasks: Collection[str], num_fewshot: int, *, size: str | None = None) -> list[Row]:
+def comparable(
+    config: Any, tasks: Collection[str], num_fewshot: int, *, size: str | None = None
+) -> list[PublishedScores]:
     """Return the published rows that stand beside scores on `tasks`: none where one of these is not among the eight.
 
     size: of the published models, "small" or "medium"; None takes the one with the depth and width of `config`.

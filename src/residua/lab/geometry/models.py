@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelRow:
     """One row of a table of models.
 
     connection  argument of `connections.resolve`
@@ -63,21 +63,21 @@ class Row:
 
 
 PUBLISHED_LAYERS = 9  # of the plain residual
-MODELS: dict[str, Row] = {
-    "residual": Row({"preset": "residual"}, PUBLISHED_LAYERS, cost=1),
-    "ddl": Row({"preset": "ddl"}, cost=1.3),
-    "ddl-cc": Row({"preset": "ddl-cc"}, cost=1.8),
-    "pooled-householder": Row({"preset": "pooled-householder", "context": "cumulative"}, 8, cost=1.7),
-    "pooled-householder-sequence": Row({"preset": "pooled-householder", "context": "sequence"}, 8, cost=1.5),
-    "hc": Row({"preset": "hc"}, cost=2.6),
-    "mhc": Row({"preset": "mhc", "layout": "copies"}, cost=3.2),
-    "mhc-split": Row({"preset": "mhc", "layout": "split"}, 9, cost=2.7),
-    "jpmhc": Row({"preset": "jpmhc"}, 7, wide=True, cost=1.7),
-    "edelta-token": Row({"preset": "edelta", "context": "token"}, 6, cost=1.8),
-    "edelta-cumulative": Row({"preset": "edelta", "context": "cumulative"}, 6, cost=1.8),
-    "edelta-sequence": Row({"preset": "edelta", "context": "sequence"}, 6, cost=1.6),
-    "edelta-stream": Row({"preset": "edelta-stream"}, 6, wide=True, cost=2.2),
-    "zero-layer": Row({"preset": "residual"}, 0, cost=0.1),
+MODELS: dict[str, ModelRow] = {
+    "residual": ModelRow({"preset": "residual"}, PUBLISHED_LAYERS, cost=1),
+    "ddl": ModelRow({"preset": "ddl"}, cost=1.3),
+    "ddl-cc": ModelRow({"preset": "ddl-cc"}, cost=1.8),
+    "pooled-householder": ModelRow({"preset": "pooled-householder", "context": "cumulative"}, 8, cost=1.7),
+    "pooled-householder-sequence": ModelRow({"preset": "pooled-householder", "context": "sequence"}, 8, cost=1.5),
+    "hc": ModelRow({"preset": "hc"}, cost=2.6),
+    "mhc": ModelRow({"preset": "mhc", "layout": "copies"}, cost=3.2),
+    "mhc-split": ModelRow({"preset": "mhc", "layout": "split"}, 9, cost=2.7),
+    "jpmhc": ModelRow({"preset": "jpmhc"}, 7, wide=True, cost=1.7),
+    "edelta-token": ModelRow({"preset": "edelta", "context": "token"}, 6, cost=1.8),
+    "edelta-cumulative": ModelRow({"preset": "edelta", "context": "cumulative"}, 6, cost=1.8),
+    "edelta-sequence": ModelRow({"preset": "edelta", "context": "sequence"}, 6, cost=1.6),
+    "edelta-stream": ModelRow({"preset": "edelta-stream"}, 6, wide=True, cost=2.2),
+    "zero-layer": ModelRow({"preset": "residual"}, 0, cost=0.1),
 }
 
 
@@ -86,7 +86,7 @@ class Architecture:
     """A model with all its sizes. `ratio`: its parameter count over the plain residual's, wrappers included."""
 
     name: str
-    row: Row = field(repr=False)
+    row: ModelRow = field(repr=False)
     features: int
     length: int
     dim: int
@@ -182,7 +182,7 @@ class RegressionModel(nn.Module):
         return total_penalty([loss for loss in losses if loss is not None], padding=None)
 
 
-def row(name: str) -> Row:
+def row(name: str) -> ModelRow:
     """Return the row called `name`: one of `MODELS`, a preset, or either with options, `name:option=value`.
 
     Raises:
@@ -194,7 +194,7 @@ def row(name: str) -> Row:
         spellings = {key(base), key(meaning(base))}
         base = next((own for own in MODELS if key(own) in spellings), base)
         hint = "" if base in MODELS else did_you_mean(base, MODELS)
-        model = MODELS.get(base, Row({"preset": base}))
+        model = MODELS.get(base, ModelRow({"preset": base}))
         model = replace(model, connection={**model.connection, **options})
         resolve(model.connection)
     except (ValueError, TypeError) as error:
@@ -214,7 +214,7 @@ def match(name: str, *, features: int, length: int, dim: int, layers: int, heads
         InputError: unknown name, sizes that do not fit the scheme, or no sizes within 3 % of the plain residual.
     """
 
-    def sized(name: str, row: Row, layers: int, hidden: int, target: int = 1) -> Architecture:
+    def sized(name: str, row: ModelRow, layers: int, hidden: int, target: int = 1) -> Architecture:
         architecture = Architecture(name, row, features, length, dim, layers, heads, hidden)
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in architecture.build().parameters())

@@ -9,27 +9,27 @@ from typing import Generic, NamedTuple, TypeVar
 from residua.lab.records.statistics import Estimate
 from residua.lab.records.terminal import one_line
 
-Run = TypeVar("Run")
+Member = TypeVar("Member")
 
 
 @dataclass(frozen=True)
-class Group(Generic[Run]):
+class Group(Generic[Member]):
     """Runs that differ in their seed alone, in the order of their seeds."""
 
     name: str
-    runs: tuple[Run, ...]
+    runs: tuple[Member, ...]
 
-    def estimate(self, quantity: Callable[[Run], float | None]) -> Estimate | None:
+    def estimate(self, quantity: Callable[[Member], float | None]) -> Estimate | None:
         """A quantity over the runs that have it; None where no run has it."""
         values = [value for value in map(quantity, self.runs) if value is not None]
         return Estimate.of(values) if values else None
 
 
 def grouped(
-    runs: Iterable[Run], identity: Callable[[Run], Hashable], seed: Callable[[Run], int]
-) -> list[tuple[Run, ...]]:
+    runs: Iterable[Member], identity: Callable[[Member], Hashable], seed: Callable[[Member], int]
+) -> list[tuple[Member, ...]]:
     """Runs of equal identity together, in the order of their seeds; of several with one seed the last counts."""
-    groups: dict[Hashable, dict[int, Run]] = {}
+    groups: dict[Hashable, dict[int, Member]] = {}
     for run in runs:
         groups.setdefault(identity(run), {})[seed(run)] = run
     return [tuple(group[number] for number in sorted(group)) for group in groups.values()]

@@ -33,7 +33,7 @@ from residua.lab.records.progress import say
 from residua.lab.records.statistics import Estimate
 from residua.lab.records.table import Table, cell
 from residua.lab.study.definition import Study, read_folder
-from residua.lab.study.plan import Plan, Run
+from residua.lab.study.plan import Plan, PlannedRun
 from residua.lab.study.results import read_runs
 from residua.lab.training import RunConfig
 
@@ -214,7 +214,7 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
     ]
 
 
-def train_run(run: Run, *, place: Path, report: Any) -> Record:
+def train_run(run: PlannedRun, *, place: Path, report: Any) -> Record:
     """One run, in the folder `place`; returns its record."""
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
     of = {"key": run.key, "kind": run.kind, "size": run.size, "scheme": run.scheme}

@@ -36,7 +36,7 @@ with extra("lab"):
 Kind = Literal["tune", "final", "report", "longer"]
 
 
-class Run(NamedTuple):
+class PlannedRun(NamedTuple):
     """One run of a study: what it is for, and everything that decides its numbers."""
 
     kind: Kind
@@ -93,7 +93,7 @@ class Plan:
         self.prepared = PreparedData.open(data)
         self._settings, self._rated = cache(self._read), cache(self._has_parameters)
         self._bases: dict[str, PreTrainedConfig] = {}
-        self._done: dict[tuple[str, str], tuple[list[Run], dict[str, Any] | None]] = {}
+        self._done: dict[tuple[str, str], tuple[list[PlannedRun], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
         self.step_tokens: dict[str, int] = {}
         for size in study.sizes.values():
@@ -129,7 +129,7 @@ class Plan:
         places = {size, *self.study.searches(size)}
         return [name for name in self.study.schemes if not any((place, name) in self.misfits for place in places)]
 
-    def runs(self, finished: Mapping[Any, Record]) -> Iterator[Run]:
+    def runs(self, finished: Mapping[Any, Record]) -> Iterator[PlannedRun]:
         """All runs that the study needs, as far as the finished ones tell, in the order of their worth."""
         study = self.study
         for size in study.sizes:
@@ -151,7 +151,7 @@ class Plan:
         """Whether the runs of a search at this size are those that are reported."""
         return self.study.tuning_at(size).every and size in self.study.searches(size)
 
-    def recorded(self, record: Record) -> Run:
+    def recorded(self, record: Record) -> PlannedRun:
         """The run of a record, whose key is another if the study has other settings.
 
         It need not be one of `runs`: a study that grows may choose anew, as when more seeds compare the finalists, and
@@ -213,7 +213,9 @@ class Plan:
             return InputError(f"schemes.{scheme}: {error}")
         return None
 
-    def search(self, size: str, scheme: str, finished: Mapping[Any, Record]) -> tuple[list[Run], dict[str, Any] | None]:
+    def search(
+        self, size: str, scheme: str, finished: Mapping[Any, Record]
+    ) -> tuple[list[PlannedRun], dict[str, Any] | None]:
         """The tuning runs of a scheme at a size that has a search, as far as the finished ones tell; and the best point
         once all of them are finished, None if all diverged."""
         if (size, scheme) in self._done:
@@ -254,19 +256,19 @@ class Plan:
         point: Mapping[str, Any],
         longer: float | None = None,
         seeds: Sequence[int] | None = None,
-    ) -> Iterator[Run]:
+    ) -> Iterator[PlannedRun]:
         """The runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
         kind: Kind = "longer" if longer else "report"
         steps = round((longer or 1.0) * self.steps[size])
         for seed in self.study.seeds_at(size) if seeds is None else seeds:
             yield self.run(kind, size, scheme, point, seed, steps)
 
-    def run(self, kind: Kind, size: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> Run:
+    def run(self, kind: Kind, size: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> PlannedRun:
         # Nobody looks at the curve of a run that tunes.
         evaluations = 1 if kind in ("tune", "final") else self.study.evaluations
-        return Run(kind, size, scheme, point, self.config(size, scheme, point, seed, steps, evaluations))
+        return PlannedRun(kind, size, scheme, point, self.config(size, scheme, point, seed, steps, evaluations))
 
-    def _trial(self, size: str, scheme: str, point: Mapping[str, Any], seed: int | None) -> Run:
+    def _trial(self, size: str, scheme: str, point: Mapping[str, Any], seed: int | None) -> PlannedRun:
         """A run of the search, or the run of a finalist with a seed."""
         tuning, steps = self.study.tuning_at(size), self.steps[size]
         if seed is not None:

@@ -17,7 +17,7 @@ Point = tuple[float, ...]
 """A number for each key of a search."""
 Trial = tuple[Point, int | None]
 """A run: a point, and None in the search itself or the seed with which a finalist is trained."""
-Run = TypeVar("Run")
+Planned = TypeVar("Planned")
 """With the `key` of its record."""
 FACTOR = 2.0
 """From a point to its neighbours, in both directions."""
@@ -50,14 +50,14 @@ class Search:
     loss: Callable[[Record], float] = field(default_factory=lambda: loss_of)
 
     def walk(
-        self, run_of: Callable[[Mapping[str, Any], int | None], Run], finished: Mapping[Any, Record]
-    ) -> tuple[list[Run], dict[str, Any] | None]:
+        self, run_of: Callable[[Mapping[str, Any], int | None], Planned], finished: Mapping[Any, Record]
+    ) -> tuple[list[Planned], dict[str, Any] | None]:
         """Return the runs that are needed, as far as the finished ones tell, and the best point once all are finished;
         None too if all of them diverged.
 
         run_of: the run of a point; seed None for the search itself, else of a finalist
         """
-        runs: dict[Trial, Run] = {}
+        runs: dict[Trial, Planned] = {}
         losses: dict[Trial, float] = {}
 
         def trained(trials: Iterable[Trial]) -> bool:

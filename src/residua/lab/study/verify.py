@@ -14,7 +14,7 @@ from residua.lab.records.progress import Progress
 from residua.lab.records.provenance import circumstances
 from residua.lab.study.definition import check_names
 from residua.lab.study.engine import open_study, train_run
-from residua.lab.study.plan import Run
+from residua.lab.study.plan import PlannedRun
 from residua.lab.training.loop import pick_device
 
 SAME = ("device", "torch")
@@ -61,7 +61,7 @@ class Draw(NamedTuple):
     seconds   that they took, where their records say it
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[PlannedRun]
     records: Sequence[Record]
     of: int
     like: int
@@ -121,7 +121,7 @@ def draw(
     return Draw(*zip(*drawn), len(asked), like, tokens)
 
 
-def is_like_here(run: Run, recorded: Record) -> bool:
+def is_like_here(run: PlannedRun, recorded: Record) -> bool:
     """Whether a run was recorded with the device on which it would be trained here, and with this PyTorch."""
     try:
         here = circumstances_here(run.config.train.device)
@@ -145,7 +145,7 @@ def verify(drawn: Draw, *, progress: bool = True) -> Iterator[Verified]:
             yield repeat(run, recorded, partial(bar.update, text=text))
 
 
-def repeat(run: Run, recorded: Record, report: Callable[[int], None]) -> Verified:
+def repeat(run: PlannedRun, recorded: Record, report: Callable[[int], None]) -> Verified:
     """Train a run once more, with one thread as all runs."""
     with tempfile.TemporaryDirectory() as home, threads(1):
         repeated = train_run(run, place=Path(home) / "run", report=report)

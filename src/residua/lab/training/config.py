@@ -350,13 +350,13 @@ def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str
     """Return a recipe or file behind its bases, each with its own values by dotted key."""
     if source in chain:
         raise InputError(f"base: {' -> '.join([*chain, source])} is a circle")
-    document = parse_yaml(_text(source, pipe=not chain), source)
+    document = parse_yaml(_source_text(source, pipe=not chain), source)
     base = document.pop("base", None) if isinstance(document, dict) else None
     bases = [] if base is None else _chain(str(base), (*chain, source))
     return [*bases, (source, dict(_flat(document)))]
 
 
-def _text(source: str, *, pipe: bool) -> str:
+def _source_text(source: str, *, pipe: bool) -> str:
     recipes = recipe_names()
     if source in recipes:
         return (resources.files("residua.lab") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8")
