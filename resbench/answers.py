@@ -29,14 +29,14 @@ from scipy.stats import spearmanr
 from tables import RECORDS, decided_alike, ordered_alike, records, share_alike, span, study
 
 from residua.lab.records.statistics import Noise, paired
-from residua.lab.study.results import Row
+from residua.lab.study.results import SchemeRow
 
 GATED = "gated-orthogonal"
 FAILED = "0.1M-deep", "lambdas-gated+tc"
 """A row with a run whose loss jumped."""
 
 
-def whole(size: str) -> dict[str, Row]:
+def whole(size: str) -> dict[str, SchemeRow]:
     """The finished rows of a size by scheme, without those of Muon."""
     rows = [each for each in study("main").rows if each.size == size and each.whole]
     return {each.scheme: each for each in rows if not each.scheme.endswith("-muon")}
@@ -49,7 +49,7 @@ def last_losses(size: str, scheme: str, kind: str, **point: Any) -> dict[int, fl
     return {run["seed"]: run["val_loss"] for run in runs if point.items() <= run["point"].items()}
 
 
-def ahead_of_both(each: Row, measure: str) -> bool:
+def ahead_of_both(each: SchemeRow, measure: str) -> bool:
     estimates = [each.difference(baseline, measure).estimate for baseline in BASELINES]
     return all(estimate and side(estimate) == "ahead" for estimate in estimates)
 

@@ -6,7 +6,7 @@ from typing import Any
 from tables import SPLIT, records, study
 
 from residua.lab.records.statistics import Contrast, Estimate, welch
-from residua.lab.study.results import Difference, Row
+from residua.lab.study.results import Difference, SchemeRow
 
 SHAPES = "0.1M", "0.1M-wide", "0.1M-deep"
 """Of four layers, two and eight."""
@@ -17,7 +17,7 @@ WRITING = "ddl-tc-write-only"
 NUMBERS = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"
 
 
-def row(size: str, scheme: str) -> Row:
+def row(size: str, scheme: str) -> SchemeRow:
     return study(SPLIT[size] if size in ("1M", "10M") else "main").row(size, scheme)
 
 

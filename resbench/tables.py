@@ -14,7 +14,7 @@ from picture import BASELINE, SCHEMES
 from scipy.stats import binomtest
 
 from residua.lab.records.statistics import welch
-from residua.lab.study.results import ALPHA, Results, Row, read_results
+from residua.lab.study.results import ALPHA, Results, SchemeRow, read_results
 
 RECORDS = Path(__file__).with_name("records")
 
@@ -61,7 +61,7 @@ FIELD = ("lambdas", "residual+tc", "lambdas+tc", "ddl", "ddl-tc", "ddl-tc-write-
 """The schemes of docs/field.md."""
 
 
-def times_the_tokens(row: Row, loss: float) -> float:
+def times_the_tokens(row: SchemeRow, loss: float) -> float:
     """How many times a row's tokens bring the plain residual to a loss: on the curve through its two lengths."""
     base = study("main").row(row.size, BASELINE)
     short, long = (statistics.fmean(run["val_loss"] for run in runs) for runs in (base.reported, base.longer))

@@ -15,7 +15,7 @@ from residua.connections.parts.ends import Same
 from residua.errors import InputError
 from residua.files.durable import remove
 from residua.lab.data import PreparedData, prepare
-from residua.lab.evaluation.records import Run
+from residua.lab.evaluation.runs import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_model
 from residua.lab.training import DataConfig, load_config
 from support.tiny_runs import options, prepare_texts, run_config, write_texts

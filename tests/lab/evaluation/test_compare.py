@@ -5,7 +5,8 @@ import pytest
 
 import residua
 from residua.errors import InputError
-from residua.lab.evaluation.compare import Difference, compare
+from residua.lab.evaluation.compare import compare
+from residua.lab.records.statistics import Estimate
 
 
 def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
@@ -14,7 +15,7 @@ def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
     comparison = compare(folders)
     assert [(group.name, group.seeds) for group in comparison.groups] == [("residual", (0, 1)), ("ddl", (0, 1))]
     assert comparison.baseline is comparison.groups[0]
-    assert comparison.groups[0].validation_loss == pytest.approx((4.035, 0.01 / math.sqrt(2), 2))
+    assert comparison.groups[0].loss("nats per token") == pytest.approx((4.035, 0.01 / math.sqrt(2), 2))
     assert comparison.notes == ()
 
 
@@ -67,18 +68,18 @@ def test_differences_are_paired_by_seed_so_that_shared_noise_vanishes(make_run):
     runs = [make_run(f"a{s}", seed=s, offset=0.5 * s) for s in (0, 1, 2)]
     runs += [make_run(f"b{s}", connection="ddl", seed=s, offset=0.5 * s - 0.2 + 0.01 * s) for s in (0, 1, 2)]
     comparison = compare(runs)
-    difference = comparison.final_difference(comparison.groups[1])
+    _, difference = comparison.final_difference(comparison.groups[1])
     assert difference.mean == pytest.approx(-0.19)
     assert difference.deviation == pytest.approx(0.01)
     assert difference.count == 3
-    assert comparison.groups[1].validation_loss.deviation > 0.5
+    assert comparison.groups[1].loss("nats per token").deviation > 0.5
 
 
 def test_without_a_shared_seed_the_means_are_compared_and_it_is_said(make_run):
     runs = [make_run(f"a{s}", seed=s) for s in (0, 1)]
     runs += [make_run(f"b{s}", connection="ddl", seed=s) for s in (7, 8)]
     comparison = compare(runs)
-    difference = comparison.final_difference(comparison.groups[1])
+    _, difference = comparison.final_difference(comparison.groups[1])
     assert difference.mean == pytest.approx(0.07)
     assert difference.deviation == pytest.approx(math.hypot(0.01, 0.01) / math.sqrt(2))
     assert difference.count == 0
@@ -89,8 +90,8 @@ def test_differences_by_seconds_hold_the_clock_equal_and_by_step_the_steps(make_
     # The slow run loses the same at every step, so at equal seconds it is behind by the steps it has not made yet.
     comparison = compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=1.0)])
     slow = comparison.groups[1]
-    assert [d.mean for d in comparison.differences(slow, "step")] == pytest.approx([0.0] * 10)
-    by_seconds = {d.at: d.mean for d in comparison.differences(slow, "seconds")}
+    assert [d.mean for d in comparison.differences(slow, "step").values()] == pytest.approx([0.0] * 10)
+    by_seconds = {at: d.mean for at, d in comparison.differences(slow, "seconds").items()}
     assert min(by_seconds) == 10.0
     assert max(by_seconds) == 50.0
     assert by_seconds[40.0] == pytest.approx(3 / 40 - 3 / 80)
@@ -99,8 +100,8 @@ def test_differences_by_seconds_hold_the_clock_equal_and_by_step_the_steps(make_
 def test_runs_of_different_length_are_compared_where_both_have_been(make_run):
     comparison = compare([make_run("a", steps=100), make_run("b", connection="ddl", steps=60, offset=-0.1)])
     group = comparison.groups[1]
-    difference = comparison.final_difference(group)
-    assert (difference.at, difference.mean) == (64 * 60, pytest.approx(-0.1))
+    at, difference = comparison.final_difference(group)
+    assert (at, difference.mean) == (64 * 60, pytest.approx(-0.1))
     assert any("3,840 tokens" in note for note in comparison.notes)
 
 
@@ -179,7 +180,7 @@ def test_of_other_tokenizers_losses_are_compared_in_bits_per_byte_if_both_keep_t
     comparison = compare([bpe, data_of(bytes_, 1.4, tokenizer="byte", tokenizer_fingerprint="2")])
     assert comparison.unit == "bits per byte"
     assert comparison.table().header[2] == "bits per byte"
-    assert comparison.final_difference(comparison.groups[1]).mean == pytest.approx(1.4 * 2.03 - 0.4 * 4.03)
+    assert comparison.final_difference(comparison.groups[1])[1].mean == pytest.approx(1.4 * 2.03 - 0.4 * 4.03)
     assert comparison.to_json()["groups"][1]["val_loss"]["mean"] == pytest.approx(2.03)
     lossy = make_run("c", connection="mhc", fingerprint="corpus-c", offset=-3.0)
     comparison = compare([bpe, data_of(lossy, 0.1, tokenizer="theirs", tokenizer_fingerprint="3")])
@@ -231,7 +232,7 @@ def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_and_said(ma
     a, copy = make_run("a"), make_run("copy", offset=1.0)
     comparison = compare([a, a.parent / "." / "a", copy])
     assert comparison.groups[0].seeds == (0,)
-    assert comparison.groups[0].validation_loss.mean == pytest.approx(4.03)
+    assert comparison.groups[0].loss("nats per token").mean == pytest.approx(4.03)
     assert [note for note in comparison.notes if "repeats" in note and "copy" in note]
 
 
@@ -253,7 +254,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_never_hidden(make_run):
 def test_the_baseline_can_be_named_and_a_wrong_name_is_answered_with_the_nearest(make_run):
     folders = [make_run("a"), make_run("b", connection="ddl", offset=-0.1)]
     comparison = compare(folders, baseline="ddl")
-    assert comparison.final_difference(comparison.groups[0]).mean == pytest.approx(0.1)
+    assert comparison.final_difference(comparison.groups[0])[1].mean == pytest.approx(0.1)
     with pytest.raises(InputError, match="did you mean residual"):
         compare(folders, baseline="residul")
 
@@ -293,7 +294,7 @@ def test_a_group_keeps_its_colour_whatever_the_baseline_is(make_run):
     ],
 )
 def test_a_difference_is_clear_where_its_interval_leaves_out_nothing(mean, deviation, count, clear):
-    assert Difference(100, mean, deviation, count).clear is clear
+    assert Estimate(mean, deviation, count).clear is clear
 
 
 def test_markdown_has_a_column_for_every_heading(make_run):
@@ -331,17 +332,17 @@ def test_a_run_whose_seed_is_not_shared_does_not_shorten_the_others(make_run):
     comparison = compare([make_run("a"), make_run("b", connection="ddl", offset=-0.1), short])
     group = comparison.groups[1]
     assert group.seeds == (0, 1)
-    difference = comparison.final_difference(group)
-    assert (difference.at, difference.mean, difference.count) == (6400, pytest.approx(-0.1), 1)
+    at, difference = comparison.final_difference(group)
+    assert (at, difference.mean, difference.count) == (6400, pytest.approx(-0.1), 1)
     assert comparison.notes[1:] == ("ddl: the difference is over the 1 of 2 seeds that are shared.",)
     assert "short ended at step 40" in comparison.notes[0]
 
 
 def test_one_evaluation_each_is_enough_for_a_difference(make_run):
     comparison = compare([make_run("a", steps=10), make_run("b", connection="ddl", steps=10, offset=-0.1)])
-    assert [d.mean for d in comparison.differences(comparison.groups[1])] == pytest.approx([-0.1])
+    assert [d.mean for d in comparison.differences(comparison.groups[1]).values()] == pytest.approx([-0.1])
 
 
 def test_a_loss_that_is_not_finite_spoils_its_own_place_alone(make_run):
     comparison = compare([make_run("a", steps=30), make_run("b", connection="ddl", steps=30, not_finite_at=20)])
-    assert [math.isnan(d.mean) for d in comparison.differences(comparison.groups[1])] == [False, True, False]
+    assert [math.isnan(d.mean) for d in comparison.differences(comparison.groups[1]).values()] == [False, True, False]

@@ -4,7 +4,15 @@ import pytest
 
 from residua.commands.cli import main
 from residua.lab.evaluation.compare import compare, published_beside, published_losses
-from residua.lab.evaluation.plots import RESIDUAL_COLOUR, _differences, _losses, _styles, draw, draw_published
+from residua.lab.evaluation.plots import (
+    RESIDUAL_COLOUR,
+    _differences,
+    _losses,
+    _repeats,
+    _styles,
+    draw,
+    draw_published,
+)
 from residua.lab.evaluation.published import models
 from residua.lab.records.figures import COLOURS
 
@@ -21,6 +29,22 @@ def test_a_comparison_with_seeds_gives_both_pictures(make_run, tmp_path):
     runs = [make_run(f"a{s}", seed=s) for s in (0, 1)]
     runs += [make_run(f"b{s}", connection="ddl", seed=s, offset=-0.1, steps=50) for s in (0, 1)]
     assert_pictures(draw(compare(runs), tmp_path / "new" / "folder"), ["loss.png", "difference.png"])
+
+
+def test_labels_that_repeat_and_others_have_a_panel_each(make_run, tmp_path):
+    runs = [make_run("a"), make_run("b", connection="ddl", offset=-0.1)]
+    for run in runs:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for row in (row for row in rows if "val_loss" in row):
+            row |= {"repeated_loss": row["val_loss"] - 1, "other_loss": row["val_loss"] + 1}
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    comparison = compare(runs)
+    assert_pictures(draw(comparison, tmp_path / "out"), ["loss.png", "difference.png", "repeats.png"])
+    for panel, sign in zip(_repeats(comparison).axes, (-1, 1), strict=True):
+        assert [line.get_label() for line in panel.lines] == ["residual", "ddl"]
+        for line, run in zip(panel.lines, comparison.runs, strict=True):
+            assert line.get_xdata().tolist() == [point.step for point in run.validation]
+            assert line.get_ydata().tolist() == pytest.approx([point.loss + sign for point in run.validation])
 
 
 @pytest.mark.parametrize("evaluate", [True, False])

@@ -72,10 +72,10 @@ def test_the_payload_is_the_comparison_with_every_group_as_the_baseline(runs):
                 else:
                     expected = found.differences(group, axis)
                     assert [row[2:] for row in rows if row[2] is None] == [
-                        [None, d.count] for d in expected if d.deviation is None
+                        [None, d.count] for d in expected.values() if d.deviation is None
                     ]
-                    for row, d in zip(rows, expected, strict=True):
-                        assert row[:2] == pytest.approx([d.at, d.mean], rel=1e-6)
+                    for row, (at, d) in zip(rows, expected.items(), strict=True):
+                        assert row[:2] == pytest.approx([at, d.mean], rel=1e-6)
                         assert row[2] is None or row[2:] == pytest.approx([d.deviation, d.count], rel=1e-6)
     json.dumps(payload, allow_nan=False)
 

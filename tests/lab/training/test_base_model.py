@@ -20,7 +20,7 @@ from residua.lab import experiment
 from residua.lab.cost.estimate import estimate
 from residua.lab.data import prepare
 from residua.lab.data.tokenizer import byte_tokenizer
-from residua.lab.evaluation.records import Run
+from residua.lab.evaluation.runs import Run
 from residua.lab.experiment import build_model, evaluate, model_config, open_run, resolved, run
 from residua.lab.export import export
 from residua.lab.records.folder import flatten

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 Unit = Literal["nats per token", "bits per byte"]
+NATS: Unit = "nats per token"
 KEYS = ("train.sequence_length", "train.document_masks", "train.precision")
 """The keys, beside those of the data, that decide how a loss is measured."""
 LOSSLESS = ("bpe", "byte", "gpt2")

@@ -14,13 +14,13 @@ from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from residua.connections.names import label
 from residua.errors import InputError, did_you_mean, extra
-from residua.lab.evaluation.comparable import Measurement, Unit, Verdict, judged
+from residua.lab.evaluation.comparable import Unit, Verdict, judged
 from residua.lab.evaluation.published import Model, models, size_of
-from residua.lab.evaluation.records import Point, Run
+from residua.lab.evaluation.runs import Row, Run
 from residua.lab.records import table
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Estimate, paired
@@ -38,21 +38,6 @@ MOVES_NO_LOSS = {
     f"train.{name}" for name in ("checkpoint_every", "evaluate_every", "log_every", "keep_best", "keep_checkpoints")
 }
 """Settings that a reader of losses need not see."""
-
-
-class Difference(NamedTuple):
-    """Loss minus the baseline's loss at one point of an axis; `count` pairs of seeds, or 0 if no seed is shared."""
-
-    at: float
-    mean: float
-    deviation: float | None
-    count: int
-
-    @property
-    def clear(self) -> bool:
-        """Whether the 95 % confidence interval over pairs of seeds (Student's t) excludes 0; False for one pair."""
-        half = Estimate(self.mean, self.deviation, self.count).half_width
-        return half is not None and abs(self.mean) > half
 
 
 def published_beside(comparison: "Comparison") -> list[Model]:
@@ -90,53 +75,12 @@ def published_losses(comparison: "Comparison") -> list[dict[str, Any]]:
     return rows
 
 
-class Group(table.Group[Run]):
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(run.seed for run in self.runs)
-
-    @property
-    def validation_loss(self) -> Estimate | None:
-        """The last validation loss in nats per token, over the runs that have one."""
-        return self.loss("nats per token")
-
-    def loss(self, unit: Unit) -> Estimate | None:
-        """Return the last validation loss in a unit, over the runs that have one."""
-        return self.estimate(lambda run: run.curve(unit)[-1].loss if run.curve(unit) else None)
-
-    @property
-    def measure(self) -> Measurement:
-        return self.runs[0].measure
-
-    @property
-    def stopped(self) -> list[Run]:
-        """The runs that ended before their steps, or are still under way."""
-        return [run for run in self.runs if run.stopped]
-
-    @property
-    def parameters(self) -> int | None:
-        return self.runs[0].parameters
-
-    @property
-    def tokens_per_second(self) -> Estimate | None:
-        return self.estimate(lambda run: run.tokens_per_second)
-
-    @property
-    def seconds(self) -> Estimate | None:
-        return self.estimate(lambda run: run.end.seconds if run.end else None)
-
-    @property
-    def tokens(self) -> int | None:
-        """Training tokens of the shortest run, None before the first logged step."""
-        return min((run.end.tokens for run in self.runs if run.end), default=None)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Groups of runs, and the group that the others are compared with. `left_out` names runs that are in no group."""
 
-    groups: tuple[Group, ...]
-    baseline: Group | None
+    groups: tuple[Row, ...]
+    baseline: Row | None
     left_out: tuple[str, ...] = ()
 
     def against(self, baseline: str | None) -> "Comparison":
@@ -157,10 +101,10 @@ class Comparison:
         """All runs that are in a group."""
         return [run for group in self.groups for run in group.runs]
 
-    def _of_scheme(self, name: str) -> list[Group]:
-        return [group for group in self.groups if group.runs[0].connection == name]
+    def _of_scheme(self, name: str) -> list[Row]:
+        return [group for group in self.groups if group.connection == name]
 
-    def verdict(self, group: Group) -> Verdict:
+    def verdict(self, group: Row) -> Verdict:
         """Say whether a group can be compared with the baseline, or with the first group if there is none."""
         return judged(group.measure, (self.baseline or self.groups[0]).measure)
 
@@ -171,8 +115,8 @@ class Comparison:
         return "bits per byte" if "bits per byte" in units else "nats per token"
 
     @property
-    def _plain_residual(self) -> Group | None:
-        return next((group for group in self.groups if group.runs[0].connection == BASELINE_CONNECTION), None)
+    def _plain_residual(self) -> Row | None:
+        return next((group for group in self.groups if group.connection == BASELINE_CONNECTION), None)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -182,7 +126,7 @@ class Comparison:
     @cached_property
     def settings(self) -> dict[str, dict[str, list[str]]]:
         """The settings in which the groups differ and that can move a loss: the groups by value, by key."""
-        alike = {group.runs[0].connection: group for group in self.groups}
+        alike = {group.connection: group for group in self.groups}
         runs = {group.name: group.runs[0] for group in self.groups}
         keys = dict.fromkeys(key for run in runs.values() for key in sorted(run.settings))
         if all(group.name == name for name, group in alike.items()) and len(alike) == len(runs):
@@ -226,15 +170,15 @@ class Comparison:
         most = max(group.seconds.mean for group in self.groups if group.seconds is not None)
         return most > 1.05 * self.baseline.seconds.mean
 
-    def differences(self, group: Group, axis: Axis = "tokens") -> list[Difference]:
-        """Return the validation loss of `group` minus the baseline's along `axis`, in `unit`.
+    def differences(self, group: Row, axis: Axis = "tokens") -> dict[float, Estimate]:
+        """Return the validation loss of `group` minus the baseline's by the place on `axis`, in `unit`.
 
         There is one at every point where a run was evaluated and which the curves of all runs cover; the others are
         interpolated there. Empty for the baseline itself, without a baseline, if the curves do not overlap, and if the
         losses cannot be compared.
         """
         if self.baseline is None or group is self.baseline or self.verdict(group).unit is None:
-            return []
+            return {}
         sides = [
             {
                 seed: list(zip(*((getattr(point, axis), point.loss) for point in run.curve(self.unit))))
@@ -243,18 +187,17 @@ class Comparison:
             for runs in map(dict.items, _matched(group, self.baseline))
         ]
         if not all(side and all(side.values()) for side in sides):
-            return []
+            return {}
         axes = [at for side in sides for at, _ in side.values()]
         first, last = max(at[0] for at in axes), min(at[-1] for at in axes)
         points = sorted({value for at in axes for value in at if first <= value <= last})
         losses = (zip(*(numpy.interp(points, *curve).tolist() for curve in side.values())) for side in sides)
         pairs = zip(*([dict(zip(side, values)) for values in columns] for side, columns in zip(sides, losses)))
-        return [Difference(at, *_difference(ours, theirs)) for at, (ours, theirs) in zip(points, pairs)]
+        return {at: _difference(ours, theirs) for at, (ours, theirs) in zip(points, pairs)}
 
-    def final_difference(self, group: Group) -> Difference | None:
-        """Return the difference at the last number of tokens that both the group and the baseline reached."""
-        differences = self.differences(group, "tokens")
-        return differences[-1] if differences else None
+    def final_difference(self, group: Row) -> tuple[float, Estimate] | None:
+        """Return the last number of tokens that both the group and the baseline reached, and the difference there."""
+        return max(self.differences(group).items(), default=None)
 
     def table(self) -> table.Table:
         """Return a row for each group. A star marks losses of runs that were stopped, and of runs of other lengths."""
@@ -265,26 +208,21 @@ class Comparison:
             [
                 group.name,
                 f"seed{'s' if len(group.seeds) > 1 else ''} {', '.join(map(str, group.seeds))}",
-                _text(self._loss(group), ".4f") + STAR * bool(self._loss(group) and group.stopped),
-                "baseline"
-                if group is self.baseline
-                else _text(self.final_difference(group), "+.4f") + STAR * (len(self.ends(group)) > 1),
+                _estimate_text(group.loss(self.unit), ".4f") + STAR * bool(group.loss(self.unit) and group.stopped),
+                "baseline" if group is self.baseline else self._versus(group),
                 "–" if group.parameters is None else f"{group.parameters:,}",
-                _text(group.tokens_per_second, ",.0f", spread=False),
-                _text(group.seconds, ",.1f", spread=False),
+                _estimate_text(group.tokens_per_second, ",.0f", spread=False),
+                _estimate_text(group.seconds, ",.1f", spread=False),
             ]
             for group in self.groups
         ]
         return table.Table(header, rows)
 
-    def curve(self, run: Run) -> tuple[Point, ...]:
-        """Return the validation losses of a run in `unit`; in bits per byte none of a tokenizer that may lose text."""
-        return () if self.unit == "bits per byte" and not run.measure.lossless else run.curve(self.unit)
+    def _versus(self, group: Row) -> str:
+        final = self.final_difference(group)
+        return "–" if final is None else _estimate_text(final[1], "+.4f") + STAR * (len(self.ends(group)) > 1)
 
-    def _loss(self, group: Group) -> Estimate | None:
-        return group.estimate(lambda run: self.curve(run)[-1].loss if self.curve(run) else None)
-
-    def ends(self, group: Group) -> set[int]:
+    def ends(self, group: Row) -> set[int]:
         """Return the tokens at which the compared runs of a group and the baseline end; none without a difference."""
         if self.final_difference(group) is None:
             return set()
@@ -303,15 +241,15 @@ class Comparison:
                 "name": group.name,
                 "seeds": list(group.seeds),
                 "folders": [str(run.folder) for run in group.runs],
-                "val_loss": _plain(group.validation_loss),
-                "bits_per_byte": _plain(group.loss("bits per byte")) if group.measure.lossless else None,
+                "val_loss": _plain(group.loss("nats per token")),
+                "bits_per_byte": _plain(group.loss("bits per byte")),
                 "stopped": [list(run.stopped or ()) for run in group.stopped],
-                "difference": _plain(self.final_difference(group)),
+                "difference": _at(self.final_difference(group)),
                 "parameters": group.parameters,
                 "tokens": group.tokens,
                 "tokens_per_second": _plain(group.tokens_per_second),
                 "seconds": _plain(group.seconds),
-                "differences": {axis: [_plain(d) for d in self.differences(group, axis)] for axis in AXES},
+                "differences": {axis: [*map(_at, self.differences(group, axis).items())] for axis in AXES},
             }
             for group in self.groups
         ]
@@ -343,7 +281,7 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
     return Comparison(tuple(groups), None, tuple(left_out)).against(baseline)
 
 
-def _group(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
+def _group(runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
     """Group runs with equal settings: they are named after their schemes if these differ, or else after their folders.
 
     Of runs with the same settings and seed, the one that came furthest counts.
@@ -361,7 +299,7 @@ def _group(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         reason = f", which came to step {_reached(other)[1]}" if _reached(other) > _reached(run) else ""
         left_out.append(f"{run.folder} repeats {other.folder}{reason} (same settings, same seed {run.seed}): left out.")
     sets = [tuple(group[seed] for seed in sorted(group)) for group in members.values()]
-    return list(map(Group, _names(sets), sets)), left_out
+    return list(map(Row, _names(sets), sets)), left_out
 
 
 def _reached(run: Run) -> tuple[int, int]:
@@ -422,7 +360,7 @@ def _notes(comparison: Comparison) -> list[str]:
     return notes
 
 
-def _notes_of_runs(group: Group) -> Iterator[str]:
+def _notes_of_runs(group: Row) -> Iterator[str]:
     missing = [str(run.folder) for run in group.runs if not run.validation]
     if missing:
         yield f"{group.name}: no validation loss in {', '.join(missing)}."
@@ -436,12 +374,12 @@ def _notes_of_runs(group: Group) -> Iterator[str]:
         yield f"{group.name}: the loss is not finite with seed {', '.join(map(str, diverged))}."
 
 
-def _notes_of_difference(comparison: Comparison, group: Group) -> Iterator[str]:
-    baseline, difference = comparison.baseline, comparison.final_difference(group)
+def _notes_of_difference(comparison: Comparison, group: Row) -> Iterator[str]:
+    baseline, final = comparison.baseline, comparison.final_difference(group)
     if baseline is None or group is baseline:
         return
     sides = _matched(group, baseline)
-    if difference is None:
+    if final is None:
         if all(sides) and comparison.verdict(group).unit is not None:
             yield (
                 f"{group.name}: no difference, as the tokens at which it and {baseline.name} were evaluated do not "
@@ -450,17 +388,18 @@ def _notes_of_difference(comparison: Comparison, group: Group) -> Iterator[str]:
         return
     if len(comparison.ends(group)) > 1:
         yield (
-            f"{group.name}: the difference is taken at {difference.at:,.0f} tokens, where the shortest run ends; "
+            f"{group.name}: the difference is taken at {final[0]:,.0f} tokens, where the shortest run ends; "
             "a longer run was still at a higher learning rate there."
         )
     seeds = max(len(group.runs), len(baseline.runs))
-    if difference.count == 0:
+    count = final[1].count
+    if count == 0:
         yield f"{group.name} and {baseline.name} share no seed: the means are compared."
-    elif difference.count < seeds:
-        yield f"{group.name}: the difference is over the {difference.count} of {seeds} seeds that are shared."
+    elif count < seeds:
+        yield f"{group.name}: the difference is over the {count} of {seeds} seeds that are shared."
 
 
-def _matched(group: Group, baseline: Group) -> tuple[dict[int, Run], dict[int, Run]]:
+def _matched(group: Row, baseline: Row) -> tuple[dict[int, Run], dict[int, Run]]:
     """Return the evaluated runs of both by seed: only shared seeds, or all if none is shared."""
     ours, theirs = ({run.seed: run for run in some.runs if run.validation} for some in (group, baseline))
     shared = sorted(ours.keys() & theirs.keys())
@@ -478,12 +417,17 @@ def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estim
     return Estimate(left.mean - right.mean, None if single else math.hypot(left.deviation, right.deviation), 0)
 
 
-def _text(value: Estimate | Difference | None, form: str, *, spread: bool = True) -> str:
+def _estimate_text(value: Estimate | None, form: str, *, spread: bool = True) -> str:
     if value is None:
         return "–"
     mean = format(value.mean, form)
     return mean if value.deviation is None or not spread else f"{mean} ± {value.deviation:{form.lstrip('+')}}"
 
 
-def _plain(value: Estimate | Difference | None) -> dict[str, float | None] | None:
+def _plain(value: Estimate | None) -> dict[str, float | None] | None:
     return None if value is None else finite(value._asdict())
+
+
+def _at(point: tuple[float, Estimate] | None) -> dict[str, float | None] | None:
+    """Return an estimate at a place on an axis as plain values."""
+    return None if point is None else finite({"at": point[0], **point[1]._asdict()})

@@ -7,8 +7,8 @@ from textwrap import fill
 from typing import Any
 
 from residua.errors import extra
-from residua.lab.evaluation.compare import Axis, Comparison, Group, published_beside
-from residua.lab.evaluation.records import Point
+from residua.lab.evaluation.compare import Axis, Comparison, published_beside
+from residua.lab.evaluation.runs import Point, Row
 from residua.lab.records import figures
 
 with extra("lab"):
@@ -22,6 +22,10 @@ UNSETTLED_LOSS = 0.1
 UNSETTLED_DIFFERENCE = 0.3
 LABEL_CHARACTERS = 60  # that fit below one panel
 PANELS: dict[Axis, str] = {"step": "Training step", "seconds": "Wall-clock time of the training steps (seconds)"}
+LABELS = {
+    "repeated": "Labels that repeat an earlier pair of tokens in the window",
+    "other": "All other labels",
+}
 EARLIER = "A slower run is seen earlier in its learning-rate schedule"
 APART = "cannot be compared"
 PUBLISHED = "Pale and wide: published (arXiv 2601.00417), one seed, on its own validation text."
@@ -29,12 +33,17 @@ UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
 
 
 def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Draw `loss.png` and, if there are differences to a baseline, `difference.png` into `folder`.
+    """Draw `loss.png`; if there are differences to a baseline, `difference.png`; if runs say it, `repeats.png`.
 
-    Each has a panel by training step and a panel by seconds. Returns the paths of the pictures.
+    The first two have a panel by training step and a panel by seconds, the third one for the labels that repeat an
+    earlier pair of tokens, which a model can look up, and one for all others. Returns the paths of the pictures.
     """
     compared = any(comparison.differences(group) for group in comparison.groups)
-    pictures = {"loss.png": _losses(comparison), "difference.png": _differences(comparison) if compared else None}
+    pictures = {
+        "loss.png": _losses(comparison),
+        "difference.png": _differences(comparison) if compared else None,
+        "repeats.png": _repeats(comparison) if any(run.repeated for run in comparison.runs) else None,
+    }
     return figures.save(pictures, folder)
 
 
@@ -50,16 +59,14 @@ def draw_published(comparison: Comparison, folder: str | Path) -> list[Path]:
             label = group.name if run is group.runs[0] else None
             figures.curve(panel, points, **style, linewidth=1.3, label=label)
             shown += [loss for at, loss in points if at >= UNSETTLED_LOSS * end and math.isfinite(loss)]
-    colours = {group.runs[0].connection: style["color"] for group, style in reversed(list(_styles(comparison)))}
+    colours = {group.connection: style["color"] for group, style in reversed(list(_styles(comparison)))}
     for model in curves:
         begun = end >= model.curve[0][0]  # else all of the curve is shown: the run ends before it begins
         points = [(at, loss) for at, loss in model.curve if not begun or at <= 1.15 * end]
         colour = colours.get(model.preset, "#888888")
         panel.plot(*zip(*points), color=colour, linewidth=4, alpha=0.3, zorder=1, label=model.title)
         shown += [loss for at, loss in points if at >= UNSETTLED_LOSS * points[-1][0]]
-    if shown:
-        margin = 0.05 * (max(shown) - min(shown)) or 0.01
-        panel.set_ylim(min(shown) - margin, max(shown) + margin)
+    _fit(panel, shown)
     panel.set_xlim(left=0)
     panel.set_xlabel("Training tokens (billions)")
     panel.set_ylabel("Validation loss (nats per token)")
@@ -73,16 +80,48 @@ def _losses(comparison: Comparison) -> Figure:
     shown: dict[Axis, list[tuple[float, float]]] = {axis: [] for axis in panels}
     for axis, panel in panels.items():
         for group, style in _styles(comparison):
-            name = group.name if comparison.verdict(group).unit else f"{group.name} ({APART})"
+            name = _name(comparison, group)
             for run in group.runs:
                 training = _columns(run.training if comparison.unit == "nats per token" else (), axis)
-                points = _columns(comparison.curve(run), axis) or training
+                points = _columns(run.curve(comparison.unit), axis) or training
                 label = name if run is group.runs[0] else None
                 figures.curve(panel, points, seeds=[training], **style, linewidth=1.1, label=label)
                 shown[axis] += points if len(points) > 1 else training
     _finish(figure, panels, shown, UNSETTLED_LOSS, "Strong: validation. Pale: training. One line per seed.")
     panels["step"].set_ylabel(f"Loss ({comparison.unit})")
     return figure
+
+
+def _name(comparison: Comparison, group: Row) -> str:
+    """Return the name of a group, marked if it cannot be compared."""
+    return group.name if comparison.verdict(group).unit else f"{group.name} ({APART})"
+
+
+def _repeats(comparison: Comparison) -> Figure:
+    figure, (panels,) = figures.panels(1, len(LABELS), (10, 4), dpi=150)
+    for panel, (kind, title) in zip(panels, LABELS.items()):
+        shown: list[float] = []
+        for group, style in _styles(comparison):
+            for run in group.runs:
+                points = _columns(getattr(run, kind), "step")
+                label = _name(comparison, group) if run is group.runs[0] else None
+                figures.curve(panel, points, **style, linewidth=1.1, label=label)
+                start = UNSETTLED_LOSS * max((step for step, _ in points), default=0)
+                shown += [loss for step, loss in points if step >= start and math.isfinite(loss)]
+        _fit(panel, shown)
+        panel.set_xlim(left=0)
+        panel.set_xlabel(PANELS["step"])
+        panel.set_title(title, loc="left", fontsize=9)
+    panels[0].set_ylabel("Validation loss (nats per token)")
+    figures.legend(figure)
+    return figure
+
+
+def _fit(panel: Axes, losses: Sequence[float]) -> None:
+    """Fit the loss axis of a panel to these losses, if there are any."""
+    if losses:
+        margin = 0.05 * (max(losses) - min(losses)) or 0.01
+        panel.set_ylim(min(losses) - margin, max(losses) + margin)
 
 
 def _differences(comparison: Comparison) -> Figure:
@@ -101,13 +140,15 @@ def _differences(comparison: Comparison) -> Figure:
             if not differences:
                 (missing if comparison.verdict(group).unit else refused).append(group.name)
                 continue
+            means = [difference.mean for difference in differences.values()]
+            spreads = [difference.deviation for difference in differences.values()]
             band = None
-            if differences[0].deviation is not None:
+            if None not in spreads:
                 banded = True
-                band = tuple([d.mean + sign * (d.deviation or 0.0) for d in differences] for sign in (-1, 1))
-            figures.curve(panel, [(d.at, d.mean) for d in differences], band=band, **style, label=group.name)
-            for means in ([d.mean for d in differences], *(band or ())):
-                shown[axis] += [(d.at, mean) for d, mean in zip(differences, means)]
+                band = tuple([m + sign * spread for m, spread in zip(means, spreads)] for sign in (-1, 1))
+            figures.curve(panel, zip(differences, means), band=band, **style, label=group.name)
+            for values in (means, *(band or ())):
+                shown[axis] += zip(differences, values)
         shown[axis].append((max((at for at, _ in shown[axis]), default=0.0), 0.0))  # the baseline is always visible
         _note_missing(panel, axis, comparison.baseline, missing, everything=len(missing) == len(comparison.groups) - 1)
         if refused:
@@ -118,7 +159,7 @@ def _differences(comparison: Comparison) -> Figure:
     return figure
 
 
-def _note_missing(panel: Axes, axis: Axis, baseline: Group, names: Sequence[str], *, everything: bool) -> None:
+def _note_missing(panel: Axes, axis: Axis, baseline: Row, names: Sequence[str], *, everything: bool) -> None:
     """Name the groups that the panel omits because they share no value of its axis with the baseline."""
     if not names:
         return
@@ -145,7 +186,7 @@ def _panels() -> tuple[Figure, dict[Axis, Axes]]:
     return figure, panels
 
 
-def _styles(comparison: Comparison) -> Iterator[tuple[Group, dict[str, Any]]]:
+def _styles(comparison: Comparison) -> Iterator[tuple[Row, dict[str, Any]]]:
     """Yield each group with its line style: black for the plain residual, then colours, then colours with dashes."""
     for group in comparison.groups:
         number = comparison.colours[group.name]
@@ -169,9 +210,7 @@ def _finish(
     for points in shown.values():
         start = unsettled * max((at for at, _ in points), default=0)
         settled += [loss for at, loss in points if at >= start and math.isfinite(loss)]
-    if settled:
-        margin = 0.05 * (max(settled) - min(settled)) or 0.01
-        panels["step"].set_ylim(min(settled) - margin, max(settled) + margin)
+    _fit(panels["step"], settled)
     for panel in panels.values():
         panel.set_xlim(left=0)
     figures.legend(figure)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from residua.lab.evaluation.compare import AXES, Comparison, Group, compare
-from residua.lab.evaluation.records import Point
+from residua.lab.evaluation.compare import AXES, Comparison, compare
+from residua.lab.evaluation.runs import Point, Row
 from residua.lab.records.jsonlines import finite
 
 POINTS = 200
@@ -38,7 +38,7 @@ def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _group(group: Group, record: dict[str, Any]) -> dict[str, Any]:
+def _group(group: Row, record: dict[str, Any]) -> dict[str, Any]:
     names = ("name", "seeds", "val_loss", "parameters", "tokens", "tokens_per_second", "seconds")
     curves = [
         {
@@ -62,11 +62,14 @@ def _against(comparison: Comparison) -> dict[str, Any]:
             rows = {axis: [[at, 0.0, None, 0] for at in sorted({getattr(p, axis) for p in points})] for axis in AXES}
             final[group.name] = [None, 0.0, None, 0]
         else:
-            rows = {axis: [_plain(d) for d in comparison.differences(group, axis)] for axis in AXES}
-            reached[group.name] = comparison.final_difference(group)
-            final[group.name] = _plain(reached[group.name])
+            rows = {
+                axis: [_plain([at, *value]) for at, value in comparison.differences(group, axis).items()]
+                for axis in AXES
+            }
+            reached[group.name] = end = comparison.final_difference(group)
+            final[group.name] = None if end is None else _plain([end[0], *end[1]])
         differences[group.name] = {axis: thinned(rows_of_axis, DIFFERENCES) for axis, rows_of_axis in rows.items()}
-    clear = [name for name, difference in reached.items() if difference and difference.clear]
+    clear = [name for name, difference in reached.items() if difference and difference[1].clear]
     return {
         "differences": differences,
         "final": final,
@@ -77,17 +80,17 @@ def _against(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _settings(groups: Sequence[Group]) -> dict[str, Any]:
+def _settings(groups: Sequence[Row]) -> dict[str, Any]:
     """Return the settings in which the groups differ, one row each, as text; "–" if a group does not have it."""
     runs = [group.runs[0] for group in groups]
     settings = [{**run.settings, "model.connection": run.connection} for run in runs]
     keys = sorted({key for some in settings for key in some})
     differing = [key for key in keys if any(some.get(key, "–") != settings[0].get(key, "–") for some in settings)]
-    rows = [[key, *(_text(some, key) for some in settings)] for key in differing]
+    rows = [[key, *(_setting(some, key) for some in settings)] for key in differing]
     return {"rows": rows, "equal": len(keys) - len(differing)}
 
 
-def _text(settings: Any, key: str) -> str:
+def _setting(settings: Any, key: str) -> str:
     if key not in settings:
         return "–"
     value = settings[key]
@@ -111,8 +114,6 @@ def thinned(rows: list[Any], most: int) -> list[Any]:
     return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
 
 
-def _plain(values: Sequence[float | None] | None) -> list[float | None] | None:
+def _plain(values: Sequence[float | None]) -> list[float | None]:
     """Return the values for JSON: None for numbers that are not finite, others with seven digits."""
-    if values is None:
-        return None
     return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite(values)]

@@ -33,6 +33,12 @@ class Estimate(NamedTuple):
         return t95(self.count - 1) * self.deviation / math.sqrt(self.count)
 
     @property
+    def clear(self) -> bool:
+        """Whether the 95 % confidence interval of the mean excludes 0; False for a single value."""
+        half = self.half_width
+        return half is not None and abs(self.mean) > half
+
+    @property
     def p_value(self) -> float | None:
         """As `Contrast.p_value`; None for a single value."""
         if self.deviation is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from residua.errors import extra
 from residua.lab.records import figures
 from residua.lab.records.figures import COLOURS
-from residua.lab.study.results import Difference, Results, Row
+from residua.lab.study.results import Difference, Results, SchemeRow
 
 with extra("lab"):
     from matplotlib.axes import Axes
@@ -61,12 +61,12 @@ def write_report(results: Results, out: str | Path) -> list[Path]:
 def markdown(results: Results) -> str:
     """The report in Markdown."""
     study = results.study
-    lines = [f"# {_text(study.title)}", "", *_setting(results), ""]
+    lines = [f"# {_safe(study.title)}", "", *_setting(results), ""]
     for size in study.sizes:
         rows = [row for row in results.rows if row.size == size]
         if not rows:
             continue
-        lines += [f"## {_text(size)}", "", *_noise(results, size), ""]
+        lines += [f"## {_safe(size)}", "", *_noise(results, size), ""]
         rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
         shown = columns(results)
         cells = [[text(row) for text in shown.values()] for row in rows]
@@ -79,7 +79,7 @@ def markdown(results: Results) -> str:
         lines += ["## Questions", "", ANSWERS, ""]
         for asked in questions(results):
             tables = [_markdown(asked.table)] if asked.table else []
-            for part in (f"### {_text(asked.ask)}", *tables, *map(_text, asked.remarks)):
+            for part in (f"### {_safe(asked.ask)}", *tables, *map(_safe, asked.remarks)):
                 lines += [part, ""]
     return "\n".join([*lines, "## How to read this", "", *_reading(results), ""])
 
@@ -90,7 +90,7 @@ POINTS = (
 )
 
 
-def points_table(rows: Sequence[Row]) -> Table | None:
+def points_table(rows: Sequence[SchemeRow]) -> Table | None:
     """What the seeds of every point come to, where these chose the row; None where one seed searched."""
 
     def mean(losses: Sequence[float]) -> str:
@@ -160,13 +160,13 @@ def _setting(results: Results) -> list[str]:
             if size.tokens_per_parameter is not None or size.seeds is not None
         ),
         f"- Device: {_list(devices)}, one thread a run. residua {_list(versions)}; PyTorch {_list(torches)}.",
-        f"- Corpus: {_text(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
+        f"- Corpus: {_safe(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
         f"- {primary}",
     ]
     if not results.rows:
         lines.append("- Not finished: no run is.")
     elif results.unfinished:
-        lines.append(f"- Not finished: {_text(_shortened(results.unfinished))}.")
+        lines.append(f"- Not finished: {_safe(_shortened(results.unfinished))}.")
     return lines
 
 
@@ -325,14 +325,14 @@ def _reading(results: Results) -> list[str]:
     ]
 
 
-def columns(results: Results) -> dict[str, Callable[[Row], str]]:
+def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
     """What the table of a size shows of a row, by heading, in Markdown and on the page."""
 
-    def flops(row: Row) -> str:
+    def flops(row: SchemeRow) -> str:
         base = results.row(row.size, results.study.baselines[0])
         return f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–"
 
-    def peak(row: Row) -> str:
+    def peak(row: SchemeRow) -> str:
         return f"{row.cost['peak_bytes'] / MEBIBYTE:.0f}" if row.cost and row.cost.get("peak_bytes") else "–"
 
     compared = itertools.product(results.study.baselines, results.measures)
@@ -367,7 +367,7 @@ def copying(runs: Sequence[Record]) -> str:
     return f"{len(steps)} of {len(transitions)}{ends and f', step {ends}'}" if transitions else "–"
 
 
-def tuned(row: Row) -> list[str]:
+def tuned(row: SchemeRow) -> list[str]:
     """What tuning chose, key by key."""
     return [
         f"{key.rpartition('.')[2]} {value}{' (edge)' if key in row.edges else ''}" for key, value in row.point.items()
@@ -379,7 +379,7 @@ def _ratio(cost: Record | None) -> str:
     return f"{Quartiles(*map(ratio.get, Quartiles._fields)):.3f}" if ratio else "–"
 
 
-def difference_text(row: Row, baseline: str, measure: str) -> str:
+def difference_text(row: SchemeRow, baseline: str, measure: str) -> str:
     """The difference of a row to a baseline; a dash without an interval."""
     if row.scheme == baseline:
         return "baseline"
@@ -397,7 +397,7 @@ def _difference(difference: Difference, seeds: int) -> str:
     return text if difference.estimate.count == seeds else f"{text} ({difference.estimate.count} seeds)"
 
 
-def _worth(row: Row, baseline: str) -> str:
+def _worth(row: SchemeRow, baseline: str) -> str:
     """As many times the tokens, and the effective speed-up."""
     difference = row.difference(baseline, "tokens")
     if difference is None or difference.worth is None:
@@ -418,20 +418,20 @@ def estimate_text(estimate: Estimate | Contrast, form: str) -> str:
 
 
 def _markdown(table: Table) -> str:
-    return Table([*map(_text, table.header)], [[*map(_text, cells)] for cells in table.rows]).markdown()
+    return Table([*map(_safe, table.header)], [[*map(_safe, cells)] for cells in table.rows]).markdown()
 
 
-def _text(value: Any) -> str:
+def _safe(value: Any) -> str:
     """A text in one line, of which Markdown makes no tag and no link, and a terminal no command."""
     text = " ".join(printable(value).split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("](", "]\\(")
 
 
 def _list(values: Iterable[Any]) -> str:
-    return ", ".join(map(_text, values))
+    return ", ".join(map(_safe, values))
 
 
-def row_values(row: Row) -> dict[str, Any]:
+def row_values(row: SchemeRow) -> dict[str, Any]:
     """The numbers of a row, in the CSV and on the page."""
     return {
         "size": row.size,
@@ -496,7 +496,7 @@ def payload(results: Results) -> dict[str, Any]:
     }
 
 
-def _plain_row(row: Row) -> dict[str, Any]:
+def _plain_row(row: SchemeRow) -> dict[str, Any]:
     return {
         **row_values(row),
         "differences": [difference_values(difference) for difference in row.differences],
@@ -537,7 +537,7 @@ def draw(results: Results) -> Figure | None:
     Rows of several sizes stand one below the other, under the names of the sizes.
     """
     compared = list(itertools.product(results.study.baselines, results.measures))
-    lines: list[Row | str] = []  # from the lowest up: rows, and the size above its rows
+    lines: list[SchemeRow | str] = []  # from the lowest up: rows, and the size above its rows
     for size in reversed(results.study.sizes):
         some = [row for row in results.rows if row.size == size and any(row.difference(*pair) for pair in compared)]
         lines += [*sorted(some, key=lambda row: -row.loss.mean if row.loss else -math.inf), *([size] if some else [])]

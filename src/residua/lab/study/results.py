@@ -8,12 +8,14 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.connections.names import today
 from residua.errors import require, shown
-from residua.lab.evaluation.comparable import common_unit
+from residua.lab.evaluation.comparable import NATS, Measurement, judged
+from residua.lab.evaluation.runs import Row, Run
 from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import read_object
 from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, welch
@@ -89,7 +91,7 @@ class Difference:
 
 
 @dataclass
-class Row:
+class SchemeRow:
     """One scheme at one size: the records behind it, and what they say beside its baselines.
 
     point       that tuning chose
@@ -101,6 +103,7 @@ class Row:
     costs       what a step takes, in the order measured
     noise       of a run, as the rows of the size share it; None where this row has its own
     failed      its losses vary far more than those of the other rows
+    measure     how its losses were measured
     """
 
     size: str
@@ -116,6 +119,12 @@ class Row:
     differences: list[Difference] = field(default_factory=list)
     noise: Noise | None = None
     failed: bool = False
+    measure: Measurement = field(default_factory=Measurement)
+
+    @cached_property
+    def row(self) -> Row:
+        """The reported runs."""
+        return Row(self.scheme, tuple(Run.of(record, self.measure) for record in self.reported))
 
     @property
     def steps(self) -> int:
@@ -127,7 +136,7 @@ class Row:
 
     @property
     def parameters(self) -> int | None:
-        return (self.reported[0].get("facts") or {}).get("parameters")
+        return self.row.parameters
 
     @property
     def losses(self) -> dict[int, float | None]:
@@ -177,8 +186,7 @@ class Row:
     @property
     def loss(self) -> Estimate | None:
         """The last validation loss over the seeds; None where a run diverged."""
-        values = self.losses.values()
-        return None if None in values else Estimate.of(values)
+        return self.row.whole_loss(NATS)
 
     @property
     def all_losses(self) -> Mapping[int, float | None]:
@@ -237,11 +245,11 @@ class Results:
     """The rows of a study in its order, and what holds for all of them."""
 
     study: Study
-    rows: Sequence[Row]
+    rows: Sequence[SchemeRow]
     answers: Sequence[Answer]
     corrected: Mapping[tuple[str, str, str], Difference]
 
-    def row(self, size: str, scheme: str) -> Row | None:
+    def row(self, size: str, scheme: str) -> SchemeRow | None:
         return next((row for row in self.rows if (row.size, row.scheme) == (size, scheme)), None)
 
     @property
@@ -268,7 +276,7 @@ class Results:
         compiled = any(d.measure == COMPILED for row in self.rows for d in row.differences)
         return [measure for measure in MEASURES if compiled or measure != COMPILED]
 
-    def curves(self, row: Row) -> dict[str, list[tuple[int, float, float | None]]]:
+    def curves(self, row: SchemeRow) -> dict[str, list[tuple[int, float, float | None]]]:
         """By baseline: (step, difference, half of its 95 % interval) along the reported runs."""
         bases = {name: self.row(row.size, name) for name in self.study.baselines}
         return {name: _curve(row, base) for name, base in bases.items() if base is not None and base is not row}
@@ -312,15 +320,10 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
         _share_noise([row for row in rows.values() if row.size == size], study.sizes[size].noise == "pooled")
     for row, baseline in itertools.product(rows.values(), study.baselines):
         base = rows.get((row.size, baseline))
-        if base is not None and base is not row and _comparable(study, row.size, row.scheme, baseline):
+        if base is not None and base is not row and judged(row.measure, base.measure).unit is not None:
             row.differences += _differences(row, base)
     answers = _answers(study, rows)
     return Results(study, list(rows.values()), answers, _primary(study, rows, answers))
-
-
-def _comparable(study: Study, size: str, *schemes: str) -> bool:
-    """Whether losses at a size were measured alike; a plan refuses others, but a folder may hold them."""
-    return common_unit(study.measure_at(size, scheme) for scheme in schemes).unit is not None
 
 
 def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
@@ -332,7 +335,7 @@ def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list
 
 
 def _primary(
-    study: Study, rows: Mapping[tuple[str, str], Row], answers: Sequence[Answer]
+    study: Study, rows: Mapping[tuple[str, str], SchemeRow], answers: Sequence[Answer]
 ) -> dict[tuple[str, str, str], Difference]:
     """Return the primary contrasts whose rows are whole, over all seeds that a question has for them, and correct them.
 
@@ -356,7 +359,7 @@ def _primary(
     return primary
 
 
-def _share_noise(rows: Sequence[Row], pooled: bool) -> None:
+def _share_noise(rows: Sequence[SchemeRow], pooled: bool) -> None:
     """Give the rows of a size the noise that the whole ones share, but not those that vary far more than the others."""
     whole = [row for row in rows if pooled and row.whole and row.loss is not None]
     middle = statistics.median(row.loss.deviation for row in whole) if whole else 0.0
@@ -373,7 +376,7 @@ def _row(
     name: str,
     runs: Mapping[tuple[str, str, str], Sequence[Record]],
     costs: Mapping[tuple[str, str, str], Sequence[Record]],
-) -> Row | None:
+) -> SchemeRow | None:
     """The row of a scheme at a size; None without a reported run."""
     connection, seeds = study.schemes[name].connection, study.seeds_at(size)
     tuning: list[Record] = []
@@ -387,7 +390,7 @@ def _row(
     reported = {run["seed"]: run for run in chosen if run["kind"] == "report"}
     if not reported.keys() & {*seeds}:
         return None
-    return Row(
+    return SchemeRow(
         size,
         name,
         connection,
@@ -398,10 +401,11 @@ def _row(
         [run for seed, run in reported.items() if seed in study.further_seeds(size, name)],
         [run for run in chosen if run["kind"] == "longer" and name in study.baselines],
         costs.get((size, name, connection), []),
+        measure=study.measure_at(size, name),
     )
 
 
-def _answers(study: Study, rows: Mapping[tuple[str, str], Row]) -> list[Answer]:
+def _answers(study: Study, rows: Mapping[tuple[str, str], SchemeRow]) -> list[Answer]:
     """The answers to all questions at all sizes that have a finished row."""
     finished = {row.size for row in rows.values() if row.whole}
     sizes = [size for size in study.sizes if size in finished] or list(study.sizes)[:1]
@@ -414,7 +418,7 @@ def _answers(study: Study, rows: Mapping[tuple[str, str], Row]) -> list[Answer]:
 
 
 def _answers_of_pair(
-    question: Question, size: str, scheme: str, to: str, rows: Mapping[tuple[str, str], Row]
+    question: Question, size: str, scheme: str, to: str, rows: Mapping[tuple[str, str], SchemeRow]
 ) -> Iterator[Answer]:
     """Yield the answer of two schemes at a size for every measure of a question, not yet corrected."""
     row, base = rows.get((size, scheme)), rows.get((size, to))
@@ -440,7 +444,9 @@ def _not_measured(measure: str, scheme: str, to: str) -> str:
     return f"{steps} of {scheme} and {to} were not timed in the same rounds (--measure{option})"
 
 
-def _contrast(row: Row, base: Row, ours: Mapping[int, float], theirs: Mapping[int, float]) -> Contrast | None:
+def _contrast(
+    row: SchemeRow, base: SchemeRow, ours: Mapping[int, float], theirs: Mapping[int, float]
+) -> Contrast | None:
     """Compare two rows over the seeds that both have: with the noise that their size shares, or with their own."""
     shared = sorted(ours.keys() & theirs.keys())
     sides = [[losses[seed] for seed in shared] for losses in (ours, theirs)]
@@ -471,7 +477,7 @@ def _searched(
     return runs, winners(ends, tuning.finalists, tuning.finalist_seeds)
 
 
-def _differences(row: Row, base: Row, further: Sequence[int] = ()) -> list[Difference]:
+def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -> list[Difference]:
     """The differences of two rows, at equal tokens first, and there over further seeds too."""
     seeds = {*row.losses, *further}
     ours = {seed: loss for seed, loss in row.all_losses.items() if seed in seeds and loss is not None}
@@ -497,7 +503,7 @@ def _differences(row: Row, base: Row, further: Sequence[int] = ()) -> list[Diffe
     return differences
 
 
-def _over_documents(row: Row, base: Row) -> dict[str, Contrast]:
+def _over_documents(row: SchemeRow, base: SchemeRow) -> dict[str, Contrast]:
     """See `Difference`; empty unless every reported run has its losses by document, of the same documents."""
     contrasts = {}
     for prefix in ("", "further_"):
@@ -509,7 +515,7 @@ def _over_documents(row: Row, base: Row) -> dict[str, Contrast]:
     return contrasts
 
 
-def _relative_costs(row: Row, base: Row) -> dict[str, tuple[float, float]]:
+def _relative_costs(row: SchemeRow, base: SchemeRow) -> dict[str, tuple[float, float]]:
     """What a step costs relative to one of a baseline, by measure, and the standard error of the logarithm of that."""
     costs = {"tokens": (1.0, 0.0)}
     if row.cost is not None and base.cost is not None:
@@ -522,7 +528,7 @@ def _relative_costs(row: Row, base: Row) -> dict[str, tuple[float, float]]:
     return costs
 
 
-def _worth(row: Row, losses: Mapping[int, Mapping[int, float]]) -> tuple[float | None, float]:
+def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[float | None, float]:
     """After how many times as many steps as a row has a baseline has the same mean loss, and how many times as many its
     longest runs have; see `Difference`."""
     runs = [losses[seed] for seed in row.losses if seed in losses]
@@ -542,7 +548,7 @@ def _worth(row: Row, losses: Mapping[int, Mapping[int, float]]) -> tuple[float |
     return times if times >= BELOW else 0.0, longest
 
 
-def _timed_together(row: Row, base: Row, compiled: bool) -> tuple[Record, Record] | None:
+def _timed_together(row: SchemeRow, base: SchemeRow, compiled: bool) -> tuple[Record, Record] | None:
     """The costs of two from the newest rounds in which both took turns, so that what slowed both is left out.
 
     From rounds of another hour a ratio of ratios would be off by what changed between them.
@@ -581,7 +587,7 @@ def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]
     return losses[low] + factor * (steps**-ALPHA - low**-ALPHA) if inside else None, slope
 
 
-def _curve(row: Row, base: Row) -> list[tuple[int, float, float | None]]:
+def _curve(row: SchemeRow, base: SchemeRow) -> list[tuple[int, float, float | None]]:
     """(step, difference, half of its 95 % interval) along the reported runs, where both were evaluated."""
     sides = [{run["seed"]: dict(run.get("curve", [])) for run in side.reported} for side in (row, base)]
     shared = sides[0].keys() & sides[1].keys()

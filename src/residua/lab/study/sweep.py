@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 from residua.errors import InputError, fits
 from residua.files.reading import parse_yaml
 from residua.lab.data import PreparedData
-from residua.lab.evaluation.comparable import Measurement, Unit, Verdict, common_unit, decides_measure
+from residua.lab.evaluation.comparable import NATS, Measurement, Unit, Verdict, common_unit, decides_measure
+from residua.lab.evaluation.runs import Row, Run
 from residua.lab.experiment import open_or_prepare
 from residua.lab.jobs.pool import Executor, Job, Record, open_runs, run_jobs
 from residua.lab.records import figures
 from residua.lab.records.folder import FREE_KEYS, flatten, writable
+from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Estimate
 from residua.lab.records.table import Table, grouped
 from residua.lab.study.engine import train_point
@@ -113,41 +115,38 @@ class Sweep:
             train=replace(config.train, seed=config.train.seed + seed),
             data=config.data if data is None else replace(config.data, path=data),
         )
-        key = " ".join([*(f"{key}={_text(value)}" for key, value in point.items()), f"seed={seed}"])
+        key = " ".join([*(f"{key}={_value_text(value)}" for key, value in point.items()), f"seed={seed}"])
         return Job(key, train_point, (config, point, seed), config.train.steps)
 
     def command(self, point: Mapping[str, Any]) -> str:
         """What a person types to train with the settings of a point."""
         given = [part for name in self.sources for part in ("--config", name)]
-        over = [f"--{key}={_text(value)}" for key, value in point.items()]
+        over = [f"--{key}={_value_text(value)}" for key, value in point.items()]
         return shlex.join(["residua", "train", *given, *self.overrides, *over, "--run", "DIR"])
 
 
 class Result(NamedTuple):
-    """The finished runs of one point, in the order of their seeds.
+    """The finished runs of one point.
 
     group    the name of its search
-    losses   None for a run that diverged
     won      whether it is the best point of its group
-    measure  how the losses were measured
-    bits     the losses in bits per byte; None for a run that diverged, or whose record does not say it
     """
 
     group: str
     point: Mapping[str, Any]
-    losses: tuple[float | None, ...]
+    row: Row
     won: bool = False
-    measure: Measurement = Measurement()
-    bits: tuple[float | None, ...] = ()
 
-    @property
-    def loss(self) -> Estimate | None:
-        """The last validation loss in nats per token over the seeds; None if a run diverged."""
-        return None if None in self.losses else Estimate.of(self.losses)
+    def loss(self, unit: Unit | None) -> Estimate | None:
+        """Return the last validation loss in a unit over the seeds, None if a run diverged. It is in nats per token if
+        losses cannot be compared.
+        """
+        return self.row.whole_loss(unit or NATS)
 
-    def loss_in(self, unit: Unit | None) -> Estimate | None:
-        """Return the loss in a unit. It is in nats per token where losses cannot be compared."""
-        return Estimate.of(self.bits) if unit == "bits per byte" and self.loss else self.loss
+    def losses(self, unit: Unit | None) -> list[float | None]:
+        """Return the last loss of each run, None for one that diverged, or whose record does not say it."""
+        losses: list[float | None] = finite([run.loss(unit or NATS) for run in self.row.runs])
+        return losses
 
 
 @dataclass(frozen=True)
@@ -165,28 +164,28 @@ class Outcome:
             records = [finished[job.key] for job in jobs]
             for runs in grouped(records, lambda record: json.dumps(record["point"]), itemgetter("seed")):
                 point = runs[0]["point"]
-                losses, bits = (tuple(run.get(name) for run in runs) for name in ("val_loss", "bits_per_byte"))
                 data = next((facts["data"] for run in runs if (facts := run.get("facts") or {}).get("data")), {})
                 measure = Measurement.of(flatten(asdict(sweep.config(point))), data)
-                results.append(Result(group, point, losses, point == best, measure, bits))
+                row = Row(group, tuple(Run.of(run, measure) for run in runs))
+                results.append(Result(group, point, row, point == best))
         return cls(sweep, tuple(results))._sorted()
 
     def _sorted(self) -> "Outcome":
-        most = max((len(result.losses) for result in self.results if result.loss), default=0)
+        most = max((len(result.row.runs) for result in self.finite), default=0)
         groups = list(dict.fromkeys(result.group for result in self.results))
 
         def order(result: Result) -> tuple[float, ...]:
             place = 0 if self.unit else groups.index(result.group)
-            loss = result.loss_in(self.unit)
-            return (place, len(result.losses) < most, loss.mean) if loss else (place, 2, 0)
+            loss = result.loss(self.unit)
+            return (place, len(result.row.runs) < most, loss.mean) if loss else (place, 2, 0)
 
         return replace(self, results=tuple(sorted(self.results, key=order)))
 
     @cached_property
     def verdict(self) -> Verdict:
         """Whether all finite losses can be compared, see `comparable.common_unit`."""
-        verdict = common_unit(result.measure for result in self.finite)
-        if verdict.unit == "bits per byte" and any(None in (result.bits or (None,)) for result in self.finite):
+        verdict = common_unit(result.row.measure for result in self.finite)
+        if verdict.unit == "bits per byte" and any(result.loss("bits per byte") is None for result in self.finite):
             return verdict._replace(unit=None, reasons=("other tokenizers, and records that do not say bits per byte",))
         return verdict
 
@@ -209,7 +208,7 @@ class Outcome:
     @property
     def finite(self) -> list[Result]:
         """The points of which no run diverged."""
-        return [result for result in self.results if result.loss]
+        return [result for result in self.results if result.loss(NATS)]
 
     @property
     def notes(self) -> list[str]:
@@ -218,7 +217,7 @@ class Outcome:
         for best in (result for result in self.results if result.won):
             tried = [result.point for result in self.results if result.group == best.group]
             values = [
-                f"{key}={_text(best.point[key])}"
+                f"{key}={_value_text(best.point[key])}"
                 for key in self.sweep.tuned
                 if at_edge(best.point[key], (point[key] for point in tried))
             ]
@@ -234,7 +233,7 @@ class Outcome:
             notes.append(
                 f"points differ in more than what is tuned, which moves the loss by itself: {'; '.join(marks)}"
             )
-        if self.best and len(self.best.losses) == 1 and len(self.results) > 1:
+        if self.best and len(self.best.row.runs) == 1 and len(self.results) > 1:
             notes.append("one seed each: the noise is not measured; try --seeds 3")
         return notes
 
@@ -242,11 +241,15 @@ class Outcome:
         """Everything as plain values for `json.dumps`."""
         results = [
             {
-                **{name: value for name, value in result._asdict().items() if name != "measure"},
+                "group": result.group,
+                "point": result.point,
+                "losses": result.losses(NATS),
+                "won": result.won,
+                "bits": result.losses("bits per byte"),
                 "mean": loss and loss.mean,
                 "half_width": loss and loss.half_width,
             }
-            for result, loss in ((result, result.loss) for result in self.results)
+            for result, loss in ((result, result.loss(NATS)) for result in self.results)
         ]
         command = self.best and self.sweep.command(self.best.point)
         return {
@@ -261,11 +264,11 @@ class Outcome:
         """Return a row for each point."""
         rows = [
             [
-                *map(_text, result.point.values()),
-                str(len(result.losses)),
-                estimate_text(loss, ".4f") if loss else f"diverged: {result.losses.count(None)}",
+                *map(_value_text, result.point.values()),
+                str(len(result.row.runs)),
+                estimate_text(loss, ".4f") if loss else f"diverged: {result.losses(self.unit).count(None)}",
             ]
-            for result, loss in ((result, result.loss_in(self.unit)) for result in self.results)
+            for result, loss in ((result, result.loss(self.unit)) for result in self.results)
         ]
         loss = "bits per byte" if self.unit == "bits per byte" else "validation loss"
         return Table([*self.sweep.over, "seeds", loss], rows)
@@ -280,19 +283,18 @@ class Outcome:
         figure, (panels,) = figures.panels(1, len(keys), (max(5.0, 4.2 * len(keys)), 4.2), dpi=150, sharey=True)
         for key, panel in zip(keys, panels):
             tried = [result.point[key] for result in self.finite]
-            values = list(dict.fromkeys(map(_text, sorted(tried) if key in self.sweep.tuned else tried)))
+            values = list(dict.fromkeys(map(_value_text, sorted(tried) if key in self.sweep.tuned else tried)))
             for colour, group in zip(itertools.cycle(figures.COLOURS), groups):
                 best: dict[int, float] = {}
                 for result in (result for result in self.finite if result.group == group):
-                    position = values.index(_text(result.point[key]))
-                    best.setdefault(position, result.loss_in(self.unit).mean)
-                    losses = result.bits if self.unit == "bits per byte" else result.losses
+                    position = values.index(_value_text(result.point[key]))
+                    best.setdefault(position, result.loss(self.unit).mean)
+                    losses = result.losses(self.unit)
                     panel.plot([position] * len(losses), losses, "o", color=colour, alpha=0.4)
                 panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=group or None)
             panel.set_xticks(range(len(values)), values)
             panel.set_xlabel(key)
-        by_result = (result.bits if self.unit == "bits per byte" else result.losses for result in self.finite)
-        losses = sorted(itertools.chain.from_iterable(by_result))
+        losses = sorted(itertools.chain.from_iterable(result.losses(self.unit) for result in self.finite))
         best_loss, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
         span = min(worst - best_loss, 4 * (middle - best_loss)) or 0.1
         panels[0].set_ylim(best_loss - 0.1 * span, best_loss + 1.1 * span)
@@ -321,7 +323,7 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             raise InputError(f"--over must be KEY=VALUE,VALUE,... such as train.lr=1e-3,2e-3; got {text!r}")
         if key in over:
             raise InputError(f"--over must have {key} once, got it twice; list all its values in one")
-        over[key] = tuple({_text(value): value for value in parsed}.values())
+        over[key] = tuple({_value_text(value): value for value in parsed}.values())
     return over
 
 
@@ -373,9 +375,9 @@ def train_sweep(
 
 def _group_text(key: str, value: Any) -> str:
     """A value in the name of a group; a number says of what."""
-    return f"{key}={_text(value)}" if fits(value, float) else _text(value)
+    return f"{key}={_value_text(value)}" if fits(value, float) else _value_text(value)
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """A value as it is written on a command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str)  # YAML has dates
