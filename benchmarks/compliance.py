@@ -6,10 +6,14 @@
 
 Packages come from the environment of this Python: torch, transformers, hyper-connections, mhc, attn-res, liger-kernel,
 flash-linear-attention, flash-attn-res, fast-attnres, and torchtitan and megatron-core (pip install --no-deps). Code
-without a package is cloned into runs/compliance, at the commit that stands here. A record holds the versions.
+without a package is cloned into runs/compliance/OWNER+NAME@COMMIT, at the commit that stands here; a folder of that
+name without git is taken as it is. A record holds the versions.
 """
 
+import __future__
+
 import argparse
+import ast
 import importlib
 import inspect
 import json
@@ -23,12 +27,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import adapters, compliance_adapters
+from benchmarks import adapters, compliance_adapters, delta_adapters
 from residua.lab.records.provenance import version
 from residua.testing import SPECIFICATION
 from residua.testing.adapter import Adapter, Pair
@@ -48,7 +53,9 @@ COMPUTES = ("parameters", "forward", "gradients")
 class Implementation:
     """One implementation.
 
-    package: what pip installs, or owner/name on GitHub with the `commit` and the `paths` to check out.
+    package: what pip installs, or owner/name on GitHub with the `commit`, its `date` and the `paths` to check out.
+    definitions: the names that are executed of a file, without its imports, by the file. read: what reading it shows,
+        or why it cannot be read, if it cannot be run.
     start: why its parameters start otherwise than our scheme's, if they do: a choice, not a mistake.
     instead: what it computes in place of our scheme, after reading it, if it does; the adapter's `statements` are
         checked too. environment: variables that it needs. absent: words that no file of the package has.
@@ -66,6 +73,9 @@ class Implementation:
     instead: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
+    date: str = ""
+    definitions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    read: str = ""
 
 
 def _transformers(name: str, family: str, attribute: str, preset: str, adapter: Any) -> Implementation:
@@ -207,6 +217,184 @@ IMPLEMENTATIONS = (
         "attnres",
         absent=("AttnRes", "attn_res", "AttentionResidual"),
     ),
+    Implementation(
+        "authors-scalar",
+        "yifanzhang-pro/deep-delta-learning",
+        "model/DDL-vdim1-gpt-mha-rope.py",
+        "DeepDeltaResidualVdim1",
+        "ddl",
+        delta_adapters.AuthorsScalar,
+        commit="2b55f2511502ac91df5e595b94de9cfb8528bc23",
+        date="2026-07-27",
+        definitions={"model/DDL-vdim1-gpt-mha-rope.py": ("_logit", "DeepDeltaResidualVdim1")},
+        start="its model draws all weights afterwards, as `init='authors'`",
+    ),
+    Implementation(
+        "authors-channels",
+        "yifanzhang-pro/deep-delta-learning",
+        "model/DDL-gpt-mha-rope-CC-EC.py",
+        "DeepDeltaResidualExpanded",
+        "ddl-cc",
+        delta_adapters.AuthorsChannels,
+        commit="2b55f2511502ac91df5e595b94de9cfb8528bc23",
+        date="2026-07-27",
+        definitions={
+            "model/DDL-gpt-mha-rope-CC-EC.py": ("_logit", "ResidualShortConvCompressor", "DeepDeltaResidualExpanded")
+        },
+        start="its model draws all weights afterwards, as `init='authors'`",
+    ),
+    Implementation(
+        "authors-fused",
+        "yifanzhang-pro/deep-delta-learning",
+        "model/DDL-gpt-mha-rope-CC-EC-accelerated.py",
+        "DeepDeltaResidualExpanded",
+        "ddl-cc",
+        delta_adapters.AuthorsFused,
+        commit="2b55f2511502ac91df5e595b94de9cfb8528bc23",
+        date="2026-07-27",
+        definitions={
+            "model/DDL_utils.py": (
+                "_build_new_weight_ShortConvFn",
+                "_build_w_eff_ShortConvFn",
+                "_fwd_kernel_ShortConvFn",
+                "_ShortConvFn",
+                "fwd_delta_kernel",
+                "bwd_delta_kernel",
+                "FusedDeepDeltaFunction",
+            ),
+            "model/DDL-gpt-mha-rope-CC-EC-accelerated.py": (
+                "_logit",
+                "ResidualShortConvCompressor",
+                "DeepDeltaResidualExpanded",
+            ),
+        },
+        start="its model draws all weights afterwards, as `init='authors'`",
+        environment=INTERPRETED,
+    ),
+    Implementation(
+        "authors-current",
+        "yifanzhang-pro/deep-delta-learning",
+        "model/DDL-gpt-mha-rope-TC.py",
+        "DeepDeltaResidualExpanded",
+        "ddl-tc",
+        delta_adapters.AuthorsCurrent,
+        commit="d1f76215c999be3089fe3132fe30e7a63dc8bbcb",
+        definitions={
+            "model/modules/ddl_shortconv.py": (
+                "_has_configured_activation",
+                "_TemporalShortConvSpec",
+                "_TemporalShortConvCompatView",
+                "TemporalResidualShortConvCompressor",
+            ),
+            "model/DDL-gpt-mha-rope-TC.py": ("_logit", "DeepDeltaResidualExpanded"),
+        },
+        start="its model draws all weights afterwards, as `init='rewrite'`",
+    ),
+    Implementation(
+        "vukrosic",
+        "vukrosic/deep-delta-learning-research",
+        "models/deepdelta.py",
+        "DeepDeltaRes",
+        "ddl",
+        delta_adapters.Product,
+        commit="a36c710155af36d97599c0ae5a44abfaa72ee535",
+        date="2026-01-18",
+        definitions={"models/deepdelta.py": ("DeepDeltaRes",)},
+        instead="its block drops features of the state after each connection, not of the update",
+        start="its maps start as PyTorch draws them",
+    ),
+    Implementation(
+        "5-dollar-llm",
+        "RohanKhanBD/5-dollar-llm",
+        "models/deepdelta.py",
+        "DeepDeltaRes",
+        "ddl",
+        delta_adapters.Product,
+        commit="0a127d380c303a40c03b36abe87e901c1b89501a",
+        date="2026-01-18",
+        definitions={"models/deepdelta.py": ("DeepDeltaRes",)},
+        instead="its block drops features of the state after each connection, not of the update",
+        start="its maps start as PyTorch draws them",
+    ),
+    Implementation(
+        "shrijeeth",
+        "Shrijeeth/Deep-Delta-Learning-LM",
+        "v3/model.py",
+        "DeltaLatentUpdate",
+        "ddl-v",
+        delta_adapters.Latent,
+        commit="d2a1c49deb135d02ad1ae17953ec7d8d3ce08982",
+        date="2026-01-12",
+        definitions={"v3/model.py": ("DeltaLatentUpdate",)},
+        instead="the general block of the paper's first version: the v-Map with k and beta from the state as it is, "
+        "where the second version has them from its norm; its v1 and v2 have the same class",
+    ),
+    Implementation(
+        "twice-scaled",
+        "a file without a repository",
+        "ddl.py",
+        "DeltaResidualScalar",
+        "ddl",
+        delta_adapters.TwiceScaled,
+        date="found in November 2026",
+        definitions={"ddl.py": ("RMSNorm", "DeltaGate", "DeltaResidualScalar")},
+    ),
+    Implementation(
+        "dragon",
+        "Dragon-LLM/Megatron-LM",
+        "megatron/core/dragon/dragon_ddl.py",
+        "DeepDeltaResidualExpanded",
+        "ddl-tc",
+        delta_adapters.Dragon,
+        commit="88e994033b9bb0667e5ea7ee2a6607b0e3b006f1",
+        definitions={
+            "megatron/core/dragon/dragon_ddl.py": (
+                "_logit",
+                "DepthwiseShortConv1d",
+                "ResidualShortConvCompressor",
+                "DeepDeltaResidualExpanded",
+            )
+        },
+        instead="compared with layers whose factor for the depth is 1",
+        start="its maps start as Megatron draws them",
+    ),
+    Implementation(
+        "parameter-golf",
+        "openai/parameter-golf",
+        "records/track_10min_16mb/2026-03-25_VRL_FullGPTQ_NgramKNN_1.0970/train_gpt.py",
+        "DDLGate",
+        "ddl",
+        delta_adapters.ConstantGate,
+        commit="c458ceffd39aa103a914a228c6561428216eac1c",
+        date="pull request 738, 2026-03-25",
+        definitions={
+            "records/track_10min_16mb/2026-03-25_VRL_FullGPTQ_NgramKNN_1.0970/train_gpt.py": ("DDLGate",),
+        },
+        instead="switched off by default; to be DDL it would need a direction from the output or the token, a gate in "
+        "(0, 2) from the token, and a value to write along the direction",
+        start="its direction is drawn and its strength is -0.1",
+    ),
+    Implementation(
+        "deep-delta-rs",
+        "tuned-org-uk/deep-delta-rs",
+        "src/delta.rs",
+        "delta_update",
+        "ddl",
+        commit="f88497d9d061dc4afd519ce0e26614ce932cf64b",
+        read="written in Rust, and read only: k / (|k| + eps), a gate 2 sigmoid behind tanh and v as an MLP, all from "
+        "the mean over the channels, are those of the paper's first version, as in `DeltaResidual`. No sublayer is "
+        "in it. k is normalised twice, which changes only rounding; `delta_operator` is right for a k of length 1",
+    ),
+    Implementation(
+        "ddl-umamba",
+        "dishantdas2004/DDL-UMamba",
+        "",
+        "DDL-CC",
+        "ddl-cc",
+        read="its code could not be had. By its README a DDL with channel compression at every voxel replaces the "
+        "addition of U-Mamba, k, beta and v come from one head, so that k is not the sublayer's output, and a loss "
+        "trains beta towards the boundaries of labels",
+    ),
 )
 
 
@@ -215,7 +403,8 @@ def checked(one: Implementation) -> dict[str, Any]:
     record: dict[str, Any] = {
         "name": one.name,
         "package": one.package,
-        "version": one.commit or distribution(one.package).version,
+        "version": one.commit or ("" if one.read or one.definitions else distribution(one.package).version),
+        "date": one.date,
         "attribute": one.attribute,
         "preset": one.preset,
         "specification": SPECIFICATION,
@@ -224,14 +413,16 @@ def checked(one: Implementation) -> dict[str, Any]:
         "triton": version("triton"),
         "environment": dict(one.environment),
     }
+    if one.read:
+        return record | {"not_run": one.read}
     if one.adapter is None:
         return record | _absent(one)
     try:
-        imported = importlib.import_module(one.module)
+        imported = executed(one) if one.definitions else importlib.import_module(one.module)
         subject = getattr(imported, one.attribute)
     except Exception as error:  # of somebody else's package
         return record | {"not_run": f"importing it fails: {type(error).__name__}: {_first_line(error)}"}
-    record |= _place(subject)
+    record |= {"file": one.module} if one.definitions else _place(subject)
     adapter = one.adapter(imported, "cpu")
     try:
         differences = _differences(adapter)
@@ -298,20 +489,54 @@ def _differences(adapter: Adapter) -> dict[str, float]:
     }
 
 
+def executed(one: Implementation) -> SimpleNamespace:
+    """Return the definitions of an implementation, executed without the imports of their files."""
+    namespace: dict[str, Any] = {name: importlib.import_module(module) for name, module in MODULES.items()}
+    namespace |= delta_adapters.STAND_INS
+    for path, names in one.definitions.items():
+        file = folder_of(one) / path
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
+        code = compile(tree, str(file), "exec", flags=__future__.annotations.compiler_flag, dont_inherit=True)
+        exec(code, namespace)
+    return SimpleNamespace(**namespace)
+
+
+MODULES = {
+    "torch": "torch",
+    "nn": "torch.nn",
+    "F": "torch.nn.functional",
+    "math": "math",
+    "triton": "triton",
+    "tl": "triton.language",
+}
+"""What the executed definitions call modules by."""
+
+
+def folder_of(one: Implementation) -> Path:
+    return CLONES / "@".join(filter(None, [one.package.replace("/", "+"), one.commit[:10]]))
+
+
 def cloned(one: Implementation) -> Path:
     """Return the folder with the paths of a repository at its commit."""
-    folder = CLONES / one.package.replace("/", "+")
+    folder = folder_of(one)
+    if folder.exists() and not (folder / ".git").exists():
+        return folder
     if not folder.exists():
         clone = ["git", "clone", "--quiet", "--no-checkout", f"https://github.com/{one.package}", str(folder)]
         subprocess.run(clone, check=True)
-    subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", one.commit, "--", *one.paths], check=True)
+    subprocess.run(
+        ["git", "-C", str(folder), "checkout", "--quiet", one.commit, "--", *(one.paths or one.definitions)], check=True
+    )
     return folder
 
 
 def in_process(one: Implementation) -> dict[str, Any]:
     """Return the record of one implementation, checked in a process of its own."""
     path = [str(ROOT / "src"), str(ROOT)]
-    if one.commit:
+    if one.definitions:
+        cloned(one)
+    elif one.commit and not one.read:
         path.insert(0, str(cloned(one)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **one.environment, "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compliance", "--child", one.name]
@@ -333,7 +558,9 @@ def main() -> None:
     records = read()
     CLONES.mkdir(parents=True, exist_ok=True)
     for one in () if arguments.page else IMPLEMENTATIONS:
-        if not arguments.only or one.name in arguments.only:
+        if one.definitions and not one.commit and not folder_of(one).exists():
+            print(f"{one.name}: left as it is; its file belongs into {folder_of(one)}")
+        elif not arguments.only or one.name in arguments.only:
             records[one.name] = in_process(one)
             print(f"{one.name}: {verdict(records[one.name])}")
     order = [records[one.name] for one in IMPLEMENTATIONS if one.name in records]
@@ -357,6 +584,8 @@ def verdict(record: Mapping[str, Any]) -> str:
 def place(record: Mapping[str, Any]) -> str:
     if "file" not in record:
         return f"`{record['attribute']}`"
+    if "line" not in record:
+        return f"`{record['attribute']}`, `{record['file']}`"
     return f"`{record['attribute']}`, `{record['file']}` line {record['line']}"
 
 
@@ -400,10 +629,14 @@ def page(records: list[dict[str, Any]]) -> str:
     rows = ["| implementation | version | our scheme | verdict | in words |", "|---|---|---|---|---|"]
     for record in records:
         version = record["version"][:10] if "/" in record["package"] else record["version"]
+        if record.get("date"):
+            version = f"{version} ({record['date']})".strip()
         cells = [f"{record['package']}: {place(record)}", version, f"`{record['preset']}`", verdict(record)]
         rows.append(f"| {' | '.join([*cells, in_words(record).replace('|', chr(92) + '|')])} |")
-    about = {(record["torch"], record["python"], record["specification"]) for record in records}
-    versions = "; ".join(f"torch {t}, Python {p}, specification {s} of the kit" for t, p, s in sorted(about))
+    about = sorted({(record["torch"], record["python"]) for record in records})
+    specifications = sorted({record["specification"] for record in records})
+    versions = "; ".join(f"torch {t}, Python {p}" for t, p in about)
+    versions += f", specification {' and '.join(specifications)} of the kit"
     counts = Counter(verdict(record) for record in records)
     verdicts = "; ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
     return TEMPLATE.format(table="\n".join(rows), versions=versions, count=len(records), verdicts=verdicts)
@@ -415,7 +648,7 @@ VERDICTS = ("right", "right, with a limit", "another scheme", "differs", "not ch
 TEMPLATE = """\
 # Which implementations are right?
 
-Does an implementation of hyper-connections, depth attention or AltUp from another package compute the
+Does a public implementation of Deep Delta Learning, hyper-connections, depth attention or AltUp compute the
 equations of its paper, or of the released model? [The kit](testing.md) compared each with our scheme on a CPU, with
 random parameters and streams that differ ({versions}).
 Of {count} implementations: **{verdicts}**. The verdicts are explained [below](#what-the-verdicts-mean).
@@ -429,7 +662,7 @@ This page is generated from `experiments/compliance.jsonl`, which `python -m ben
 - **right, with a limit**: the same, but a check about training fails. In float32 and without autocast it is right.
 - **another scheme**: it computes something else than the paper of our scheme. That may be what its authors wanted.
 - **differs**: no known variant explains the difference.
-- **not checked**: it does not run here, for the reason in its row. That says nothing about it.
+- **not checked**: it does not run here, for the reason in its row. That says nothing about it, beyond the row.
 
 "Right" means that it agrees with our scheme, which has [its own list of deviations](deviations.md) from the paper.
 These are conventions and count as right: an eps inside its norms (the adapter takes it over), a layout of the streams,
@@ -437,11 +670,14 @@ another start, and float32 inside. An mHC is compared with our scheme in its own
 (`mhc:order=columns` is the paper's), which the kit finds, and its row says which one it follows. Speed is not
 compared: see [other packages](speed.md#beside-other-packages).
 Triton kernels ran in Triton's interpreter, which shows what they compute and nothing about a GPU. `torch.compile`
-inside Megatron-LM was switched off.
+inside Megatron-LM was switched off. Of the files of Deep Delta Learning only the connection was executed, without the
+model around it; what else the row says of a model was read. What a row says that one would need to be right was
+computed too, and agreed with ours, except for parameter-golf's gate. The authors' current code, Dragon-LLM's and the
+file without a repository were had as text of single files, not as a clone.
 
 ## Contest a row
 
-Is a row wrong, or its version old? Each has an adapter in `benchmarks/adapters.py` or
+Is a row wrong, or its version old? Each has an adapter in `benchmarks/adapters.py`, `benchmarks/delta_adapters.py` or
 `benchmarks/compliance_adapters.py`, which says how the parameters correspond and how the module is called. Correct it,
 run
 

@@ -2,11 +2,15 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import compliance
+from benchmarks import compliance, delta_adapters
 from benchmarks.compliance import IMPLEMENTATIONS, in_words, page, read, verdict
+from residua.testing.checks import run
+from residua.testing.module import CHECKS
 
 
 def test_the_page_is_made_from_the_records():
@@ -76,3 +80,68 @@ def test_records_are_json_lines_with_versions():
     for line in compliance.RECORDS.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         assert {"version", "torch", "python", "specification", "attribute"} <= row.keys()
+
+
+def test_only_the_definitions_of_a_file_are_executed(tmp_path, monkeypatch):
+    """Its imports are left out, and its annotations are not computed."""
+    monkeypatch.setattr(compliance, "CLONES", tmp_path)
+    folder = tmp_path / "somebody+delta@0123456789"
+    folder.mkdir()
+    text = "import nothing\nclass Delta(nn.Module):\n    def forward(self, x: Missing):\n        return x\nexit(1)\n"
+    (folder / "delta.py").write_text(text, encoding="utf-8")
+    one = compliance.Implementation(
+        "one",
+        "somebody/delta",
+        "delta.py",
+        "Delta",
+        "ddl",
+        commit="0123456789abcdef",
+        definitions={"delta.py": ("Delta",)},
+    )
+    assert compliance.cloned(one) == folder
+    assert compliance.executed(one).Delta()(3) == 3
+
+
+def test_what_was_only_read_is_not_checked_and_has_its_version():
+    rust = next(one for one in IMPLEMENTATIONS if one.name == "deep-delta-rs")
+    row = compliance.checked(rust)
+    assert verdict(row) == "not checked"
+    assert row["version"] == rust.commit
+    assert row["not_run"] == rust.read
+
+
+@pytest.mark.parametrize(
+    ("adapter", "connection", "kit"),
+    [
+        ("TwiceScaled", "DeltaResidualScalar", "|k| is 0.25 = 1/sqrt(d) and must be 1"),
+        ("ConstantGate", "DDLGate", "not along k"),
+    ],
+)
+def test_a_delta_that_is_not_the_papers_is_named(adapter, connection, kit):
+    """Modules in our words with the mistakes of two rows, by the adapters of these."""
+
+    class DeltaResidualScalar(torch.nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.k_scale = dim**-0.5
+            self.gate = torch.nn.ModuleDict({"norm": torch.nn.RMSNorm(dim, eps=1e-6), "net": torch.nn.Linear(dim, 1)})
+            self.gate.forward = lambda x: 2 * self.gate["net"](self.gate["norm"](x)).sigmoid()
+            self.w_v = torch.nn.Linear(dim, 1, bias=False)
+
+        def forward(self, x, y):
+            k = self.k_scale * torch.nn.functional.normalize(y, dim=-1)
+            return x + self.gate(x) * (self.w_v(x).sigmoid() - (k * x).sum(-1, keepdim=True)) * k
+
+    class DDLGate(torch.nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.direction, self.beta = torch.nn.Parameter(torch.ones(dim)), torch.nn.Parameter(torch.tensor(-0.1))
+
+        def forward(self, x, y):
+            d = torch.nn.functional.normalize(self.direction, dim=0)
+            return x + y + self.beta * (x @ d).unsqueeze(-1) * d
+
+    module = {"DeltaResidualScalar": DeltaResidualScalar, "DDLGate": DDLGate}[connection]
+    subject = getattr(delta_adapters, adapter)(SimpleNamespace(**{connection: module}), "cpu")
+    assert all(subject.statements().values())
+    assert kit in run(CHECKS, subject, {}).failed["forward"]
