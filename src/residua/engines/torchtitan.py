@@ -269,7 +269,7 @@ def parallelize(
     fully_shard(model, mp_policy=wide, mesh=mesh)
     disable_fsdp_gradient_division(model)
     # A block may return a view, in which FSDP2 fears a change in place. A connection changes no state in place.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPBlock\) returned a view", UserWarning)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     return model
 
 
