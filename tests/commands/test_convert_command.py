@@ -1,5 +1,6 @@
 """`residua convert`: from a folder of transformers to a folder with another residual connection."""
 
+import csv
 import json
 import shutil
 
@@ -8,8 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from residua.commands.cli import main
+from residua.commands.convert import FAMILIES
 from residua.conversion.opening import read_model
 from support.converted_models import IDS, llama, save_base
+from support.family_table import rows
 from support.processes import run_python
 from support.tolerances import assert_close
 
@@ -140,3 +143,56 @@ def test_remote_code_opens_a_converted_model_where_residua_is_installed_and_says
         assert torch.equal(torch.load(found), read_model(out)[0](torch.arange(9)[None]).logits)
     read_model(out)[0].save_pretrained(tmp_path / "again")
     assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("llama", ["llama: converts with equal outputs"]),
+        ("bert", ["bert: does not convert: layer 0 (BertLayer) normalises its residual"]),
+        ("t5", ["t5: decoder: converts", "t5: encoder: converts"]),
+        ("siglip", ["siglip_vision_model: converts"]),
+        ("gpt-neox", ["gpt_neox: converts"]),
+    ],
+)
+def test_check_says_in_one_line_whether_a_model_type_converts(model, says, capsys):
+    assert main(["convert", "--check", model]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(says)
+    assert all(line.startswith(begin) for line, begin in zip(lines, says))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "qwen3"}, "qwen3: converts with equal outputs"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "quantised (awq)"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}, "mine is code of its own"),
+        ({"model_type": "residua"}, "has its connections already"),
+    ],
+)
+def test_check_reads_the_configuration_of_a_folder(config, says, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["convert", str(tmp_path), "--check"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--check", "lama"], "did you mean llama?"),
+        (["llama"], "--connection must be given, or --check"),
+        (["llama", "--connection", "ihc"], "--out must be given, or --check"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_one_line(arguments, says, capsys):
+    assert main(["convert", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_record_of_check_is_that_of_the_page():
+    with FAMILIES.open(newline="", encoding="utf-8") as file:
+        found = {row["family"]: (row["result"], row["reads"]) for row in csv.DictReader(file)}
+    page = {family: line.strip("| ").replace("`", "").split(" | ") for family, line in rows().items()}
+    assert found == {family: (cells[1], cells[3]) for family, cells in page.items()}

@@ -6,6 +6,7 @@ The tests with vLLM itself run in an environment of their own: `make vllm`.
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -168,6 +169,16 @@ def test_many_requests_of_mixed_lengths_in_pieces_and_evicted_get_the_tokens_of_
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
             assert tokens == logits.argmax(-1).tolist()
+
+
+@with_vllm
+@pytest.mark.timeout(900)
+def test_the_folder_of_the_page_on_production_is_served(tmp_path):
+    path = Path(__file__).parents[2] / "examples/production.py"
+    example, out = runpy.run_path(str(path)), tmp_path / "out"
+    example["main"](example["tiny_base"](tmp_path / "base"), path, out)
+    (answer,) = served([request(out, dtype="float32")], tmp_path)
+    assert answer["tokens"] == generated(residua.load(out))
 
 
 @with_vllm

@@ -1,8 +1,9 @@
-"""Write docs/families.md: which models of transformers `residua.convert` rebuilds, and why not others.
+"""Write docs/families.md and the record of `residua convert --check`: which models convert, and why others do not.
 
 Run it after a change: .venv/bin/python tests/support/family_table.py
 """
 
+import csv
 import re
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from support.families import FAMILIES, halves, other_families, tiny  # noqa: E40
 from support.small_inputs import inputs_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
+RECORD = ROOT / "src/residua/commands/families.csv"
 
 
 def row(family: str) -> str:
@@ -69,6 +71,16 @@ def rows() -> dict[str, str]:
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines if re.match(r"\| (?!family )[a-z]", line)}
 
 
+def record() -> None:
+    """Write the rows that the page has now into the record of the command."""
+    with RECORD.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["family", "result", "reads", "transformers"])
+        for line in rows().values():
+            family, result, _, reads = line.strip("| ").split(" | ")
+            table.writerow([family, result, reads.replace("`", ""), version()])
+
+
 def sample() -> set[str]:
     """Return the first two families of each kind of row, and the three that people ask about first."""
     kinds: dict[tuple[str, ...], list[str]] = {}
@@ -101,7 +113,8 @@ def page(language_models: list[str], others: list[str]) -> str:
         [
             "# Families that convert",
             "",
-            "Does your model convert? Search the page for its `model_type`.",
+            "Does your model convert? Search the page for its `model_type`, or let `residua convert --check llama` or",
+            "`residua convert --check FOLDER` say it in one line.",
             f"Of the causal language models {count(language_models, 'bit-equal')} of {len(language_models)} compute",
             "what they computed before, to the last bit; "
             f"{count(language_models, 'refused')} raise an error with the reason; "
@@ -139,3 +152,4 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     others = sorted([*other_families(), *halves()])
     PAGE.write_text(page([row(family) for family in FAMILIES], [row(family) for family in others]), encoding="utf-8")
+    record()

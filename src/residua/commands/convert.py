@@ -1,25 +1,34 @@
 """The command `residua convert`."""
 
+import csv
+from pathlib import Path
 from typing import Literal
 
 from residua.connections.names import canonical
+from residua.errors import InputError, did_you_mean, mapping
+from residua.files.reading import read_json
 from residua.lab.records.folder import new_folder
 from residua.lab.records.terminal import one_line
+
+FAMILIES = Path(__file__).with_name("families.csv")
+"""Whether the models of transformers convert, by model type; tests/support/family_table.py writes it."""
 
 
 def convert(
     model: str,
     *,
-    connection: str,
-    out: str,
+    connection: str | None = None,
+    out: str | None = None,
     start: Literal["preserve", "fresh"] = "preserve",
     remote_code: bool = False,
+    check: bool = False,
 ) -> None:
     """Give a pretrained model another residual connection.
 
     Examples:
         residua convert models/smollm2 --connection ihc --out models/smollm2-ihc
         residua convert models/llama --connection ddl-tc --start fresh --out llama-ddl
+        residua convert --check qwen3
 
     Args:
         model (MODEL): a folder with a Hugging Face model and its tokenizer
@@ -27,7 +36,15 @@ def convert(
         out (DIR): a new or empty folder
         start: preserve: the model computes what it computed before; fresh: connections start as in a new model
         remote_code: let trust_remote_code=True open it, wherever residua is installed, without import residua
+        check: only say whether such a model converts; MODEL may also be a model type of transformers
     """
+    if check:
+        for line in _checked(model):
+            print(one_line(line))
+        return
+    if connection is None or out is None:
+        missing = "--connection" if connection is None else "--out"
+        raise InputError(f"{missing} must be given, or --check to ask whether the model converts")
     scheme, folder = canonical(connection), new_folder(out, "--out")  # both raise before torch is imported
     from residua.conversion import convert
     from residua.conversion.opening import read_model
@@ -46,3 +63,52 @@ def convert(
         (temporary / "README.md").write_text(card, encoding="utf-8")
     print(f"{one_line(folder)}: {type(opened).__name__} with {scheme}, {growth:,} parameters more than {size:,}")
     print(one_line(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}"))
+
+
+def _checked(model: str) -> list[str]:
+    """Return whether a model type, or the model in a folder, converts: a line for each of its parts.
+
+    Raises InputError for a folder without a model, and for a type that neither transformers nor the record has.
+    """
+    kind = model
+    if (folder := Path(model)).is_dir():
+        config = mapping(read_json(folder / "config.json"), str(folder / "config.json"))
+        kind = str(config.get("model_type"))
+        if kind.startswith("residua"):
+            return [f"{model}: has its connections already ({kind})"]
+        if quantised := config.get("quantization_config"):
+            method = mapping(quantised, "quantization_config").get("quant_method")
+            return [
+                f"{model}: does not convert, because it is quantised ({method}); convert the model it was made from"
+            ]
+        if "auto_map" in config and not _found(kind):
+            return [f"{model}: {kind} is code of its own, which was not tried; residua.convert tries any model"]
+    found = _found(kind)
+    if not found:
+        known = {name.partition(":")[0] for name in _rows()}
+        raise InputError(
+            f"{kind} must be a model type that was tried{did_you_mean(kind, known)}; docs/families.md has all"
+        )
+    return [f"{name}: {_verdict(row)}" for name, row in found.items()]
+
+
+def _rows() -> dict[str, dict[str, str]]:
+    with FAMILIES.open(newline="", encoding="utf-8") as file:
+        return {row["family"]: row for row in csv.DictReader(file)}
+
+
+def _found(kind: str) -> dict[str, dict[str, str]]:
+    """Return the rows of a model type and of its halves, or of its parts: `gemma3_text` for "gemma3"."""
+    own = kind.replace("-", "_")
+    rows = {name: (name.partition(":")[0].replace("-", "_"), row) for name, row in _rows().items()}
+    halves = {name: row for name, (family, row) in rows.items() if family == own}
+    return halves or {name: row for name, (family, row) in rows.items() if family.startswith(f"{own}_")}
+
+
+def _verdict(row: dict[str, str]) -> str:
+    tried = f"tiny models, transformers {row['transformers']}"
+    if row["result"] == "bit-equal":
+        return f"converts with equal outputs ({tried}); {row['reads'].replace('; ', ' and ')} read its residual"
+    if row["result"] == "refused":
+        return f"does not convert: {row['reads']} ({tried})"
+    return f"was not tried: {row['reads']}; residua.convert tries any model"
