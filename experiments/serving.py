@@ -19,7 +19,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PRESETS = ["lambdas", "gated-delta", "attnres-block", "ihc", "hc", "mhc", "mhc-deepseek"]
+PRESETS = [
+    "lambdas",
+    "lambdas+tc",
+    "residual+tc",
+    "ddl-tc",
+    "gated-delta",
+    "attnres-block",
+    "ihc",
+    "hc",
+    "mhc",
+    "mhc-deepseek",
+]
 PLAIN, NATIVE = "unconverted", "unconverted, vLLM's own Llama"
 PROMPTS, PROMPT, NEW, ROUNDS, WARMUP = 8, 32, 32, 7, 1
 DTYPE = "bfloat16"
