@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 
-from experiments.mup_check import Coordinate, check, main
+from support.pages import script
 
+mup_check = script("mup_check")
 SITES = ["embedding", "attention", "mlp", "hidden", "logits"]
 
 
 @pytest.fixture(scope="module")
 def coordinates():
-    return check("residual", widths=(32, 64, 128), steps=3, seeds=1)
+    return mup_check.check("residual", widths=(32, 64, 128), steps=3, seeds=1)
 
 
 def test_training_moves_logits_alike_under_mup_and_more_with_the_width_without(coordinates):
@@ -33,7 +34,7 @@ def test_at_the_base_width_both_are_the_same(coordinates):
 
 def test_nothing_outside_is_changed():
     state = torch.random.get_rng_state()
-    check("ddl", widths=(32, 64), steps=1, seeds=1)
+    mup_check.check("ddl", widths=(32, 64), steps=1, seeds=1)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -47,17 +48,17 @@ def test_nothing_outside_is_changed():
     ],
 )
 def test_a_slope_and_its_verdict(change, slope, verdict):
-    coordinate = Coordinate("muP", "logits", change, change)
+    coordinate = mup_check.Coordinate("muP", "logits", change, change)
     assert coordinate.slope == pytest.approx(slope, nan_ok=True)
     assert coordinate.verdict == verdict
 
 
 def test_the_script_prints_a_table_and_draws_a_picture(capsys, tmp_path):
     argv = ["--connection", "ddl", "--widths", "32", "64", "--steps", "1", "--seeds", "1"]
-    main([*argv, "--out", str(tmp_path / "mup.png")])
+    mup_check.main([*argv, "--out", str(tmp_path / "mup.png")])
     lines = capsys.readouterr().out.splitlines()
     assert sum("standard" in line for line in lines) == sum("muP" in line for line in lines) == len(SITES)
     assert (tmp_path / "mup.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="2"):
-        main(["--connection", "dll", "--widths", "32", "64"])
+        mup_check.main(["--connection", "dll", "--widths", "32", "64"])
     assert "did you mean" in capsys.readouterr().err
