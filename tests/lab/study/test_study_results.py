@@ -447,7 +447,8 @@ def test_a_run_on_other_data_is_refused(tmp_path):
         read_results(folder(tmp_path / "study", runs))
 
 
-FORGED = [("val_loss", "low"), ("facts", 7), ("seed", None), ("point", []), ("steps", 0), ("curve", [[1, "x"]])]
+FORGED = [("val_loss", "low"), ("facts", 7), ("seed", None), ("point", []), ("steps", 0)]
+FORGED += [("curve", [[1, "x"]]), ("curve", [[1, 2.0, 3.0]])]
 
 
 @pytest.mark.parametrize(("name", "value"), FORGED)

@@ -60,7 +60,11 @@ def _quartiles(value: Any) -> bool:
     )
 
 
-CURVE = Form("a list of [step, number or null]", lambda value: _points(value, 2), absent=True)
+CURVE = Form(
+    "a list of [step, number or null]",
+    lambda value: _points(value, 2) and all(len(point) == 2 for point in value),
+    absent=True,
+)
 SPLIT = Form("a list of [step, number or null, number or null]", lambda value: _points(value, 3), absent=True)
 TRANSITION = of(float | None, absent=True)
 DOCUMENTS = Form("nats and labels of each document", _documents, absent=True)
