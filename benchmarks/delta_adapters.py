@@ -73,7 +73,7 @@ class _Delta(PeerAdapter):
     scheme = DeepDelta()
     owns_norm, dtype = True, torch.float32
 
-    def connection(self, dim: int) -> nn.Module:
+    def connection(self, dim: int) -> Any:
         """Return the module that writes."""
         raise NotImplementedError
 
@@ -100,7 +100,7 @@ class _Delta(PeerAdapter):
         context = module["norm"](state)  # type: ignore[index]
         return self.update(module["delta"], state, sublayer(context), context)  # type: ignore[index]
 
-    def drawn(self) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    def drawn(self) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Return a connection with random parameters, and a random state, output and context for it."""
         module = self.connection(self.dim)
         with torch.no_grad():
@@ -122,7 +122,7 @@ def config_of(dim: int) -> SimpleNamespace:
 class AuthorsScalar(_Delta):
     """`DeepDeltaResidualVdim1` of the authors' first code."""
 
-    def connection(self, dim: int) -> nn.Module:
+    def connection(self, dim: int) -> Any:
         return self.imported.DeepDeltaResidualVdim1(config_of(dim))
 
     def update(self, module: nn.Module, state: Tensor, y: Tensor, context: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class AuthorsChannels(_Delta):
     scheme = DeepDelta(value_channels=CHANNELS, compress="channel")
     compressor = "ResidualShortConvCompressor"
 
-    def connection(self, dim: int) -> nn.Module:
+    def connection(self, dim: int) -> Any:
         return self.imported.DeepDeltaResidualExpanded(config_of(dim))
 
     def compress(self, dim: int) -> nn.Module:
@@ -149,7 +149,7 @@ class AuthorsChannels(_Delta):
 
     def values(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         taps = {"compress.weight": self.filters(ours["compress.taps"]), "compress.read": ours["compress.read"]}
-        return taps | super().values(ours)
+        return {**taps, **super().values(ours)}
 
     def filters(self, taps: Tensor) -> Tensor:
         """Return the filters of the compressor, from ours."""
@@ -310,7 +310,7 @@ class Latent(_Delta):
         k_eps=1e-12,
     )
 
-    def connection(self, dim: int) -> nn.Module:
+    def connection(self, dim: int) -> Any:
         return self.imported.DeltaLatentUpdate(SimpleNamespace(n_embd=dim, beta_init=0.0))
 
     def maps(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -331,7 +331,7 @@ class Product(_Delta):
 
     scheme = DeepDelta(beta_head="mlp", beta_hidden=8, k_norm="clamp", k_eps=1e-6)
 
-    def connection(self, dim: int) -> nn.Module:
+    def connection(self, dim: int) -> Any:
         return self.imported.DeepDeltaRes(dim, 8)
 
     def maps(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -374,7 +374,7 @@ class TwiceScaled(_Delta):
     scheme = DeepDelta(v_scale=1.0, v_bias=False, beta_init=0.5, k_norm="clamp", k_eps=1e-6)
     norm_eps = 1e-6
 
-    def connection(self, dim: int) -> nn.Module:
+    def connection(self, dim: int) -> Any:
         return self.imported.DeltaResidualScalar(dim)
 
     def maps(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -408,7 +408,7 @@ class TwiceScaled(_Delta):
 class ConstantGate(_Delta):
     """`DDLGate` of parameter-golf's pull request 738, whose direction and strength are parameters."""
 
-    def connection(self, dim: int) -> nn.Module:
+    def connection(self, dim: int) -> Any:
         return self.imported.DDLGate(dim)
 
     def maps(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
