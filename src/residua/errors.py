@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -198,7 +197,7 @@ types_of = functools.cache(get_type_hints)
 
 
 def fits(value: Any, declared: Any) -> bool:
-    """Return whether `value` is of the declared type. An int is a float too, if one holds it; a bool is neither.
+    """Return whether `value` is of the declared type. An int is a float too, if torch takes it; a bool is neither.
 
     Of types with parameters only those of a tuple count. Any value fits a type that is not a class, as a `TypeVar`.
     """
@@ -209,7 +208,7 @@ def fits(value: Any, declared: Any) -> bool:
     if get_origin(declared) is Annotated:
         return fits(value, get_args(declared)[0])
     if declared is float:
-        return isinstance(value, float) or (fits(value, int) and abs(value) <= sys.float_info.max)
+        return isinstance(value, float) or (fits(value, int) and abs(value) < 2**63)
     if declared is int:
         return isinstance(value, int) and not isinstance(value, bool)
     if get_origin(declared) is tuple:

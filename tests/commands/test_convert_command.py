@@ -145,6 +145,16 @@ def test_remote_code_opens_a_converted_model_where_residua_is_installed_and_says
     assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
+def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_model_is(folder, tmp_path, capsys):
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": "long"}))
+    assert main(["convert", str(base), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
+    assert "must have the model's tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [

@@ -72,12 +72,14 @@ def read_model(
 
 def _read_tokenizer(folder: Path, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
+        tokenizer("text")
     except Exception as error:
         raise InputError(
             f"{folder}: must have the model's tokenizer, got none that opens ({first_line(error).rstrip(': ')}); copy "
             "the files of the tokenizer, such as tokenizer.json, into the folder"
         ) from error
+    return tokenizer
 
 
 def new_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

@@ -125,7 +125,7 @@ ddl:value_channels=3,compress=channel,compress_kernel=4 | compress_kernel must b
 ddl:value_channels=3,compress_form=direct | compress_form must be 'read' unless compress is 'channel'
 ddl:expand_kernel=0 | expand_kernel must be at least 1
 ddl:k_norm=l2 | k_norm must be one of rms, add, clamp, rms_d
-ddl:k_eps=0 | k_eps must be a positive number
+ddl:k_eps=0 | k_eps must be a number
 ddl:operator=v2 | operator must be one of unit, v1_eps
 ddl:beta_init=3 | beta_init must be a number in [0, 2]
 ddl:beta_init=-0.1 | beta_init must be a number in [0, 2]
@@ -168,7 +168,7 @@ gated-delta:scale=0.0 | scale must be a number above 0, at most 2
 gated-delta:scale=2.1 | scale must be a number above 0, at most 2
 gated-delta:erase=none,scale=1.0 | scale must be 2.0 unless erase is 'signed' or 'positive'
 gated-delta:erase=none,heads=2 | heads must be 1 unless there is a gate
-gated-delta:k_eps=0.0 | k_eps must be a positive number
+gated-delta:k_eps=0.0 | k_eps must be a number
 gated-delta gated-residual:rank=0 | rank must be at least 1
 gated-delta:erase=coupled | erase must be another choice unless write is 'value'
 gated-delta:value_channels=4 | value_channels must be 1 unless write_gate, channel_gates
@@ -206,6 +206,7 @@ mudd:layers=0 | layers must be at least 1
 mudd:prepost_norm=true,layers=2 | layers must be None unless prepost_norm is False
 mudd:hidden_multiple=0 | hidden_multiple must be at least 1
 mudd:readout_multiple=0 | readout_multiple must be at least 1
+ddl:k_eps=1000000000000000000000000000000 | k_eps must be a number
 pooled-householder:beta_init=2.5 | beta_init must be a number in [0, 2]
 residual:branch_kernel=3 | branch_kernel must be 4 unless branch is 'conv'
 residual:branch=conv,branch_kernel=0 | branch_kernel must be at least 1
