@@ -125,7 +125,7 @@ ddl:value_channels=3,compress=channel,compress_kernel=4 | compress_kernel must b
 ddl:value_channels=3,compress_form=direct | compress_form must be 'read' unless compress is 'channel'
 ddl:expand_kernel=0 | expand_kernel must be at least 1
 ddl:k_norm=l2 | k_norm must be one of rms, add, clamp, rms_d
-ddl:k_eps=0 | k_eps must be a number
+ddl:k_eps=0 | k_eps must be a positive number
 ddl:operator=v2 | operator must be one of unit, v1_eps
 ddl:beta_init=3 | beta_init must be a number in [0, 2]
 ddl:beta_init=-0.1 | beta_init must be a number in [0, 2]
@@ -168,7 +168,7 @@ gated-delta:scale=0.0 | scale must be a number above 0, at most 2
 gated-delta:scale=2.1 | scale must be a number above 0, at most 2
 gated-delta:erase=none,scale=1.0 | scale must be 2.0 unless erase is 'signed' or 'positive'
 gated-delta:erase=none,heads=2 | heads must be 1 unless there is a gate
-gated-delta:k_eps=0.0 | k_eps must be a number
+gated-delta:k_eps=0.0 | k_eps must be a positive number
 gated-delta gated-residual:rank=0 | rank must be at least 1
 gated-delta:erase=coupled | erase must be another choice unless write is 'value'
 gated-delta:value_channels=4 | value_channels must be 1 unless write_gate, channel_gates
