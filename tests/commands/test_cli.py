@@ -310,7 +310,7 @@ def test_compare_prints_a_table_and_writes_what_it_is_asked_for(capsys, runs, tm
     table = output(capsys, ["compare", *folders, "--out", tmp_path])
     assert "vs residual" in table
     assert "baseline" in table
-    names = {"loss.png", "difference.png", "comparison.md", "comparison.json"}
+    names = {"loss.png", "repeats.png", "difference.png", "comparison.md", "comparison.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
     printed = json.loads(output(capsys, ["compare", *folders, "--json"]))
     assert printed == json.loads((tmp_path / "comparison.json").read_text())

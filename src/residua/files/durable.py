@@ -75,7 +75,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and str(error.filename) in ("None", str(temporary)):
+        if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(temporary)):
             error.filename, error.filename2 = str(path), None  # a failed write names no file, and nobody knows ours
         raise
 
