@@ -138,7 +138,8 @@ def test_vllm_generates_the_tokens_of_transformers(folders, answers, family, sch
     tokens = generated(model)
     assert answer["tokens"] == tokens
     assert (tokens == generated(plain(family))) == (scheme == "residual"), "the connections must matter"
-    assert torch.allclose(numbers(answer), logprobs(model, answer), atol=1e-4)
+    narrow, exact = logprobs(model, answer), logprobs(model.double(), answer)  # some schemes multiply rounding errors
+    assert (numbers(answer) - exact).abs().max() < max(1e-4, 1.5 * (narrow - exact).abs().max())
 
 
 @with_vllm
