@@ -148,8 +148,9 @@ def test_vllm_generates_the_tokens_of_transformers(folders, answers, family, sch
 def test_in_bfloat16_vllm_is_as_near_to_exact_numbers_as_transformers(folders, answers, family, scheme):
     """Greedy tokens differ at near ties. Exact are the numbers of the same rounded weights in float32."""
     answer = answers("bfloat16")[family, scheme]
-    assert answer["dtypes"].keys() == ({"torch.float32"} if scheme != "residual" else set())
     model = residua.load(folders[family, scheme], dtype=torch.bfloat16)
+    has_parameters = any(".stream." in name for name, _ in model.named_parameters())
+    assert answer["dtypes"].keys() == ({"torch.float32"} if has_parameters else set())
     rounded, exact = logprobs(model, answer), logprobs(model.float(), answer)
     assert (numbers(answer) - exact).norm() < 1.5 * (rounded - exact).norm()
 
