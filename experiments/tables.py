@@ -9,7 +9,6 @@ import argparse
 import csv
 import json
 import math
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -27,7 +26,7 @@ sys.path.append(str(HERE.parent / "tools"))
 
 from blocks import Blocks, markdown, update, wrapped  # noqa: E402
 
-from residua.connections.explained import SHARED  # noqa: E402
+from residua.connections.explained import meanings  # noqa: E402
 from residua.connections.registry import PRESETS  # noqa: E402
 from residua.errors import types_of  # noqa: E402
 
@@ -719,6 +718,43 @@ def published_table() -> str:
     return markdown(header, lines)
 
 
+SHARED = {  # an option that several schemes have, its meaning, and that of each value
+    "start": (
+        "how the connections begin",
+        {
+            "published": "as the paper, or its public code, begins",
+            "residual": "exactly as x + F(x)",
+            "mirrored": "as x + F(x) in the mean of the streams, which differ from the start",
+            "prefer": "each sublayer reads one stream more than the others, by weights that sum to 1.24",
+            "average": "compressors average the channels, and gates are `beta_init` for every token",
+            "authors": "as the authors' first code draws compressors and gates",
+            "rewrite": 'as their current code does; its models have `output_init="depth"` too',
+        },
+    ),
+    "expand": (
+        "how the embedding becomes the state",
+        {
+            "repeat": "each channel or stream is the embedding",
+            "conv": "each is a causal convolution of it over the tokens",
+            "smear": "the embedding plus a gated copy of that of the token before",
+            "lss": "each is the embedding times learned gains, from noise around 0.6",
+            "gains": "the same, from 1",
+        },
+    ),
+    "head": (
+        "how the state becomes the output, the readout",
+        {
+            "sum": "the sum of the streams",
+            "mean": "their mean",
+            "sigmoid": "weights of its own, from all streams",
+            "gated": "a gated read of its own, normalised",
+            "norms": "the sum of both streams, each normalised",
+            "stream": "the sum of the normalised stream and the plain one",
+        },
+    ),
+}
+
+
 def shared_options_table() -> str:
     """Return one row for each value of an option that several schemes have, with the schemes that take it."""
     takes: dict[tuple[str, str], list[str]] = {}
@@ -740,20 +776,18 @@ def shared_options_table() -> str:
 
 def study_keys_table() -> str:
     """Return one row for each key of a study's file, from the docstrings of its parts."""
-    from residua.docstrings import docstring
     from residua.lab.study.definition import Entry, Question, Size, Study, Tuning
 
     parts = {"the file": Study, "a size": Size, "a scheme": Entry, "`tuning`": Tuning, "a question": Question}
     rows = []
     for title, kind in parts.items():
         defaults = {field.name: field for field in fields(kind)}
-        for keys, words in re.findall(r"(?m)^(\w+(?:, \w+)*) {2,}(\S.*(?:\n +\S.*)*)", docstring(kind)):
-            for key in keys.split(", "):
-                field = defaults[key]
-                made = field.default if field.default_factory is MISSING else field.default_factory()
-                shown = "" if made is MISSING else f"`{json.dumps(made)}`"
-                name = "a key of `residua train`" if key == "keys" else f"`{key}`"
-                rows.append([title, name, " ".join(words.split()).replace("|", "or"), shown])
+        for key, words in meanings(kind).items():
+            field = defaults[key]
+            made = field.default if field.default_factory is MISSING else field.default_factory()
+            shown = "" if made is MISSING else f"`{json.dumps(made)}`"
+            name = "a key of `residua train`" if key == "keys" else f"`{key}`"
+            rows.append([title, name, words, shown])
     return markdown(["of", "key", "what it is", "default"], rows)
 
 

@@ -77,6 +77,9 @@ def test_each_spelling_means_the_same(before, now):
     assert names.recorded(now) == names.recorded(before) == before
 
 
-def test_an_option_under_both_of_its_names_is_refused():
+def test_an_option_under_both_of_its_names_is_refused(capsys):
+    connection = "ddl:init=authors,start=rewrite"
+    assert cli.main(["train", "--config", "tiny", "--model.connection", connection, "--print-config"]) == 2
+    assert "init is called start now" in capsys.readouterr().err
     with pytest.raises(ValueError, match="init is called start now"):
-        residua.resolve("ddl:init=authors,start=rewrite")
+        residua.resolve(connection)

@@ -68,9 +68,9 @@ def convert(
 def _checked(model: str) -> list[str]:
     """Return whether a model type, or the model in a folder, converts: a line for each of its parts.
 
-    Raises InputError for a folder without a model, and for a type that neither transformers nor the record has.
+    Raises InputError for a folder without a model, and for a type that the record does not have.
     """
-    kind = model
+    kind, config = model, {}
     if (folder := Path(model)).is_dir():
         config = mapping(read_json(folder / "config.json"), str(folder / "config.json"))
         kind = str(config.get("model_type"))
@@ -81,11 +81,12 @@ def _checked(model: str) -> list[str]:
             return [
                 f"{model}: does not convert, because it is quantised ({method}); convert the model it was made from"
             ]
-        if "auto_map" in config and not _found(kind):
-            return [f"{model}: {kind} is code of its own, which was not tried; residua.convert tries any model"]
-    found = _found(kind)
+    rows = _rows()
+    found = _found(kind, rows)
+    if not found and "auto_map" in config:
+        return [f"{model}: {kind} is code of its own, which was not tried; residua.convert tries any model"]
     if not found:
-        known = {name.partition(":")[0] for name in _rows()}
+        known = {name.partition(":")[0] for name in rows}
         raise InputError(
             f"{kind} must be a model type that was tried{did_you_mean(kind, known)}; docs/families.md has all"
         )
@@ -97,12 +98,12 @@ def _rows() -> dict[str, dict[str, str]]:
         return {row["family"]: row for row in csv.DictReader(file)}
 
 
-def _found(kind: str) -> dict[str, dict[str, str]]:
+def _found(kind: str, rows: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     """Return the rows of a model type and of its halves, or of its parts: `gemma3_text` for "gemma3"."""
     own = kind.replace("-", "_")
-    rows = {name: (name.partition(":")[0].replace("-", "_"), row) for name, row in _rows().items()}
-    halves = {name: row for name, (family, row) in rows.items() if family == own}
-    return halves or {name: row for name, (family, row) in rows.items() if family.startswith(f"{own}_")}
+    families = {name: name.partition(":")[0].replace("-", "_") for name in rows}
+    halves = {name: rows[name] for name, family in families.items() if family == own}
+    return halves or {name: rows[name] for name, family in families.items() if family.startswith(f"{own}_")}
 
 
 def _verdict(row: dict[str, str]) -> str:

@@ -11,42 +11,6 @@ from residua.connections.schemes.residual import Residual
 from residua.docstrings import docstring
 from residua.errors import ranges_of, types_of, words
 
-SHARED = {  # an option that several schemes have, its meaning, and that of each value
-    "start": (
-        "how the connections begin",
-        {
-            "published": "as the paper, or its public code, begins",
-            "residual": "exactly as x + F(x)",
-            "mirrored": "as x + F(x) in the mean of the streams, which differ from the start",
-            "prefer": "each sublayer reads one stream more than the others, by weights that sum to 1.24",
-            "average": "compressors average the channels, and gates are `beta_init` for every token",
-            "authors": "as the authors' first code draws compressors and gates",
-            "rewrite": 'as their current code does; its models have `output_init="depth"` too',
-        },
-    ),
-    "expand": (
-        "how the embedding becomes the state",
-        {
-            "repeat": "each channel or stream is the embedding",
-            "conv": "each is a causal convolution of it over the tokens",
-            "smear": "the embedding plus a gated copy of that of the token before",
-            "lss": "each is the embedding times learned gains, from noise around 0.6",
-            "gains": "the same, from 1",
-        },
-    ),
-    "head": (
-        "how the state becomes the output, the readout",
-        {
-            "sum": "the sum of the streams",
-            "mean": "their mean",
-            "sigmoid": "weights of its own, from all streams",
-            "gated": "a gated read of its own, normalised",
-            "norms": "the sum of both streams, each normalised",
-            "stream": "the sum of the normalised stream and the plain one",
-        },
-    ),
-}
-
 PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
 """Width and sublayers of the models of arXiv 2601.00417. `residua.models.SIZES` has more, and needs transformers."""
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "residua.schemes"
+RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
 
 SCHEMES = {  # the name of a class in files: its module here, and the class
     "residual": "residual:Residual",
@@ -212,7 +213,7 @@ def canonical(text: str) -> str:
 def renamed(scheme: str, options: Mapping[str, Any], *, back: bool = False) -> dict[str, Any]:
     """Return the options of a scheme by their names of today, or with `back` by those of earlier versions.
 
-    scheme: its name in files. Raises ValueError for an option under both of its names.
+    scheme: its name in files. Raises InputError for an option under both of its names.
     """
     for earlier, today, schemes in RENAMED:
         if scheme in schemes:
@@ -221,7 +222,7 @@ def renamed(scheme: str, options: Mapping[str, Any], *, back: bool = False) -> d
             if option not in options or (only and options[option] != only):
                 continue
             if name != option and name in options:
-                raise ValueError(f"connection: {option} is called {name} now; give it once, got both")
+                raise InputError(f"connection: {option} is called {name} now; give it once, got both")
             options = {key if key != option else name: value for key, value in options.items()}  # in their order
             options |= {name: choice} if choice else {}
     return dict(options)
@@ -238,7 +239,7 @@ def today(connection: Any) -> Any:
         return _respelled(connection)
     if not isinstance(connection, Mapping):
         return connection
-    kept = {key: value for key, value in connection.items() if key in ("preset", "scheme", "package")}
+    kept = {key: value for key, value in connection.items() if key in RESERVED}
     options = {key: value for key, value in connection.items() if key not in kept}
     return kept | renamed(kept.get("scheme") or _scheme_of(str(kept.get("preset"))), options)
 
@@ -282,7 +283,7 @@ def _mapping(text: str) -> dict[str, Any]:
 
 def _preset_of(connection: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the preset of a mapping, the one with the most of its options, and the options that are left."""
-    options = {key: value for key, value in connection.items() if key not in ("preset", "scheme", "package")}
+    options = {key: value for key, value in connection.items() if key not in RESERVED}
     if "preset" in connection:
         return str(connection["preset"]), options
     scheme = str(connection.get("scheme"))

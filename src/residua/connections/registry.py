@@ -14,7 +14,7 @@ from typing import Any
 
 from residua.connections import names
 from residua.connections.base import Norm, Scheme, Stream
-from residua.connections.names import entry_points, package_of
+from residua.connections.names import RESERVED, entry_points, package_of
 from residua.connections.parts.options import check_options, named
 from residua.connections.schemes.altup import AlternatingUpdates
 from residua.connections.schemes.attnres import AttentionResiduals
@@ -40,8 +40,6 @@ from residua.connections.schemes.residual import Residual
 from residua.connections.schemes.siamese import SiameseNorm
 from residua.connections.schemes.wide import WideResidual
 from residua.errors import did_you_mean
-
-RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
 
 
 def _preset(text: str) -> Scheme:
@@ -139,8 +137,7 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
         name, implied = named(meaning)
         options = {**implied, **options}
     scheme = _find(key, name, connection.get("package"))
-    known = next((known for known, kind in SCHEMES.items() if kind is _kind(scheme)), "")
-    options = names.renamed(known, options)
+    options = names.renamed(_registered_name(_kind(scheme)) or "", options)
     declared = [field.name for field in fields(scheme)]
     for option in options:
         if option not in declared:
@@ -164,7 +161,7 @@ def describe(scheme: Scheme) -> dict[str, Any]:
     option that files do not keep.
     """
     kind = type(scheme)
-    name = next((name for name, registered in SCHEMES.items() if registered is kind), None)
+    name = _registered_name(kind)
     if name is None:
         raise ValueError(
             f"connection: {kind.__name__} has no name: call residua.register(name, {kind.__name__}) first, "
@@ -273,6 +270,11 @@ def _load(key: str, name: str, package: Any) -> None:
         raise ValueError(
             f"connection: the scheme {name!r} of the package {(package or packages[0])!r} cannot be used: {reason}"
         ) from errors[name]
+
+
+def _registered_name(kind: type) -> str | None:
+    """Return the name of a class in files; None for a class without one."""
+    return next((name for name, registered in SCHEMES.items() if registered is kind), None)
 
 
 def _kind(scheme: Any) -> type:

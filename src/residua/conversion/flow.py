@@ -444,10 +444,10 @@ class Borrowed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         owner = self.owner
-        if not issubclass(type(owner), Reader):  # it has run by itself too, on what the norm in it gave
+        weight = next(owner.parameters(), None) if self.cast else None
+        if not isinstance(owner, Reader):  # it has run by itself too, on what the norm in it gave
             name = ".".join(self._path)
             raise UnknownUse(f"has another module in the place of {name}; put it there with setattr, or before convert")
-        weight = next(owner.parameters(), None) if self.cast else None
         return owner(x if weight is None else x.to(weight.dtype))
 
     __call__ = forward  # hooks are on the norm

@@ -172,8 +172,6 @@ def refuse_changes(
     Raises:
         InputError: keys outside `free` differ; it names them.
     """
-    if (connection := "model.connection") in before:
-        before = {**before, connection: today(before[connection])}
     # Compare as JSON, in which a tuple is a list.
     before, now = (json.loads(json.dumps(dict(settings))) for settings in (before, now))
     changes = [

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from residua.connections.names import today
 from residua.errors import InputError, check_types, decoded, extra, mapping
 from residua.files.durable import file_sha256, partial, remove, unfinished
 from residua.files.reading import inside, regular
@@ -172,7 +173,11 @@ def _read_manifest(path: Path) -> Checkpoint:
     """Return a checkpoint according to its manifest, whose files are not checked."""
     manifest = path / MANIFEST
     try:
-        return decoded(read_object(manifest) | {"path": path}, Checkpoint)
+        checkpoint = decoded(read_object(manifest) | {"path": path}, Checkpoint)
+        if (connection := "model.connection") in checkpoint.settings:
+            named = {connection: today(checkpoint.settings[connection])}
+            checkpoint = replace(checkpoint, settings={**checkpoint.settings, **named})
+        return checkpoint
     except InputError as error:
         raise InputError(f"{manifest}: {error}") from error
 
