@@ -99,7 +99,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
     ("name", "dtype", "most"),
     [
         # The output of each of the two sublayers of a layer, and a few numbers for each token.
-        ("residual:gate=token", FLOAT32, 2 + 2 * 6 / DIM),
+        ("residual:write_gate=true", FLOAT32, 2 + 2 * 6 / DIM),
         # The states alone. PyTorch's norm keeps two vectors where the sum of two norms is recomputed.
         ("siamese", FLOAT32, 0.2),
         ("siamese", BFLOAT16, 2.1),

@@ -34,8 +34,8 @@ _VARIANTS = {
     "residual-smear": "residual:expand=smear",
     "lambdas-smear-tc3": "lambdas:compress=token,compress_kernel=3,expand=smear,r=1.1,z=0.1,backout=0.1",
     # The same with a gate for each token on what is written.
-    "residual-gated": "residual:gate=token",
-    "residual-gated-tc4-ec2": "residual:compress=token,expand=conv,expand_kernel=2,gate=token",
+    "residual-gated": "residual:write_gate=true",
+    "residual-gated-tc4-ec2": "residual:compress=token,expand=conv,expand_kernel=2,write_gate=true",
     # The same that reads through DDL's token compression.
     "residual-tc4": "residual:compress=token",
     "residual-tc3-ec2": (
@@ -43,7 +43,7 @@ _VARIANTS = {
     ),
     # The same that convolves what sublayers write, and other schemes of one row that do.
     "residual-branch4": "residual:branch=conv",
-    "residual-gated-branch2": "residual:branch=conv,branch_kernel=2,expand=conv,gate=token",
+    "residual-gated-branch2": "residual:branch=conv,branch_kernel=2,expand=conv,write_gate=true",
     "residual-branch-attention": "residual:branch=conv,branch_sublayers=attention",
     "lambdas-branch-mlp": "lambdas:branch=conv,branch_sublayers=mlp,r=1.0,z=0.1,backout=0.1",
     "lambdas-branch3": "lambdas:branch=conv,branch_kernel=3,r=1.0,z=0.1,backout=0.1,gate=token",
@@ -202,8 +202,8 @@ _VARIANTS = {
     "denseformer-k2": "denseformer:dilation=2",
     "denseformer-p2": "denseformer:period=2",
     "mudd-r": "mudd:ways=r,hidden_multiple=1,readout_multiple=1",
-    "mudd-trimmed": MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gates=True),
-    "mudd-last-r": "mudd:ways=r,layers=1,write_gates=true,hidden_multiple=1",
+    "mudd-trimmed": MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gate=True),
+    "mudd-last-r": "mudd:ways=r,layers=1,write_gate=true,hidden_multiple=1",
     "mudd-prepost": "mudd:prepost_norm=true",
     # The pooled shortcut without a delta write.
     "pooled-householder-token": "pooled-householder:context=token,beta_init=0.4",

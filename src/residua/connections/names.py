@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from residua.connections.parts.options import named
+from residua.connections.parts.options import named, parsed
 from residua.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -134,6 +134,9 @@ RENAMED = (  # an option, or a value of one, as earlier versions wrote it; as it
     ("start=random", "start=published", ("edelta_stream",)),
     ("expand=copies", "expand=repeat", _STREAMS),
     ("expand_last", "readout_multiple", ("mudd",)),
+    ("gate=none", "write_gate=false", ("residual",)),
+    ("gate=token", "write_gate=true", ("residual",)),
+    ("write_gates", "write_gate", ("mudd",)),
 )
 
 RELATED = {  # names of other things, and the nearest thing here, which an error suggests
@@ -219,12 +222,12 @@ def renamed(scheme: str, options: Mapping[str, Any], *, back: bool = False) -> d
         if scheme in schemes:
             before, after = (today, earlier) if back else (earlier, today)
             (option, _, only), (name, _, choice) = before.partition("="), after.partition("=")
-            if option not in options or (only and options[option] != only):
+            if option not in options or (only and parsed(options[option]) != parsed(only)):
                 continue
             if name != option and name in options:
                 raise InputError(f"connection: {option} is called {name} now; give it once, got both")
             options = {key if key != option else name: value for key, value in options.items()}  # in their order
-            options |= {name: choice} if choice else {}
+            options |= {name: parsed(choice)} if choice else {}
     return dict(options)
 
 
@@ -250,7 +253,11 @@ def _respelled(text: str, *, back: bool = False) -> str:
     if not parts or not all(equals for _, equals, _ in parts) or len({part[0] for part in parts}) < len(parts):
         return text  # `named` refuses it
     options = renamed(_scheme_of(name), {option: value for option, _, value in parts}, back=back)
-    return f"{name}:{','.join(f'{option}={value}' for option, value in options.items())}"
+    return f"{name}:{_listed(options)}"
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items())
 
 
 def _scheme_of(preset: str) -> str:
@@ -270,8 +277,7 @@ def label(connection: str | Mapping[str, Any]) -> str:
     alias = next((alias for alias, (of, implied) in _LABELS.items() if (of, implied) == (name, options)), None)
     if alias is not None:
         return alias
-    listed = ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items())
-    return f"{name}:{listed}" if options else name
+    return f"{name}:{_listed(options)}" if options else name
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -15,9 +15,9 @@ FORMS = {
     "r": MultiwayDynamicDense(ways="r"),
     "prepost": MultiwayDynamicDense(prepost_norm=True),
     "vr": MultiwayDynamicDense(ways="vr", sources=(1,)),
-    "trimmed": MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 2), write_gates=True),
-    "gates": MultiwayDynamicDense(write_gates=True, layers=3),
-    "gates-r": MultiwayDynamicDense(ways="r", layers=2, write_gates=True, hidden_multiple=1),
+    "trimmed": MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 2), write_gate=True),
+    "gates": MultiwayDynamicDense(write_gate=True, layers=3),
+    "gates-r": MultiwayDynamicDense(ways="r", layers=2, write_gate=True, hidden_multiple=1),
     "prepost-r": MultiwayDynamicDense(prepost_norm=True, ways="r", hidden_multiple=1),
 }
 every_form = pytest.mark.parametrize("scheme", FORMS.values(), ids=FORMS)
@@ -62,7 +62,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: MultiwayDynamicDense) 
             ways = len(scheme.ways)
             sources.append(rms_norm(outputs[-1], attention.average.before.weight) if normed else outputs[-1])
             reads = averages(attention.average, outputs, sources, ways, scheme.sources)
-            if scheme.write_gates:
+            if scheme.write_gate:
                 gates[0] = mapped(attention.average, outputs[-1])[..., -2:] + attention.average.gates.weight
             if ways == 2:
                 v, r = reads
@@ -78,7 +78,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: MultiwayDynamicDense) 
         h = gates[0][..., :1] * r + gates[0][..., 1:] * sublayers[first](*inputs)
         if first + 1 < len(sublayers):
             mlp = stream.connections[first + 1]
-            if averaged and scheme.write_gates:
+            if averaged and scheme.write_gate:
                 gates[1] = mapped(mlp.gates, h) + mlp.gates.static.weight
             h = gates[1][..., :1] * h + gates[1][..., 1:] * sublayers[first + 1](rms_norm(h, mlp.norm.weight))
         outputs.append(h)
@@ -127,7 +127,7 @@ def test_a_norm_of_somebody_elses_normalises_all_three_inputs():
 
 def test_the_trimmed_form_averages_where_and_what_it_is_told():
     """Four blocks, as the last two layers of a record: the output of block 1 is named, that of block 3 is not."""
-    scheme = MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gates=True)
+    scheme = MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gate=True)
     stream = scheme.build(DIM, 8)
     weights = [part.average.static.shape for part in (*stream.connections, stream.collapse) if hasattr(part, "average")
                and part.average is not None]  # fmt: skip

@@ -85,9 +85,9 @@ def gated(stream, row: Tensor, sublayers: list) -> Tensor:
 
 
 def test_the_gate_is_that_of_the_plain_form():
-    assert_computes(perturbed(Residual(gate="token").build(DIM, 4)).double(), gated)
+    assert_computes(perturbed(Residual(write_gate=True).build(DIM, 4)).double(), gated)
 
 
 def test_only_a_gated_residual_has_facts_of_a_gate():
     assert not Residual().gates
-    assert Residual(gate="token").gates.keys() == {"gate"}
+    assert Residual(write_gate=True).gates.keys() == {"gate"}

@@ -33,11 +33,16 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{text} must be NAME:OPTION=VALUE,OPTION=VALUE, got {part!r}")
         if option in options:
             raise ValueError(f"{text} must have every option once, got {option} twice")
-        try:
-            options[option] = json.loads(value)
-        except ValueError:
-            options[option] = value
+        options[option] = parsed(value)
     return name, options
+
+
+def parsed(value: Any) -> Any:
+    """Return the value of a text: JSON if possible, otherwise the text. Anything but a text stays as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class MultiwayDynamicDense(BlocksScheme):
     layers           None: averages begin every block but the first, and read out; k: only the last k of these
     sources          None: averages take all outputs; else those that are named here (0 is the embedding, j the output
                      of block j), and always the last one
-    write_gates      whether both sublayers of a block that begins with averages write g_1 x + g_2 y, by gates for each
+    write_gate      whether both sublayers of a block that begins with averages write g_1 x + g_2 y, by gates for each
                      token that start at 1: those of attention come from the map of the averages, those of the MLP from
                      one of the same kind
     prepost_norm     sources are normalised (a gain each) before they are averaged, the average for the residual is
@@ -72,7 +72,7 @@ class MultiwayDynamicDense(BlocksScheme):
     ways: Literal["qkvr", "vr", "r"] = "qkvr"
     layers: Annotated[Count | None, only_with(prepost_norm=False)] = None
     sources: Annotated[tuple[int, ...] | None, only_with(prepost_norm=False)] = None
-    write_gates: Annotated[bool, only_with(prepost_norm=False)] = False
+    write_gate: Annotated[bool, only_with(prepost_norm=False)] = False
     prepost_norm: bool = False
     hidden_multiple: Count = 64
     readout_multiple: Count = 4
@@ -198,8 +198,8 @@ class MultiwayConnection(BlockConnection):
         self.ways, self.sources = scheme.ways, outputs_of(scheme.taken(block))
         self.average = self.gates = None
         if averages:
-            self.average = scheme.averages(dim, len(scheme.ways), block, eps=norm_eps, gated=scheme.write_gates)
-        elif after and scheme.write_gates:
+            self.average = scheme.averages(dim, len(scheme.ways), block, eps=norm_eps, gated=scheme.write_gate)
+        elif after and scheme.write_gate:
             self.gates = WriteGates(dim, scheme.hidden(2), eps=norm_eps)
         self.embedding_norm = RMSNorm(dim, eps=norm_eps) if scheme.prepost_norm and index == 0 else None
 

@@ -7,7 +7,7 @@ With a gate for each token it is mHC with a single stream, the cheap control for
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,7 @@ class GatedWriteConnection(ResidualConnection):
 class Residual(SingleStreamScheme):
     """The scheme of plain residual connections.
 
-    gate    "none"; "token": the output of a sublayer is multiplied by a gate for each token, in (0, 2), which starts
-            at 1
+    write_gate    whether the output of a sublayer is multiplied by a gate for each token, in (0, 2), which starts at 1
     """
 
     title = "Plain residual"
@@ -75,20 +74,20 @@ class Residual(SingleStreamScheme):
     paper = "arXiv 1512.03385"
     residual_start = {}
 
-    gate: Literal["none", "token"] = "none"
+    write_gate: bool = False
 
     @property
     def source(self) -> str:
-        return self.paper if self.gate == "none" else "github.com/PrimeIntellect-ai/prime-rl"
+        return "github.com/PrimeIntellect-ai/prime-rl" if self.write_gate else self.paper
 
     @property
     def gates(self) -> Mapping[str, GateFacts]:
-        return {} if self.gate == "none" else {"gate": GateFacts((0.0, 2.0), 1.0)}
+        return {"gate": GateFacts((0.0, 2.0), 1.0)} if self.write_gate else {}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         def connection(i: int, compress: nn.Module) -> ResidualConnection:
-            if self.gate == "none":
-                return ResidualConnection(norm(i), compress)
-            return GatedWriteConnection(norm(i), compress, dim, norm_eps=norm_eps)
+            if self.write_gate:
+                return GatedWriteConnection(norm(i), compress, dim, norm_eps=norm_eps)
+            return ResidualConnection(norm(i), compress)
 
         return self.stream(dim, num_sublayers, connection)
