@@ -70,6 +70,7 @@ def test_a_run_has_the_key_that_its_record_got_before():
         ("residual:gate=token", "residual:write_gate=true"),
         ("residual+tc:gate=none", "residual+tc:write_gate=false"),
         ("mudd:write_gates=true,layers=2", "mudd:write_gate=true,layers=2"),
+        ("delta-attnres:gate=scalar,heads=2", "delta-attnres:read_gate=scalar,heads=2"),
         ("hc:expand=lss", "hc:expand=lss"),
         ("lambdas+tc", "lambdas+tc"),
     ],

@@ -195,8 +195,8 @@ _VARIANTS = {
     "attnres-inkling-e0": "attnres-inkling:separate_every=0",
     "mhar-h2-s2": "mhar:block_size=2,heads=2",
     # The same beside a plain stream, over what sublayers or blocks added to it.
-    "delta-attnres-scalar-s2": "delta-attnres:block_size=2,gate=scalar",
-    "delta-attnres-null-s3": "delta-attnres:block_size=3,gate=sigmoid,null_source=true",
+    "delta-attnres-scalar-s2": "delta-attnres:block_size=2,read_gate=scalar",
+    "delta-attnres-null-s3": "delta-attnres:block_size=3,read_gate=sigmoid,null_source=true",
     "delta-attnres-h2": "delta-attnres:heads=2",
     # Averages over depth: every second output, after every second block.
     "denseformer-k2": "denseformer:dilation=2",

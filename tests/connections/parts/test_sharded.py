@@ -91,4 +91,4 @@ def sharded_as_alone(rank, names):
 )
 def test_every_preset_starts_and_trains_in_shards_as_alone(start, tmp_path, names, size):
     """Under activation checkpointing inside each unit, no layer is replayed for another, whose weights are away."""
-    together(start, tmp_path, size, sharded_as_alone, [*names, "delta-attnres:gate=scalar"])
+    together(start, tmp_path, size, sharded_as_alone, [*names, "delta-attnres:read_gate=scalar"])

@@ -26,7 +26,7 @@ def published(stream, x: Tensor, sublayers: list, scheme: DeltaAttentionResidual
                 scores = keys.unflatten(-1, (scheme.heads, -1)).sum(-1)
                 weights = scores.softmax(0).repeat_interleave(DIM // scheme.heads, -1)
             added = (weights * values).sum(0)
-            gate = {"none": lambda g: 1.0, "scalar": lambda g: g, "sigmoid": torch.sigmoid}[scheme.gate]
+            gate = {"none": lambda g: 1.0, "scalar": lambda g: g, "sigmoid": torch.sigmoid}[scheme.read_gate]
             read = h + gate(connection.gate) * added
         h = h + sublayer(rms_norm(read, connection.norm.weight))
         if (i + 1) % scheme.block_size == 0:
@@ -40,8 +40,8 @@ def published(stream, x: Tensor, sublayers: list, scheme: DeltaAttentionResidual
     "scheme",
     [
         DeltaAttentionResiduals(),
-        DeltaAttentionResiduals(gate="scalar", block_size=2),
-        DeltaAttentionResiduals(gate="sigmoid", null_source=True, block_size=3),
+        DeltaAttentionResiduals(read_gate="scalar", block_size=2),
+        DeltaAttentionResiduals(read_gate="sigmoid", null_source=True, block_size=3),
         DeltaAttentionResiduals(null_source=True, heads=4),
         DeltaAttentionResiduals(heads=2, block_size=4),
     ],
@@ -53,7 +53,7 @@ def test_values_and_gradients_are_those_of_the_published_form(scheme, sublayers)
 
 
 def test_it_starts_with_queries_and_null_sources_of_zeros():
-    scheme = DeltaAttentionResiduals(gate="sigmoid", null_source=True)
+    scheme = DeltaAttentionResiduals(read_gate="sigmoid", null_source=True)
     first, *others = scheme.build(DIM, 4).connections
     assert [name for name, _ in first.named_parameters()] == ["norm.weight"]
     for one in others:

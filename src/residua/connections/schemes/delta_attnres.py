@@ -37,10 +37,10 @@ class DeltaDepthCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaAttentionResiduals(SourcesScheme):
-    """Delta AttnRes. Starts as the pre-norm residual only with gate="scalar": a zero query adds a mean of sources.
+    """Delta AttnRes. Starts as the pre-norm residual only with read_gate="scalar": a zero query adds a mean of sources.
 
     block_size    S, how many outputs are summed into one source; 1 keeps every output
-    gate          "none": g = 1, for training from scratch; "scalar": a number for each sublayer that starts at 0;
+    read_gate     "none": g = 1, for training from scratch; "scalar": a number for each sublayer that starts at 0;
                   "sigmoid": the sigmoid of a number that starts at -2
     null_source   an additional learned source, which starts at 0, so that attention may add nothing
     heads         attention for each of this many groups of features, as in MHAR (arXiv 2607.27230)
@@ -50,10 +50,10 @@ class DeltaAttentionResiduals(SourcesScheme):
     equation = "h + F(norm(h + g sum_i a_i D_i)), a = softmax_i(w . norm(D_i))"
     users = "The authors' experiments (`wdlctc/delta-attention-residuals-code`). No released model is known."
     paper = "arXiv 2605.18855"
-    residual_start = {"gate": "scalar"}
+    residual_start = {"read_gate": "scalar"}
     divisors = ("heads",)
 
-    gate: Literal["none", "scalar", "sigmoid"] = "none"
+    read_gate: Literal["none", "scalar", "sigmoid"] = "none"
     null_source: bool = False
     heads: Count = 1
 
@@ -80,7 +80,7 @@ class DeltaDepthConnection(SourcesConnection):
         self.sources = (*[None] * learned, *summed(self.completed * scheme.block_size, scheme.block_size))
         self.null = nn.Parameter(torch.empty(dim)) if learned else None
         self.attend = DepthRead(dim, eps=norm_eps, heads=scheme.heads) if self.completed or learned else None
-        gated = self.reads and scheme.gate != "none"
+        gated = self.reads and scheme.read_gate != "none"
         self.gate = nn.Parameter(torch.empty(1)) if gated else None  # FSDP2 shards no scalars
         self.norm = norm
         self.reset_parameters()
@@ -90,7 +90,7 @@ class DeltaDepthConnection(SourcesConnection):
         if self.null is not None:
             nn.init.zeros_(self.null)
         if self.gate is not None:
-            nn.init.constant_(self.gate, 0.0 if self.scheme.gate == "scalar" else -2.0)
+            nn.init.constant_(self.gate, 0.0 if self.scheme.read_gate == "scalar" else -2.0)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         stream = state[-1]
@@ -101,7 +101,7 @@ class DeltaDepthConnection(SourcesConnection):
             sources = (self.null.to(stream.dtype).expand_as(stream), *sources)
         added, weights = (sources[0], None) if self.attend is None else self.attend(sources)
         gate = None if self.gate is None else at_least_float32(self.gate)[0]
-        if gate is not None and self.scheme.gate == "sigmoid":
+        if gate is not None and self.scheme.read_gate == "sigmoid":
             gate = gate.sigmoid()
         x = derive(_beside, stream, added, *(() if gate is None else (gate,)))
         return self.norm(x), Carry(state, DeltaDepthCoefficients(weights, gate))
