@@ -71,6 +71,8 @@ def test_a_run_has_the_key_that_its_record_got_before():
         ("residual+tc:gate=none", "residual+tc:write_gate=false"),
         ("mudd:write_gates=true,layers=2", "mudd:write_gate=true,layers=2"),
         ("delta-attnres:gate=scalar,heads=2", "delta-attnres:read_gate=scalar,heads=2"),
+        ("attnres:scale=sum", "attnres:reduction=sum"),
+        ("mhar:scale=sum", "mhar:reduction=sum"),
         ("hc:expand=lss", "hc:expand=lss"),
         ("lambdas+tc", "lambdas+tc"),
     ],

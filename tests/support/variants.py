@@ -185,7 +185,7 @@ _VARIANTS = {
     "edelta-stream-lss": "edelta-stream:num_streams=3,expand=lss",
     # Attention over depth: blocks that end inside a stack and at its end.
     "attnres-block-s2": "attnres:block_size=2",
-    "attnres-sum": "attnres:scale=sum",
+    "attnres-sum": "attnres:reduction=sum",
     "attnres-block-s3": "attnres:block_size=3",
     "altup-n3": "altup:num_streams=3,active=1,laurel_rank=2,weight_std=0.3",
     "altup-copies": "altup:recompute=none,laurel_rank=0,ends=copies",

@@ -32,13 +32,13 @@ class DepthRead(SelfStarting):
     """Attention over the sources by a learned query, with RMSNorm of the keys and a gain. Starts as their mean.
 
     A tuple of n tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (batch, seq, n), or with several heads
-    (batch, seq, heads, n). With scale="sum", n times that: it starts as their sum. heads is a divisor of dim.
+    (batch, seq, heads, n). With reduction="sum", n times that: it starts as their sum. heads is a divisor of dim.
     """
 
-    def __init__(self, dim: int, *, eps: float, scale: Literal["mean", "sum"] = "mean", heads: int = 1):
+    def __init__(self, dim: int, *, eps: float, reduction: Literal["mean", "sum"] = "mean", heads: int = 1):
         super().__init__()
         self.eps, self.heads = eps, heads
-        self.scale = scale
+        self.reduction = reduction
         self.query = nn.Parameter(torch.empty(dim))
         self.gain = nn.Parameter(torch.empty(dim))
         self.reset_parameters()
@@ -51,7 +51,7 @@ class DepthRead(SelfStarting):
     def forward(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         query = at_least_float32(self.query) * at_least_float32(self.gain)
         x, weights = depth_read(sources, query, heads=self.heads, eps=self.eps)
-        return x if self.scale == "mean" else derive(partial(torch.mul, other=len(sources)), x), weights
+        return x if self.reduction == "mean" else derive(partial(torch.mul, other=len(sources)), x), weights
 
 
 class SourcesConnection(Connection):

@@ -33,7 +33,7 @@ class AttentionResiduals(SourcesScheme):
 
     block_size   S, how many outputs are summed into one source; 1 keeps every output (Full AttnRes), 12 is the
                  paper's block of six layers
-    scale        "mean": sum_i a_i V_i (the paper); "sum": n times that for n sources, which with equal weights is their
+    reduction    "mean": sum_i a_i V_i (the paper); "sum": n times that for n sources, which with equal weights is their
                  sum, the plain residual, whatever the norms are; norms that forget the scale see no difference
     heads        a separate softmax for each of this many groups of features: many-headed AttnRes, MHAR (arXiv
                  2607.27230); it adds no parameters
@@ -43,10 +43,10 @@ class AttentionResiduals(SourcesScheme):
     equation = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
     users = "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: `attnres_inkling`."
     paper = "arXiv 2603.15031"
-    residual_start = {"scale": "sum"}  # the plain residual, and not only up to a norm
+    residual_start = {"reduction": "sum"}  # the plain residual, and not only up to a norm
     divisors = ("heads",)
 
-    scale: Literal["mean", "sum"] = "mean"
+    reduction: Literal["mean", "sum"] = "mean"
     heads: Count = 1
 
     @property
@@ -55,7 +55,7 @@ class AttentionResiduals(SourcesScheme):
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [DepthConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
-        last = DepthRead(dim, eps=norm_eps, scale=self.scale, heads=self.heads) if num_sublayers else None
+        last = DepthRead(dim, eps=norm_eps, reduction=self.reduction, heads=self.heads) if num_sublayers else None
         return Stream(Copies(1), connections, DepthCollapse(last))
 
 
@@ -75,7 +75,7 @@ class DepthConnection(SourcesConnection):
 
     def __init__(self, scheme: AttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, index)
-        self.attend = DepthRead(dim, eps=norm_eps, scale=scheme.scale, heads=scheme.heads) if index else None
+        self.attend = DepthRead(dim, eps=norm_eps, reduction=scheme.reduction, heads=scheme.heads) if index else None
         self.norm = norm
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
