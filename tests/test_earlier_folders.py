@@ -73,6 +73,7 @@ def test_a_run_has_the_key_that_its_record_got_before():
         ("delta-attnres:gate=scalar,heads=2", "delta-attnres:read_gate=scalar,heads=2"),
         ("attnres:scale=sum", "attnres:reduction=sum"),
         ("mhar:scale=sum", "mhar:reduction=sum"),
+        ("mhc:alpha_init=0.10,order=columns", "mhc:scale_init=0.10,order=columns"),
         ("hc:expand=lss", "hc:expand=lss"),
         ("lambdas+tc", "lambdas+tc"),
     ],

@@ -141,7 +141,7 @@ _VARIANTS = {
     "frac-m1-linear": "frac:recompute_every=3,tanh=false,scale_init=0.1,num_fractions=1",
     "frac-static-m2": "frac:recompute=none,implementation=auto,dynamic=false,num_fractions=2",
     # Mixing that is doubly stochastic, for copies of the embedding and for pieces of it.
-    "mhc-n2": "mhc:recompute_every=2,implementation=auto,num_streams=2,iterations=5,alpha_init=0.1",
+    "mhc-n2": "mhc:recompute_every=2,implementation=auto,num_streams=2,iterations=5,scale_init=0.1",
     "mhc-residual": "mhc:start=residual",
     "mhc-columns": "mhc:num_streams=3,iterations=3,order=columns",
     "mhc-lite-n3": "mhc:recompute=none,num_streams=3,mixing=permutations",

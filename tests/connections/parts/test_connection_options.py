@@ -200,7 +200,7 @@ lambdas:norm=post | r must be None with norm='post'
 lambdas:norm=post,r=null | z must be None with norm='post'
 mhc:num_streams=6,mixing=permutations | num_streams must be at most 5 with mixing='permutations'
 mhc mhc-deepseek:iterations=0 | iterations must be at least 1
-mhc:alpha_init=0.0 | alpha_init must be a finite number other than 0
+mhc:scale_init=0.0 | scale_init must be a finite number other than 0
 mhc-glm:pre=previous | head must be 'sigmoid' with pre='previous'
 mudd:layers=0 | layers must be at least 1
 mudd:prepost_norm=true,layers=2 | layers must be None unless prepost_norm is False

@@ -87,7 +87,7 @@ def test_the_start(scheme):
             beside = math.exp(-6)
             expected = torch.full((n, n), beside, dtype=torch.float64).fill_diagonal_(1)
             assert_close(h_res, (expected / (1 + (n - 1) * beside)).expand_as(h_res), dtype=torch.float32)
-        assert (connection.mappings.alpha == torch.tensor(scheme.alpha_init)).all()
+        assert (connection.mappings.alpha == torch.tensor(scheme.scale_init)).all()
         assert not connection.mappings.phi.weight.any()
 
 

@@ -170,7 +170,7 @@ def test_a_compressor_that_reads_one_channel():
 @pytest.mark.parametrize(
     ("scheme", "name", "words_of_it"),
     [
-        (ManifoldHyperConnections(iterations=1, alpha_init=3.0), "row_error", "not doubly stochastic: row_error"),
+        (ManifoldHyperConnections(iterations=1, scale_init=3.0), "row_error", "not doubly stochastic: row_error"),
         (JacobianHyperConnections(alpha=3.0, steps=1), "orthogonality_error", "not orthogonal: orthogonality_error"),
     ],
 )

@@ -40,7 +40,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     iterations      "sinkhorn": number of pairs of scalings
     order           "sinkhorn": the sums that each pair divides by first, "rows" or "columns". The others are 1 at the
                     end. Megatron-LM and Liger-Kernel divide by rows first, equation 9 of the paper by columns
-    alpha_init      initial factor on the token-dependent part of all logits
+    scale_init      initial factor on the token-dependent part of all logits
     start           of the reads with layout="copies": "prefer": logits of 2 and -2, whose sigmoids sum to 1.24 for four
                     streams, which the norm before a sublayer undoes up to its eps; "residual": they sum to 1, so
                     that the stream computes exactly the plain residual whatever the norms are
@@ -59,7 +59,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
     iterations: Steps = 20
     order: Annotated[Order, only_with(mixing="sinkhorn")] = "rows"
-    alpha_init: Factor = 0.01
+    scale_init: Factor = 0.01
     start: Annotated[Literal["prefer", "residual"], only_with(layout="copies")] = "prefer"
 
     def __post_init__(self):
@@ -131,7 +131,7 @@ class ManifoldConnection(MixingConnection):
             dim // n if split else dim,
             biases,
             std=0.02 if split else 0.0,
-            scale=scheme.alpha_init,
+            scale=scheme.scale_init,
             eps=norm_eps,
             names=("phi", "alpha"),
         )
