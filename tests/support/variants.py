@@ -173,7 +173,7 @@ _VARIANTS = {
     "gated-residual-start": "gated-residual:recompute_every=2,num_streams=3,rank=5,head=mean,start=residual",
     # Mixing that is orthogonal.
     "jpmhc-n2-exact": "jpmhc:recompute=none,num_streams=2,alpha=1.0,cayley=exact",
-    "jpmhc-n3-s1": "jpmhc:recompute_every=2,implementation=auto,num_streams=3,steps=1",
+    "jpmhc-n3-s1": "jpmhc:recompute_every=2,implementation=auto,num_streams=3,iterations=1",
     "jpmhc-gains": "jpmhc:num_streams=2,expand=gains",
     # The hybrid of rotation and reflection.
     "edelta-n2": "edelta:num_streams=2,gamma_init=0.3,penalty=0.0",

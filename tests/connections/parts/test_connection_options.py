@@ -57,7 +57,13 @@ def test_spelt_out_and_read_again(name):
 @pytest.mark.parametrize(
     "text",
     [
-        *("mhc:iterations=", "mhc-deepseek:iterations=", "jpmhc:steps=", "hc:num_streams=", "ddl-tc:value_channels="),
+        *(
+            "mhc:iterations=",
+            "mhc-deepseek:iterations=",
+            "jpmhc:iterations=",
+            "hc:num_streams=",
+            "ddl-tc:value_channels=",
+        ),
         *(
             "ddl-tc:compress_kernel=",
             "ddl-ec:expand_kernel=",
@@ -187,7 +193,7 @@ ihc mhc-deepseek:gate_eps=-1e-06 | gate_eps must be 0 or more, far below 1 / num
 ihc mhc-deepseek:gate_eps=0.125 | gate_eps must be 0 or more, far below 1 / num_streams
 ihc:weight_std=0.1,start=residual | weight_std must be 0.006 unless start is 'published'
 jpmhc:alpha=0.0 | alpha must be a positive number
-jpmhc:steps=0 | steps must be at least 1
+jpmhc:iterations=0 | iterations must be at least 1
 krom:num_streams=1 | num_streams must be a power of 2, at least 2
 krom:num_streams=6 | num_streams must be a power of 2, at least 2
 lambdas:r=null,r_last=1.0 | r_last must be None unless r is a number

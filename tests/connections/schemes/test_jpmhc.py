@@ -34,7 +34,7 @@ def published(stream, token: Tensor, sublayers: list, scheme: JacobianHyperConne
         (s,) = logits
         w = s - s.T
         h_res = identity + scheme.alpha * w
-        for _ in range(scheme.steps if scheme.cayley == "iterative" else 200):
+        for _ in range(scheme.iterations if scheme.cayley == "iterative" else 200):
             h_res = identity + scheme.alpha / 2 * w @ (identity + h_res)
         y = sublayer(rms_norm((h_pre @ rows).mean(0), connection.norm.weight))
         rows = h_res @ rows + h_post @ y.expand(n, -1)

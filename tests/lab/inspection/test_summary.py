@@ -171,7 +171,11 @@ def test_a_compressor_that_reads_one_channel():
     ("scheme", "name", "words_of_it"),
     [
         (ManifoldHyperConnections(iterations=1, scale_init=3.0), "row_error", "not doubly stochastic: row_error"),
-        (JacobianHyperConnections(alpha=3.0, steps=1), "orthogonality_error", "not orthogonal: orthogonality_error"),
+        (
+            JacobianHyperConnections(alpha=3.0, iterations=1),
+            "orthogonality_error",
+            "not orthogonal: orthogonality_error",
+        ),
     ],
 )
 def test_a_mixing_matrix_that_breaks_its_constraint(scheme, name, words_of_it):

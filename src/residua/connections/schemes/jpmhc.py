@@ -37,7 +37,7 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     streams are averaged, as in the other schemes.
 
     alpha           factor on W: how far it rotates the streams
-    steps           "iterative": number of fixed-point iterations, starting from I + alpha W
+    iterations      "iterative": number of fixed-point iterations, starting from I + alpha W
     cayley          "iterative" (the paper), orthogonal only for small alpha W, or "exact", by a linear solve
     """
 
@@ -50,7 +50,7 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     constraint = "orthogonal"
 
     alpha: Positive = 0.1
-    steps: Steps = 2
+    iterations: Steps = 2
     cayley: Literal["iterative", "exact"] = "iterative"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
@@ -93,7 +93,7 @@ class JacobianConnection(MixingConnection):
         w = logits[0] - logits[0].mT
         if scheme.cayley == "exact":
             return JacobianMatrices(pre, cayley_transform(w, scheme.alpha), post)
-        return JacobianMatrices(pre, iterative_cayley(w, scheme.alpha, scheme.steps), post)
+        return JacobianMatrices(pre, iterative_cayley(w, scheme.alpha, scheme.iterations), post)
 
     def coefficients(self, streams: Tensor) -> MixingCoefficients:
         pre, h_res, post = self.matrices(streams)
