@@ -33,7 +33,7 @@ class Glm5Next(_Production):
 class Qwen4Exp(PeerAdapter):
     """The gated residual of transformers, whose norm is part of the read."""
 
-    scheme = GatedResidual(num_streams=STREAMS, rank=8)
+    scheme = GatedResidual(num_streams=STREAMS, gate_rank=8)
     owns_norm, norm_eps, dtype = True, 1e-6, torch.float32
 
     def module(self, dim: int) -> nn.Module:

@@ -160,7 +160,7 @@ def test_longer_chains_keep_less():
     assert extra[0] - extra[3] == pytest.approx(7, abs=0.5)
 
 
-@pytest.mark.parametrize("name", ["ddl-cc", "altup:laurel_rank=2", "gated-residual:rank=2"])
+@pytest.mark.parametrize("name", ["ddl-cc", "altup:laurel_rank=2", "gated-residual:gate_rank=2"])
 def test_sharded_layers_do_not_cut_the_chain(alone, name):
     """FSDP2 marks the inputs of every layer with a node of its own, between the writes of two layers."""
     from torch.distributed.fsdp import fully_shard

@@ -169,8 +169,8 @@ _VARIANTS = {
     # Streams that are read and written by constants, and forget.
     "wide-n3-retention": "wide:recompute_every=2,num_streams=3,spread=0.5,retention=0.95",
     "wide-n2-gains": "wide:implementation=auto,num_streams=2,expand=gains,retention=0.9,max_forget=0.3",
-    "gated-residual-n2": "gated-residual:recompute=none,implementation=auto,num_streams=2,rank=3,weight_std=0.3",
-    "gated-residual-start": "gated-residual:recompute_every=2,num_streams=3,rank=5,head=mean,start=residual",
+    "gated-residual-n2": "gated-residual:recompute=none,implementation=auto,num_streams=2,gate_rank=3,weight_std=0.3",
+    "gated-residual-start": "gated-residual:recompute_every=2,num_streams=3,gate_rank=5,head=mean,start=residual",
     # Mixing that is orthogonal.
     "jpmhc-n2-exact": "jpmhc:recompute=none,num_streams=2,alpha=1.0,cayley=exact",
     "jpmhc-n3-s1": "jpmhc:recompute_every=2,implementation=auto,num_streams=3,iterations=1",
@@ -226,7 +226,7 @@ _KERNELS = {
     "mhc-deepseek": "mhc-deepseek:implementation=triton,iterations=3",
     "krom": "krom:implementation=triton",
     "ihc": "ihc:implementation=triton",
-    "gated-residual": "gated-residual:implementation=triton,rank=3",
+    "gated-residual": "gated-residual:implementation=triton,gate_rank=3",
     "wide": "wide:implementation=triton,retention=0.999",
     "jpmhc": "jpmhc:implementation=triton,num_streams=2",
 }

@@ -915,7 +915,7 @@ def test_an_unknown_mistake_is_described_where_no_weights_read_the_streams():
             return module(x, sublayers) / 2
 
     with pytest.raises(CheckFailed, match=f"{FIRST}the last write or the head .*; it is 0.5 times ours"):
-        checks()["forward"](Halved(resolve("gated-residual:rank=4")))
+        checks()["forward"](Halved(resolve("gated-residual:gate_rank=4")))
 
 
 def without(name: str):

@@ -137,6 +137,7 @@ RENAMED = (  # an option, or a value of one, as earlier versions wrote it; as it
     ("gate=none", "write_gate=false", ("residual",)),
     ("gate=token", "write_gate=true", ("residual",)),
     ("write_gates", "write_gate", ("mudd",)),
+    ("rank", "gate_rank", ("gated_residual",)),
     ("steps", "iterations", ("jpmhc",)),
     ("alpha_init", "scale_init", ("mhc",)),
     ("scale", "reduction", ("attnres",)),

@@ -122,7 +122,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "qwen4_exp": Dialect(
         lambda config: GatedResidual(
-            num_streams=config.hc_count, rank=config.hc_lowrank, weight_std=config.initializer_range
+            num_streams=config.hc_count, gate_rank=config.hc_lowrank, weight_std=config.initializer_range
         ),
         _below("attn_hyper_connection", _GATED),
         _below("mlp_hyper_connection", _GATED),

@@ -175,7 +175,8 @@ gated-delta:scale=2.1 | scale must be a number above 0, at most 2
 gated-delta:erase=none,scale=1.0 | scale must be 2.0 unless erase is 'signed' or 'positive'
 gated-delta:erase=none,heads=2 | heads must be 1 unless there is a gate
 gated-delta:k_eps=0.0 | k_eps must be a positive number
-gated-delta gated-residual:rank=0 | rank must be at least 1
+gated-delta:rank=0 | rank must be at least 1
+gated-residual:gate_rank=0 | gate_rank must be at least 1
 gated-delta:erase=coupled | erase must be another choice unless write is 'value'
 gated-delta:value_channels=4 | value_channels must be 1 unless write_gate, channel_gates
 gated-delta:channel_gates=true | channel_gates must be False unless something is erased from several value channels

@@ -52,7 +52,7 @@ def test_the_published_start():
 
 def test_no_norm_follows_its_own():
     """Its parameters are the gains of the streams, D, U and B: no gain of a norm beside them."""
-    connection = GatedResidual(rank=3).build(DIM, 2).connections[0]
+    connection = GatedResidual(gate_rank=3).build(DIM, 2).connections[0]
     assert {name for name, _ in connection.named_parameters()} == {
         "gated.weight",
         "gated.down.weight",
@@ -72,7 +72,7 @@ def test_the_gated_head_is_normalised_and_so_preserves_only_up_to_a_norm():
 
 def test_gates_of_a_weight_that_is_made_anew_at_each_call_are_the_same():
     """As an adapter, an offloaded or a sharded map has it."""
-    plain, wrapped = built(GatedResidual(rank=3)), built(GatedResidual(rank=3))
+    plain, wrapped = built(GatedResidual(gate_rank=3)), built(GatedResidual(gate_rank=3))
     for connection in wrapped.connections:
         parametrize.register_parametrization(connection.gated.up, "weight", nn.Identity())
     x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)

@@ -32,7 +32,7 @@ from residua.ops.precision import linear, promote
 class GatedResidual(ExpandingScheme, MixingScheme):
     """The gated residual. Starts near the pre-norm residual: gates near 1/2 halve the normalised input.
 
-    rank            of the gates: D is (rank, n dim) and U is (n dim, rank); 320 in Qwen4-Exp, at width 2560
+    gate_rank       of the gates: D is (rank, n dim) and U is (n dim, rank); 320 in Qwen4-Exp, at width 2560
     weight_std      standard deviation of the initial D, U and B, with start="published"
     head            the readout: "gated", its own gated read, normalised (Qwen4-Exp), or "mean" of the streams
     start           "published": w = 0, and D, U, B are drawn (Qwen4-Exp); "residual": U and B are 0, and 1 + w is 2 on
@@ -48,7 +48,7 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     # The gated readout is normalised.
     residual_start = {"start": "residual", "head": "mean", "weight_std": 0.02}
 
-    rank: Count = 320
+    gate_rank: Count = 320
     weight_std: Annotated[NotNegative, only_with(start="published")] = 0.02
     head: Literal["gated", "mean"] = "gated"
     start: Literal["published", "residual"] = "published"
@@ -80,8 +80,8 @@ class GatedRead(SelfStarting):
         self.norm = norm
         self.weight = nn.Parameter(torch.empty(n, dim))
         # If U is 0, D must not be: their gradients would both be 0.
-        self.down = Projection(n * dim, scheme.rank, std=scheme.weight_std)
-        self.up = Projection(scheme.rank, n * dim, std=scheme.weight_std if published else 0.0)
+        self.down = Projection(n * dim, scheme.gate_rank, std=scheme.weight_std)
+        self.up = Projection(scheme.gate_rank, n * dim, std=scheme.weight_std if published else 0.0)
         self.reset_parameters()
 
     @on_whole_tensors
