@@ -76,6 +76,7 @@ def test_a_run_has_the_key_that_its_record_got_before():
         ("mhc:alpha_init=0.10,order=columns", "mhc:scale_init=0.10,order=columns"),
         ("jpmhc:steps=3", "jpmhc:iterations=3"),
         ("gated-residual:rank=16", "gated-residual:gate_rank=16"),
+        ("lambdas:per_channel=true,p=0.1", "lambdas:per_feature=true,p=0.1"),
         ("hc:expand=lss", "hc:expand=lss"),
         ("lambdas+tc", "lambdas+tc"),
     ],

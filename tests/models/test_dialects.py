@@ -391,8 +391,8 @@ def expect_scaled(
         for i, sublayer in enumerate(third):
             sublayers.insert(3 * i + 2, sublayer)
             norms.insert(3 * i + 2, nn.Identity())
-    per_channel = scales[0][0].numel() > 1
-    scheme = Lambdas(r=1.0, r_every="sublayer", z=None, p=1.0, when="write", per_channel=per_channel)
+    per_feature = scales[0][0].numel() > 1
+    scheme = Lambdas(r=1.0, r_every="sublayer", z=None, p=1.0, when="write", per_feature=per_feature)
     stream = scheme.build(16, len(sublayers), norm=norms.__getitem__).double()
     with torch.no_grad():
         for connection, pair in zip(stream.connections, scales, strict=True):

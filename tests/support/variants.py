@@ -60,10 +60,10 @@ _VARIANTS = {
     "lambdas-gated-tc2": (
         "lambdas:compress=token,compress_kernel=2,compress_sharing=separate,r=1.0,z=null,backout=null,gate=token"
     ),
-    "lambdas-channels": "lambdas:r=1.0,z=0.0,p=1.0,per_channel=true,backout=0.0",
-    "lambdas-bias": "lambdas:r=1.0,r_every=sublayer,z=null,when=write,p=1.0,per_channel=true,bias=true,backout=null",
+    "lambdas-channels": "lambdas:r=1.0,z=0.0,p=1.0,per_feature=true,backout=0.0",
+    "lambdas-bias": "lambdas:r=1.0,r_every=sublayer,z=null,when=write,p=1.0,per_feature=true,bias=true,backout=null",
     "rezero": "lambdas:r=null,z=null,p=0.0,backout=null",
-    "layer-scale": "lambdas:r=null,z=null,p=0.0001,per_channel=true,backout=null",
+    "layer-scale": "lambdas:r=null,z=null,p=0.0001,per_feature=true,backout=null",
     "deepnorm": "lambdas:r=null,z=null,backout=null,norm=post",
     # A bounded stream beside a plain one.
     "siamese-paper": "siamese:depth_scaling=paper,normalised_input=false",

@@ -137,6 +137,7 @@ RENAMED = (  # an option, or a value of one, as earlier versions wrote it; as it
     ("gate=none", "write_gate=false", ("residual",)),
     ("gate=token", "write_gate=true", ("residual",)),
     ("write_gates", "write_gate", ("mudd",)),
+    ("per_channel", "per_feature", ("lambdas",)),
     ("rank", "gate_rank", ("gated_residual",)),
     ("steps", "iterations", ("jpmhc",)),
     ("alpha_init", "scale_init", ("mhc",)),
@@ -146,7 +147,7 @@ RENAMED = (  # an option, or a value of one, as earlier versions wrote it; as it
 
 RELATED = {  # names of other things, and the nearest thing here, which an error suggests
     "canon": "residual:compress=token",
-    "layerscale": "lambdas:r=null,z=null,backout=null,p=0.0001,per_channel=true",
+    "layerscale": "lambdas:r=null,z=null,backout=null,p=0.0001,per_feature=true",
 }
 
 

@@ -111,12 +111,12 @@ DIALECTS: dict[str, Dialect] = {
     "hy_v4": _HY,
     "hy_v4_vl": _HY,
     "doge": Dialect(
-        lambda config: Lambdas(r=1.0, r_every="sublayer", z=None, when="write", per_channel=True),
+        lambda config: Lambdas(r=1.0, r_every="sublayer", z=None, when="write", per_feature=True),
         {"scales.r.weight": "input_residual"} | _NORM_BEFORE_ATTENTION,
         {"scales.r.weight": "post_attention_residual"} | _NORM_BEFORE_MLP,
     ),
     "zaya": Dialect(
-        lambda config: Lambdas(r=1.0, r_every="sublayer", z=None, when="write", p=1.0, per_channel=True, bias=True),
+        lambda config: Lambdas(r=1.0, r_every="sublayer", z=None, when="write", p=1.0, per_feature=True, bias=True),
         _below("post_attention_residual_scale", _SCALED) | _NORM_BEFORE_ATTENTION,
         _below("post_mlp_residual_scale", _SCALED) | _NORM_BEFORE_MLP,
     ),

@@ -201,7 +201,7 @@ lambdas:r=null,r_last=1.0 | r_last must be None unless r is a number
 lambdas:z=null,z_every=sublayer | z_every must be 'block' unless z is a number
 lambdas:r=null,z=null,when=write | when must be 'read' unless r or z is a number
 lambdas:when=write,gate=token | gate must be 'none' with norm='post' or when='write'
-lambdas:r=null,z=null,per_channel=true | per_channel must be False unless there is a scale
+lambdas:r=null,z=null,per_feature=true | per_feature must be False unless there is a scale
 lambdas:bias=true | bias must be False unless r and p are numbers, r_every='sublayer' and when='write'
 lambdas:norm=post | r must be None with norm='post'
 lambdas:norm=post,r=null | z must be None with norm='post'

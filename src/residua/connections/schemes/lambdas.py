@@ -55,7 +55,7 @@ class Lambdas(SingleStreamScheme):
 
     nanochat: r from 1.15 to 1.05 and z from 0.20 to 0.05 for each block, backout 0.2: the preset `lambdas`.
     modded-nanogpt: `r=1.0488, r_every="sublayer", z=0.0, p=1.0, when="write"`. ReZero: `r=None, z=None, p=0.0`.
-    LayerScale: `r=None, z=None, p=0.0001, per_channel=True`. DeepNorm: `r=None, z=None, norm="post"`.
+    LayerScale: `r=None, z=None, p=0.0001, per_feature=True`. DeepNorm: `r=None, z=None, norm="post"`.
 
     r, r_last      start of the scale of the state at the first and the last place, linear in between; r=None: no such
                    scale; r_last=None: as r
@@ -64,7 +64,7 @@ class Lambdas(SingleStreamScheme):
     z_every        places of z, likewise
     when           "read": a sublayer reads r x + z x0; "write": it reads x, and r x + z x0 + p h is written
     p              start of the scale of a sublayer's output; None: no such scale
-    per_channel    a number for each feature in place of one for the state
+    per_feature    a number for each feature in place of one for the state
     bias           True: r (x + s) + p (h + t) is written, as in ZAYA1, with vectors s and t that are learned for each
                    sublayer and start at 0; with when="write", r_every="sublayer" and p
     backout        start of b; x_mid is the state after block L // 2 of L, counted from 0, or before the last sublayer
@@ -92,7 +92,7 @@ class Lambdas(SingleStreamScheme):
     z_every: Annotated[Literal["block", "sublayer"], HAS_Z] = "block"
     when: Annotated[Literal["read", "write"], HAS_R_OR_Z] = "read"
     p: Finite | None = None
-    per_channel: Annotated[bool, HAS_SCALE] = False
+    per_feature: Annotated[bool, HAS_SCALE] = False
     bias: Annotated[bool, MAY_SHIFT] = False
     backout: Finite | None = None
     norm: Literal["pre", "post"] = "pre"
@@ -176,7 +176,7 @@ class ScaledConnection(CompressingConnection):
         middle = min(2 * (num_sublayers // 4) + 2, num_sublayers - 1)
         self.copies = index < middle and scheme.backout is not None  # x_mid is still to come
         self.alpha = num_sublayers**0.25 if scheme.norm == "post" else None
-        width = dim if scheme.per_channel else None
+        width = dim if scheme.per_feature else None
         self.scales = nn.ModuleDict(
             {
                 name: Scale(start, width)
@@ -227,7 +227,7 @@ class ScaledConnection(CompressingConnection):
         x_mid is a copy of the state on its way to the readout, and no row.
         """
         scheme = self.scheme
-        if scheme.per_channel or scheme.bias or scheme.norm == "post":
+        if scheme.per_feature or scheme.bias or scheme.norm == "post":
             return None
         *scales, gate = carry.coefficients
         r, z, p = (neutral if scale is None else scale for scale, neutral in zip(scales, (1.0, 0.0, 1.0)))
