@@ -77,6 +77,8 @@ def test_a_run_has_the_key_that_its_record_got_before():
         ("jpmhc:steps=3", "jpmhc:iterations=3"),
         ("gated-residual:rank=16", "gated-residual:gate_rank=16"),
         ("lambdas:per_channel=true,p=0.1", "lambdas:per_feature=true,p=0.1"),
+        ("edelta:beta_init=0.7", "edelta:cayley_init=0.7"),
+        ("ddl:beta_init=0.7", "ddl:beta_init=0.7"),
         ("hc:expand=lss", "hc:expand=lss"),
         ("lambdas+tc", "lambdas+tc"),
     ],

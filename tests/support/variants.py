@@ -177,10 +177,10 @@ _VARIANTS = {
     "jpmhc-gains": "jpmhc:num_streams=2,expand=gains",
     # The hybrid of rotation and reflection.
     "edelta-n2": "edelta:num_streams=2,gamma_init=0.3,penalty=0.0",
-    "edelta-cumulative": "edelta:context=cumulative,hidden=5,beta_init=0.7",
+    "edelta-cumulative": "edelta:context=cumulative,hidden=5,cayley_init=0.7",
     "edelta-bare": "edelta:gamma_init=0.5,penalty=0.3,projections=false",
     "edelta-stream-n2": "edelta-stream:num_streams=2,hidden=5,gamma_init=0.3,penalty=0.0,recompute=none",
-    "edelta-stream-cumulative": "edelta-stream:num_streams=3,context=cumulative,beta_init=0.7",
+    "edelta-stream-cumulative": "edelta-stream:num_streams=3,context=cumulative,cayley_init=0.7",
     "edelta-stream-residual": "edelta-stream:num_streams=3,recompute_every=2,start=residual",
     "edelta-stream-lss": "edelta-stream:num_streams=3,expand=lss",
     # Attention over depth: blocks that end inside a stack and at its end.

@@ -20,7 +20,7 @@ HYBRIDS = {
     "edelta-n6-bare": EDelta(num_streams=6, projections=False),
     "edelta-stream": EDeltaStream(hidden=7),
     "edelta-stream-n2": EDeltaStream(num_streams=2, hidden=5, gamma_init=0.3),
-    "edelta-stream-n3": EDeltaStream(num_streams=3, beta_init=0.7),
+    "edelta-stream-n3": EDeltaStream(num_streams=3, cayley_init=0.7),
 }
 every_hybrid = pytest.mark.parametrize("name", HYBRIDS)
 every_context = pytest.mark.parametrize("context", CONTEXTS)
@@ -140,10 +140,10 @@ def test_the_start(name, context):
         assert (gamma == gamma[0, 0]).all()
         assert gamma[0, 0].item() == pytest.approx(scheme.gamma_init, rel=1e-7)
         assert (beta == beta[0, 0]).all()
-        assert beta[0, 0].item() == pytest.approx(scheme.beta_init, rel=1e-6)
+        assert beta[0, 0].item() == pytest.approx(scheme.cayley_init, rel=1e-6)
         # The weights of u and v are small, not zero: tokens differ a little from the first step on.
         angle = ops.cayley_angle(u, v, beta)
-        assert ((angle > 0.5 * scheme.beta_init) & (angle < 1.5 * scheme.beta_init)).all()
+        assert ((angle > 0.5 * scheme.cayley_init) & (angle < 1.5 * scheme.cayley_init)).all()
         assert angle.unique().numel() == angle.numel()
         frame = connection.heads.frame.rows
         assert_close((frame[:2] @ frame[:2].T).float(), torch.eye(2))
@@ -266,7 +266,7 @@ def test_the_first_read_decides_on_the_sign_once_the_gate_reflects(n):
 def test_any_start_of_beta():
     """The inverse of softplus keeps its digits from tiny numbers to large ones."""
     for beta in (1e-6, 0.05, 1.0, 30.0, 1000.0):
-        (connection,) = EDelta(beta_init=beta).build(8, 1).double().connections
+        (connection,) = EDelta(cayley_init=beta).build(8, 1).double().connections
         found = connection.read(normal(1, 2, 8))[1].coefficients.beta
         assert found.flatten().tolist() == pytest.approx([beta, beta], rel=1e-5)
 

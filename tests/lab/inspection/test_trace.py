@@ -265,7 +265,7 @@ def test_logits_are_made_in_pieces_that_do_not_show(monkeypatch):
 
 def test_planted_rotation():
     """gamma near 1 rotates by the angle that beta_init sets."""
-    found = trace(tiny_model(EDelta(gamma_init=0.999999, beta_init=0.5), scale=0.0), prompt(8))
+    found = trace(tiny_model(EDelta(gamma_init=0.999999, cayley_init=0.5), scale=0.0), prompt(8))
     assert_close(found.values["gamma"], torch.full((4, 8), 0.999999))
     assert found.values["orthogonality_error"].max() < 1e-5
     assert_close(found.values["cayley_beta"], torch.full((4, 8), 0.5))

@@ -60,7 +60,7 @@ class _Hybrid(Scheme):
     context       input of the coefficients: each "token", the "cumulative" mean up to it, or the "sequence" (published)
     hidden        width of the nets of u, v, k and beta, or of the one net of `EDeltaStream`; None means dim / 4
     gamma_init    gamma of every token at the start, in (0, 1); 1 rotates, 0 reflects; published 0.5
-    beta_init     beta at the start, which is nearly the rotation angle, as u and v start orthonormal; published 0.693,
+    cayley_init   beta at the start, which is nearly the rotation angle, as u and v start orthonormal; published 0.693,
                   with u and v nearly 0
     penalty       weight of the mean of 4 gamma (1 - gamma) in the loss; 0 for none
     """
@@ -71,7 +71,7 @@ class _Hybrid(Scheme):
     context: Context = "token"
     hidden: Count | None = None
     gamma_init: Fraction = 0.82
-    beta_init: Positive = 0.1
+    cayley_init: Positive = 0.1
     penalty: NotNegative = 0.1
 
     @property
@@ -272,7 +272,7 @@ class EDeltaConnection(_HybridConnection):
         hidden = scheme.hidden or max(1, dim // 4)
         # The first layers of the four nets in one product.
         self.up = WideProjection(dim, 4 * hidden, bias=0.0)
-        self.heads = Heads(hidden, scheme.num_streams, beta_init=scheme.beta_init)
+        self.heads = Heads(hidden, scheme.num_streams, beta_init=scheme.cayley_init)
         self.gamma = BlendGate(dim, gamma_init=scheme.gamma_init)
         self.h_pre = Identity(dim) if scheme.projections else nn.Identity()
         self.h_post = Identity(dim) if scheme.projections else nn.Identity()
@@ -308,7 +308,7 @@ class EDeltaStreamConnection(_HybridConnection):
         self.distributes = index < count - 1
         self.context_norm = LayerNorm(n * dim, eps=norm_eps)
         self.up = WideProjection(n * dim, scheme.hidden, bias=0.0)
-        self.heads = Heads(scheme.hidden, n, beta_init=scheme.beta_init, centred=scheme.start == "residual")
+        self.heads = Heads(scheme.hidden, n, beta_init=scheme.cayley_init, centred=scheme.start == "residual")
         self.gamma = BlendGate(scheme.hidden, gamma_init=scheme.gamma_init)
         self.router = Router(dim, n, ["pre", *["post"] * self.distributes], norm_eps=norm_eps)
 
