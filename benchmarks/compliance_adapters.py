@@ -81,7 +81,7 @@ class Inkling2Loop(Inkling2):
 class Gemma3nAltUp(StreamAdapter):
     """AltUp of transformers: a module for each block of two sublayers, whose other parts are the model's own."""
 
-    scheme = AlternatingUpdates(num_streams=STREAMS, laurel_rank=0, ends="copies")
+    scheme = AlternatingUpdates(num_streams=STREAMS, laurel_rank=0, expand="repeat")
     owns_norm, norm_eps, dtype = False, 1e-6, torch.float32
 
     def __init__(self, imported: Any, device: str):

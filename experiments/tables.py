@@ -739,6 +739,7 @@ SHARED = {  # an option that several schemes have, its meaning, and that of each
             "smear": "the embedding plus a gated copy of that of the token before",
             "lss": "each is the embedding times learned gains, from noise around 0.6",
             "gains": "the same, from 1",
+            "projections": "the first is the embedding, the others linear maps of it, and so the readout",
         },
     ),
     "head": (

@@ -79,6 +79,7 @@ def test_a_run_has_the_key_that_its_record_got_before():
         ("lambdas:per_channel=true,p=0.1", "lambdas:per_feature=true,p=0.1"),
         ("edelta:beta_init=0.7", "edelta:cayley_init=0.7"),
         ("ddl:beta_init=0.7", "ddl:beta_init=0.7"),
+        ("altup:ends=copies", "altup:expand=repeat"),
         ("hc:expand=lss", "hc:expand=lss"),
         ("lambdas+tc", "lambdas+tc"),
     ],

@@ -25,7 +25,7 @@ def published(stream, token: Tensor, sublayers: list, scheme: AlternatingUpdates
     """Token by token and block by block: predict, update the active stream, correct."""
     n, a = scheme.num_streams, scheme.active
     rows = [token] * n
-    if scheme.ends == "projections":
+    if scheme.expand == "projections":
         rows = [token, *(sized(part.weight @ token, token) for part in stream.expand.project)]
     for block in range(len(sublayers) // 2):
         first, second = stream.connections[2 * block], stream.connections[2 * block + 1]
@@ -40,7 +40,7 @@ def published(stream, token: Tensor, sublayers: list, scheme: AlternatingUpdates
         updated = updated + sublayers[2 * block + 1](rms_norm(updated, second.norm.weight))
         weights = second.correct.weight @ routed(first.router, updated) + 1
         rows = [predicted[k] + weights[k] * (updated - active) for k in range(n)]
-    if scheme.ends == "projections":
+    if scheme.expand == "projections":
         parts = stream.collapse.read.project
         rows = [rows[0], *(sized(part.weight @ row, rows[0]) for part, row in zip(parts, rows[1:]))]
     return sum(rows) / n
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(scheme):
 
 def test_a_block_is_attention_and_mlp():
     """Between them the state holds the predicted streams and the active one, and the readout moves all by as much."""
-    scheme = AlternatingUpdates(ends="copies", active=2)
+    scheme = AlternatingUpdates(expand="repeat", active=2)
     stream = built(scheme, noise=0.3)
     state = stream.expand(normal(2, 3, DIM))
     for index, (connection, sublayer) in enumerate(zip(stream.connections, bare_sublayers(DIM, 6))):

@@ -46,9 +46,9 @@ class AlternatingUpdates(RecomputingScheme):
     active        the stream that the sublayers read and update
     laurel_rank   rank of L(x) = x + norm(B A x), parallel to attention; 0 for none, and then no division by sqrt(2)
     weight_std    standard deviation of all initial weights
-    ends          "projections": a linear map for every stream but the first makes it from the embedding, another reads
-                  it, both rescaled to the size of the first stream (Gemma 3n); "copies": the embedding is repeated and
-                  the streams are averaged
+    expand        "projections": a linear map for every stream but the first makes it from the embedding, and another
+                  reads it out, both rescaled to the size of the first stream (Gemma 3n); "repeat": the streams are
+                  copies of the embedding, and their mean is read out
     """
 
     title = "AltUp with LAuReL"
@@ -64,7 +64,7 @@ class AlternatingUpdates(RecomputingScheme):
     active: int = 0
     laurel_rank: Natural = 64
     weight_std: Positive = 0.02
-    ends: Literal["projections", "copies"] = "projections"
+    expand: Literal["projections", "repeat"] = "projections"
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,7 +83,7 @@ class AlternatingUpdates(RecomputingScheme):
                 connections.append(CorrectConnection(self, norm(i), predict))
             else:
                 connections.append(PredictConnection(self, dim, norm(i), norm_eps=norm_eps))
-        if self.ends == "copies":
+        if self.expand == "repeat":
             return Stream(Repeat(self.num_streams), connections, ClosedCollapse(self, MeanStreams()))
         return Stream(ProjectedExpand(self, dim), connections, ClosedCollapse(self, ProjectedCollapse(self, dim)))
 
