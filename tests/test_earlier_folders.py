@@ -80,6 +80,7 @@ def test_a_run_has_the_key_that_its_record_got_before():
         ("edelta:beta_init=0.7", "edelta:cayley_init=0.7"),
         ("ddl:beta_init=0.7", "ddl:beta_init=0.7"),
         ("altup:ends=copies", "altup:expand=repeat"),
+        ("ddl-v:phi_k_rank=3", "ddl-v:phi_k_hidden=3"),
         ("hc:expand=lss", "hc:expand=lss"),
         ("lambdas+tc", "lambdas+tc"),
     ],

@@ -123,9 +123,9 @@ _VARIANTS = {
     "v-context": "ddl:beta_init=0.01,v_scale=1.0,v_input=context",
     # The v-Map with every phi_k.
     "phi-linear": "ddl-cc:value_channels=2,map=v,phi_k=linear",
-    "phi-mlp-stream": "ddl-v:v_activation=linear,phi_k_input=x_in,phi_k_rank=3",
+    "phi-mlp-stream": "ddl-v:v_activation=linear,phi_k_input=x_in,phi_k_hidden=3",
     "phi-pool-mlp": "ddl-cc:value_channels=2,map=v,phi_k=pool_mlp",
-    "phi-flatten-mlp": "ddl-v:value_channels=3,compress_kernel=2,phi_k=flatten_mlp,phi_k_rank=4",
+    "phi-flatten-mlp": "ddl-v:value_channels=3,compress_kernel=2,phi_k=flatten_mlp,phi_k_hidden=4",
     # Behind the embedding convolution, because channels that are all equal leave nothing to attend to.
     "phi-attention": "ddl-cc-ec:value_channels=3,map=v,phi_k=attention",
     "phi-attention-dv1": "ddl-v:operator=v1_eps,beta_input=sublayer_out,phi_k=attention",

@@ -137,6 +137,7 @@ RENAMED = (  # an option, or a value of one, as earlier versions wrote it; as it
     ("gate=none", "write_gate=false", ("residual",)),
     ("gate=token", "write_gate=true", ("residual",)),
     ("write_gates", "write_gate", ("mudd",)),
+    ("phi_k_rank", "phi_k_hidden", ("deep_delta",)),
     ("ends=projections", "expand=projections", ("altup",)),
     ("ends=copies", "expand=repeat", ("altup",)),
     ("beta_init", "cayley_init", ("edelta", "edelta_stream")),

@@ -139,7 +139,7 @@ ddl:beta_hidden=0 | beta_hidden must be at least 1
 ddl:beta_input=mean | beta_input must be one of context, pool_mean, flatten, conv, sublayer_out
 ddl:k_proj=1 | k_proj must be true or false
 ddl:v_activation=relu | v_activation must be one of scaled_sigmoid, linear, constant
-ddl:phi_k_rank=0 | phi_k_rank must be at least 1
+ddl:phi_k_hidden=0 | phi_k_hidden must be at least 1
 ddl:map=v,k_proj=true | k_proj must be False unless map is 'k'
 ddl:map=v,v_activation=constant | v_activation must be 'scaled_sigmoid' or 'linear' with the v-Map
 ddl:start=zeros | start must be one of average, authors
@@ -158,8 +158,8 @@ ddl:v_activation=constant,v_input=context | v_input must be 'x_in' unless map is
 ddl:phi_k=linear | phi_k must be 'mlp' unless map is 'v'
 ddl:phi_k_input=x_in | phi_k_input must be 'context' unless map is 'v' and phi_k is 'linear' or 'mlp'
 ddl:map=v,phi_k=attention,phi_k_input=x_in | phi_k_input must be 'context' unless map is 'v' and phi_k is 'linear'
-ddl:phi_k_rank=3 | phi_k_rank must be None unless map is 'v' and phi_k is 'mlp' or
-ddl:map=v,phi_k=linear,phi_k_rank=3 | phi_k_rank must be None unless map is 'v' and phi_k is 'mlp' or
+ddl:phi_k_hidden=3 | phi_k_hidden must be None unless map is 'v' and phi_k is 'mlp' or
+ddl:map=v,phi_k=linear,phi_k_hidden=3 | phi_k_hidden must be None unless map is 'v' and phi_k is 'mlp' or
 denseformer:dilation=0 | dilation must be at least 1
 denseformer:period=0 | period must be at least 1
 edelta:hidden=0 | hidden must be at least 1

@@ -64,7 +64,7 @@ class DeepDelta(ChannelScheme):
     v_input          k-Map: input of the value, "x_in" without a norm or the "context"
     phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
-    phi_k_rank       v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
+    phi_k_hidden     v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
     start            "average": compressors average and gates start at beta_init; "authors": as their first code draws
                      them; "rewrite": as their current code, whose models start with `output_init="depth"` too
     """
@@ -96,7 +96,7 @@ class DeepDelta(ChannelScheme):
     v_input: Annotated[Literal["x_in", "context"], only_with(map="k", v_activation=MAPPED)] = "x_in"
     phi_k: Annotated[Literal["linear", "mlp", "pool_mlp", "flatten_mlp", "attention"], only_with(map="v")] = "mlp"
     phi_k_input: Annotated[Literal["context", "x_in"], only_with(map="v", phi_k=("linear", "mlp"))] = "context"
-    phi_k_rank: Annotated[Count | None, only_with(map="v", phi_k=NETS)] = None
+    phi_k_hidden: Annotated[Count | None, only_with(map="v", phi_k=NETS)] = None
     start: Literal["average", "authors", "rewrite"] = "average"
 
     def __post_init__(self):
@@ -148,7 +148,7 @@ class DeltaConnection(ChannelConnection):
         )
         self.direction = None
         if scheme.map == "v":
-            rank = scheme.phi_k_rank or (dim if scheme.phi_k in ("pool_mlp", "flatten_mlp") else max(1, dim // 4))
+            rank = scheme.phi_k_hidden or (dim if scheme.phi_k in ("pool_mlp", "flatten_mlp") else max(1, dim // 4))
             self.direction = Direction(scheme.phi_k, dim, m, rank, source=scheme.phi_k_input, norm_eps=norm_eps)
         self.k_proj = Projection(dim, dim) if scheme.k_proj else None
         self.window = max(self.window, self.pool.window if self.pool else 0)
