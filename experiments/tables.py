@@ -26,7 +26,9 @@ sys.path.append(str(HERE.parent / "tools"))
 
 from blocks import Blocks, markdown, update, wrapped  # noqa: E402
 
+from residua.connections import names  # noqa: E402
 from residua.connections.explained import meanings  # noqa: E402
+from residua.connections.parts.options import named  # noqa: E402
 from residua.connections.registry import PRESETS  # noqa: E402
 from residua.errors import types_of  # noqa: E402
 
@@ -739,7 +741,7 @@ SHARED = {  # an option that several schemes have, its meaning, and that of each
             "smear": "the embedding plus a gated copy of that of the token before",
             "lss": "each is the embedding times learned gains, from noise around 0.6",
             "gains": "the same, from 1",
-            "projections": "the first is the embedding, the others linear maps of it, and so the readout",
+            "projections": "the first is the embedding, the others are linear maps of it; linear maps read out too",
         },
     ),
     "head": (
@@ -751,6 +753,15 @@ SHARED = {  # an option that several schemes have, its meaning, and that of each
             "gated": "a gated read of its own, normalised",
             "norms": "the sum of both streams, each normalised",
             "stream": "the sum of the normalised stream and the plain one",
+        },
+    ),
+    "gate": (
+        "the share of an output's part along the state that is not written",
+        {
+            "none": "none of it",
+            "token": "a share for each token, tanh of a linear map, from 0",
+            "static": "one share for all tokens, from 0",
+            "one": "all of it: the orthogonal update",
         },
     ),
 }
@@ -773,6 +784,16 @@ def shared_options_table() -> str:
     return markdown(
         ["option", "value", "meaning", "schemes"], [[cell.removesuffix(": ") for cell in row] for row in rows]
     )
+
+
+def renamed_options_table() -> str:
+    """Return one row for each option, or value of one, that earlier versions wrote otherwise."""
+    first = {named(text)[0]: preset for preset, text in reversed(names.PRESETS.items())}
+    rows = [
+        [f"`{earlier}`", f"`{today}`", ", ".join(f"`{first[scheme]}`" for scheme in schemes)]
+        for earlier, today, schemes in names.RENAMED
+    ]
+    return markdown(["earlier", "now", "schemes"], rows)
 
 
 def study_keys_table() -> str:
@@ -822,7 +843,7 @@ def engines_table() -> str:
 
 PAGES: dict[str, Blocks] = {
     "docs/study.md": {"study-keys": study_keys_table},
-    "docs/schemes.md": {"shared-options": shared_options_table},
+    "docs/schemes.md": {"shared-options": shared_options_table, "renamed-options": renamed_options_table},
     "docs/transformers.md": {"engines": engines_table},
     "docs/speed.md": {
         "speed": speed_table,
