@@ -36,11 +36,12 @@ def test_the_help_says_what_each_key_is():
     assert {key for key in KEYS if f"--{key} " in help_of(everything=False)} == COMMON
     for expected in (
         "--model.vocab_size N rows of the embedding; null for the tokenizer's, rounded up (default: null)",
-        "--model.hidden_size N width d (default: 768)",
+        "--model.hidden_size N width d (default: 768; tiny: 128; nano: 32)",
         "--model.rope_theta X base of the rotary frequencies (default: 10000.0)",
         "another 1 / sqrt(num_hidden_layers) (default: 0.5)",
     ):
         assert expected in text
+    assert "(default: ddl; tiny: residual; nano: residual)" in text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from residua.commands.signature import Option, metavar_of
 from residua.errors import InputError
-from residua.lab.training.config import KEYS, load_config
+from residua.lab.training.config import KEYS, load_config, recipe_values
 
 if TYPE_CHECKING:
     from residua.lab.training import RunConfig
@@ -18,12 +18,22 @@ COMMON = {
     *("train.steps", "train.batch_size", "train.sequence_length", "train.lr", "train.seed", "train.device"),
 }
 """The keys that people change most; `--help-all` shows the others too."""
+RECIPES = ("tiny", "nano", "small", "retrofit")
+"""The recipes whose values the help of these keys shows; the others vary them."""
 
 
 def key_options() -> Iterator[Option]:
     """Yield an option for each key of a configuration."""
+    recipes = {name: recipe_values(name) for name in RECIPES}
     for key, item in KEYS.items():
-        text = item.metadata["help"] + ("" if item.default is MISSING else f" (default: {_yaml_text(item.default)})")
+        values = {} if item.default is MISSING else {"default": item.default}
+        if key in COMMON:
+            values |= {
+                name: given[key] for name, given in recipes.items() if given.get(key, item.default) != item.default
+            }
+        text = item.metadata["help"]
+        if values:
+            text += f" ({'; '.join(f'{name}: {_yaml_text(value)}' for name, value in values.items())})"
         settings = {
             "dest": "overrides",
             "action": "append",

@@ -30,9 +30,8 @@ def explore(
         residua explore runs/ddl --checkpoint best --json
 
     Args:
-        paths (RUN|TRACE|HF_DIR): folders of runs, of models (with --prompt, the first time), and traces, which are
-            kept in them and not made again unless options say what to read; without any, the page has only its
-            simulations
+        paths (RUN|TRACE|HF_DIR): folders of runs, folders of models (with --prompt), and traces; a run keeps its trace,
+            which is used again unless options say what to read; without any, the page has only its simulations
         out (FILE.html): the page to write (default: explorer.html, or none with --json)
         no_page: print tables, and write no page
         json: print JSON instead of a table

@@ -51,6 +51,15 @@ def with_key(job, record):
     return {"key": job.key, **record}
 
 
+def chain(done):
+    """Two numbers that are doubled until 20 is passed: eight runs."""
+    chains = [1], [3]
+    for numbers in chains:
+        while numbers[-1] in done and done[numbers[-1]]["double"] < 20:
+            numbers.append(done[numbers[-1]]["double"])
+    return [Job(n, double, (n,), title=f"number {n}") for numbers in chains for n in numbers]
+
+
 def test_records_come_back_in_the_order_of_the_jobs_and_stay(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{"number": 2, "double": "old"}\n')
@@ -70,21 +79,23 @@ def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_pa
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path, request):
-    """Two numbers are doubled until 20 is passed: no run twice, and the last answer of the plan comes back."""
+    """No run is made twice, and the last answer of the plan comes back."""
     if processes > 1:
         request.getfixturevalue("quick_pool")
-
-    def plan(done):
-        chains = [1], [3]
-        for chain in chains:
-            while chain[-1] in done and done[chain[-1]]["double"] < 20:
-                chain.append(done[chain[-1]]["double"])
-        return [Job(n, double, (n,)) for chain in chains for n in chain]
-
     with Records(tmp_path / "records.jsonl", number) as records:
-        found = run_jobs(plan, records, processes=processes, progress=False)
+        found = run_jobs(chain, records, processes=processes, progress=False)
     assert [row["number"] for row in found] == [1, 2, 4, 8, 16, 3, 6, 12]
     assert len(jsonlines.read(tmp_path / "records.jsonl")) == 8
+
+
+def test_progress_counts_the_runs_of_earlier_calls_and_those_that_may_come(tmp_path, capsys):
+    """Of a study that was stopped after two runs: they are done, and the end of the count does not move."""
+    (tmp_path / "records.jsonl").write_text('{"number": 1, "double": 2}\n{"number": 3, "double": 6}\n')
+    with Records(tmp_path / "records.jsonl", number) as records:
+        run_jobs(chain, records, most=10)
+    lines = [line.partition("  ")[0] for line in capsys.readouterr().err.splitlines() if "finished" in line]
+    assert lines[0] == "3/10 runs at most, number 2 finished"
+    assert lines[-1] == "8/8 runs, number 12 finished"
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])

@@ -96,12 +96,12 @@ class Source:
 def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[list[Source], dict[str, Any] | None]:
     """Return the traces of these run folders, trace files and folders of models, and the comparison of the runs.
 
-    A run without a trace of its newest checkpoint gets one, which is saved in the run, and so does every run and model
-    if `reading` says what to read. Two or more runs are compared.
+    A run without a trace of its newest checkpoint gets one, and every run does if `reading` says what to read; it is
+    saved in the run. The trace of a model is not saved. Two or more runs are compared.
 
     Raises:
         InputError: a path is neither a run folder, nor a model, nor a trace, a trace has another version, a model has
-            neither a trace nor a prompt, or there are too many.
+            no prompt, or there are too many.
     """
     paths = list({Path(path).resolve(): Path(path) for path in paths}.values())
     if len(paths) > MOST_RUNS:
@@ -150,28 +150,27 @@ def page_of(
 
 
 def _kept_trace(path: Path, reading: Reading) -> Path | None:
-    """Return the trace file of a path, None where a trace has to be made. Raises InputError if it cannot be made."""
+    """Return the trace file of a path, None if a trace has to be made. Raises InputError if it cannot be made."""
     if path.is_file():
         if reading.again:
             raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
         return path
     if is_model_folder(path):
-        file = trace_file(path, None)
-        if reading.prompt is None and (reading.again or not file.is_file()):
+        if reading.prompt is None:
             raise InputError(f"{path}: this model has no validation text of its own; give --prompt TEXT")
-        return None if reading.again else file
+        return None
     newest = None if reading.again else latest_checkpoint(path)
     kept = newest and trace_file(path, newest.step)
     return kept if kept and kept.is_file() else None
 
 
 def _measured(folder: Path, reading: Reading) -> Source:
-    """Return a new trace of a run or a model, which is saved in its folder."""
+    """Return a new trace of a run or a model. Save it in the folder of a run; that of a model may be published."""
     opened = open_model(folder, reading.step, data=reading.data)
     if not reading.again:
         say(f"{folder}: measuring its connections on held-out text")
     trace = trace_model(opened, reading.prompt, tokens=reading.tokens)
-    return Source(_name(folder, trace), trace, folder, trace.keep(folder))
+    return Source(_name(folder, trace), trace, folder, None if is_model_folder(folder) else trace.keep(folder))
 
 
 def _name(path: Path, trace: Trace) -> str:

@@ -116,7 +116,7 @@ class Trace:
         return path
 
     def keep(self, folder: str | Path) -> Path | None:
-        """Save the trace in the folder of its run or model; where that cannot be written, say so and return None."""
+        """Save the trace in the folder of its run; if that cannot be written, say so and return None."""
         path = trace_file(folder, self.facts["checkpoint"])
         try:
             unlinked(path.parent)
@@ -181,9 +181,9 @@ def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
     return facts
 
 
-def trace_file(folder: str | Path, step: int | None) -> Path:
-    """Return the path of the trace of a step in a run folder, or of the one trace of a folder without checkpoints."""
-    return Path(folder) / "analysis" / ("trace.safetensors" if step is None else f"trace-step-{step}.safetensors")
+def trace_file(folder: str | Path, step: int) -> Path:
+    """Return the path of the trace of a step in a run folder."""
+    return Path(folder) / "analysis" / f"trace-step-{step}.safetensors"
 
 
 def trace(

@@ -61,6 +61,7 @@ class Job:
     steps     the length of the run
     cost      of one step, relative to the other jobs: determines the order of the runs and the remaining time
     order     jobs with a smaller one begin first; among equals, those that take longest
+    title     the words for it in the progress display; empty for the key
     """
 
     key: str | tuple[Hashable, ...]
@@ -69,6 +70,7 @@ class Job:
     steps: int = 1
     cost: float = 1.0
     order: tuple[int, ...] = ()
+    title: str = ""
 
     @property
     def name(self) -> str:
@@ -167,6 +169,7 @@ def run_jobs(
     processes: int = 1,
     executor: "Executor | None" = None,
     finish: Callable[[Job, Record], Record] = lambda job, record: record,
+    most: int = 0,
     progress: bool = True,
 ) -> list[Record]:
     """Make the runs that `records` does not hold yet, `processes` at a time, and return the records of all jobs.
@@ -178,6 +181,7 @@ def run_jobs(
             every run, and its result may grow.
         executor: makes the runs in place of processes of this machine, see `slurm`.
         finish: turns the result of a job into the record to write.
+        most: the largest number of jobs that a function may return in the end, for the progress display.
 
     Raises:
         InputError, RunError: a run raised it, its process died, or a result could not be written. Finished
@@ -185,7 +189,7 @@ def run_jobs(
     """
     plan = jobs if callable(jobs) else lambda finished: jobs
     with Progress("", 0, enabled=progress) as bar:
-        work = Work(plan, records, finish, bar)
+        work = Work(plan, records, finish, bar, most)
         if executor is not None:
             executor(work)
         elif processes == 1 or (len(work.waiting) <= 1 and not callable(jobs)):
@@ -198,16 +202,24 @@ def run_jobs(
 class Work:
     """The waiting, running and finished jobs, and their progress display: what an executor works through."""
 
-    def __init__(self, plan: Callable[..., Iterable[Job]], records: Records, finish: Callable[..., Record], bar: Any):
-        self._plan, self.records, self._finish, self._bar = plan, records, finish, bar
+    def __init__(
+        self,
+        plan: Callable[..., Iterable[Job]],
+        records: Records,
+        finish: Callable[..., Record],
+        bar: Any,
+        most: int = 0,
+    ):
+        self._plan, self.records, self._finish, self._bar, self._most = plan, records, finish, bar, most
         self._started: dict[Hashable, Job] = {}
         self._steps: dict[Hashable, float] = {}
-        self._done = 0
         self._plan_jobs()
 
     def _plan_jobs(self) -> None:
-        keys = self.records.finished.keys() | self._started.keys()
-        todo = {job.key: job for job in self._plan(self.records.finished) if job.key not in keys}
+        finished = self.records.finished
+        planned = {job.key: job for job in self._plan(finished)}
+        todo = {key: job for key, job in planned.items() if key not in finished and key not in self._started}
+        self._done = len((planned | self._started).keys() & finished.keys())
         self.waiting = sorted(todo.values(), key=lambda job: (job.order, -job.cost * job.steps))
 
     def next(self) -> Job | None:
@@ -228,22 +240,25 @@ class Work:
     def finished(self, job: Job, record: Record) -> None:
         """Store the record of `job`, which may have steps left if it diverged."""
         self.records.add(self._finish(job, record))
-        self._done += 1
         self._steps[job.key] = job.steps * job.cost
         self._plan_jobs()
         self._show(job, " finished", line=True)
 
     def note(self, text: str) -> None:
         """Show what the runs wait for, or where they are made."""
-        jobs = [*self._started.values(), *self.waiting]
-        total = sum(job.steps * job.cost for job in jobs)
-        self._bar.update(sum(self._steps.values()), f"{self._done}/{len(jobs)} runs, {text}", total=total, line=True)
+        self._display(text, line=True)
 
     def _show(self, job: Job, what: str, *, line: bool = False) -> None:
+        self._display(f"{job.title or job.name}{what}", line=line)
+
+    def _display(self, text: str, *, line: bool) -> None:
         jobs = [*self._started.values(), *self.waiting]
+        left = sum(job.key not in self.records.finished for job in jobs)
+        known = self._done + left
+        most = max(known, self._most) if left else known
+        count = f"{self._done}/{most} runs{' at most' * (most > known)}"
         total = sum(job.steps * job.cost for job in jobs)
-        text = f"{self._done}/{len(jobs)} runs, {job.name}{what}"
-        self._bar.update(sum(self._steps.values()), text, total=total, line=line)
+        self._bar.update(sum(self._steps.values()), f"{count}, {text}", total=total, line=line)
 
 
 Executor = Callable[[Work], None]

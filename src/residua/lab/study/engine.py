@@ -78,7 +78,14 @@ def run_study(
             for (size, scheme), error in plan.misfits.items():
                 say(f"study: {scheme} is left out at {size}: {error}")
             say(f"study: {plan.most} runs at most, {len(made.finished)} finished in {out}")
-        run_jobs(lambda finished: jobs(plan, finished), made, processes=processes, executor=executor, progress=progress)
+        run_jobs(
+            lambda finished: jobs(plan, finished),
+            made,
+            processes=processes,
+            executor=executor,
+            most=plan.most,
+            progress=progress,
+        )
     return plan
 
 
@@ -209,7 +216,7 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
     """The jobs of all runs that the study needs so far, the finished ones too."""
     return [
         # The cost of a step grows with the model as the number of steps does.
-        Job(run.key, train_run, (run,), run.config.train.steps, float(plan.steps[run.size]), (place,))
+        Job(run.key, train_run, (run,), run.config.train.steps, float(plan.steps[run.size]), (place,), run.title)
         for place, run in enumerate(plan.runs(finished))
     ]
 

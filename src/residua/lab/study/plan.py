@@ -60,6 +60,11 @@ class PlannedRun(NamedTuple):
         train = self.config.train
         return f"{self.size} {self.scheme} {self.kind} seed={train.seed} steps={train.steps} {self.identity}"
 
+    @property
+    def title(self) -> str:
+        point = [f"{key.rpartition('.')[2]}={value}" for key, value in self.point.items()]
+        return " ".join([self.size, self.scheme, self.kind, *point, f"seed={self.config.train.seed}"])
+
 
 class Part(NamedTuple):
     """Runs of one scheme at one size that are equally long: how many at most, and their steps."""

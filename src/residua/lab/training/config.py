@@ -254,6 +254,11 @@ def recipe_names() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
+def recipe_values(name: str) -> dict[str, Any]:
+    """Return the values of a recipe and its bases by dotted key."""
+    return _stacked(name, ())[0]
+
+
 def load_config(
     sources: str | Sequence[str] | None = None,
     overrides: Sequence[str] | Mapping[str, Any] = (),
