@@ -272,7 +272,7 @@ def compared_rows(name: str) -> list[list[str]]:
     for row in resbench().rows:
         if row.whole and row.loss and scheme_of(row.scheme) == name:
             differences = [difference_text(row, one, "tokens") for one in resbench().study.baselines]
-            time = f"{row.cost['time_ratio']['median']:.2f}" if row.cost else "–"
+            time = f"{row.cost.ratio.median:.2f}" if row.cost else "–"
             rows.append([row.size, row.scheme, estimate_text(row.loss, ".4f"), *differences, time])
     return rows
 

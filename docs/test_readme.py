@@ -54,7 +54,7 @@ def test_the_parameters_of_the_table_are_those_of_the_command(page):
 
 
 def test_the_step_times_of_a_page_are_those_of_resbench(rows):
-    times = {name: f"{row.cost['time_ratio']['median']:.2f}" for name, row in rows.items()}
+    times = {name: f"{row.cost.ratio.median:.2f}" for name, row in rows.items()}
     which, answers = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("which.md", "faq.md"))
     listed = re.findall(r"^\| [^|]* \| `([\w+-]+)` \| [\d,]+ \| [^|]* \| (\d\.\d\d) \|$", which, flags=re.MULTILINE)
     assert len(listed) == 6

@@ -193,15 +193,15 @@ def about_the_failed_run() -> dict[str, Any]:
         seed: min(each.losses[seed] for name, each in whole(size).items() if name != scheme) for seed in failed.losses
     }
     (seed,) = (seed for seed, loss in failed.losses.items() if loss > best[seed])
-    (run,) = (run for run in failed.reported if run["seed"] == seed)
-    jump = next(later[0] for (_, loss), later in pairwise(run["curve"]) if later[1] > loss + 1)
-    assert jump <= run["steps"] / 2 + 1
+    (run,) = (run for run in failed.reported.runs if run.seed == seed)
+    jump = next(later.step for point, later in pairwise(run.validation) if later.loss > point.loss + 1)
+    assert jump <= run.steps / 2 + 1
     (points,) = (audit["points"] for audit in records("main/audits.jsonl")
                  if (audit["size"], audit["scheme"], audit["seed"]) == (size, scheme, seed))  # fmt: skip
     (sublayers,) = {len(point["sublayers"]) for point in points}
     stuck = {point["step"]: sum(sub["gate_q05"] > 0.99 for sub in point["sublayers"]) for point in points}
     assert all(count <= 1 for step, count in stuck.items() if step < jump)
-    return {"stuck_after": stuck[jump], "stuck_of": sublayers, "stuck_end": NUMBERS[stuck[run["steps"]]]}
+    return {"stuck_after": stuck[jump], "stuck_of": sublayers, "stuck_end": NUMBERS[stuck[run.steps]]}
 
 
 def about_gates() -> dict[str, Any]:

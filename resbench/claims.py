@@ -43,7 +43,8 @@ from tables import (
 )
 
 from residua.lab.records.statistics import Contrast, holm, welch
-from residua.lab.study.results import Difference, _error
+from residua.lab.study.forms import Cost
+from residua.lab.study.results import Difference
 
 # Gathered from the records
 
@@ -104,7 +105,7 @@ def sessions(name: str = "lambdas+tc") -> list[int]:
     """The rounds of the only session that timed a scheme's eager step, by shape."""
     timed = [row(size, name).timed(compiled=False) for size in SIZES]
     assert {len(each) for each in timed} == {1}
-    return [len(each[0]["seconds"]) for each in timed]
+    return [each[0].rounds for each in timed]
 
 
 def ratios(compiled: bool, rounds: int) -> dict[tuple[str, str], list[tuple[float, float]]]:
@@ -113,7 +114,7 @@ def ratios(compiled: bool, rounds: int) -> dict[tuple[str, str], list[tuple[floa
     for cost in records("main/costs.jsonl"):
         right = cost.get("compiled", False) is compiled and len(cost["seconds"]) >= rounds
         if right and "EPYC" in cost["device"] and cost["scheme"] != cost["baseline"]:
-            one = math.log(cost["time_ratio"]["median"]), _error(cost)
+            one = math.log(cost["time_ratio"]["median"]), Cost.of(cost).error
             found.setdefault((cost["size"], cost["connection"]), []).append(one)
     return {place: some for place, some in found.items() if len(some) > 1}
 
@@ -165,9 +166,9 @@ def ten() -> tuple[Difference, dict[int, float]]:
     """The lead at ten million parameters and its course: every run copies, at twice the plain residual's rate."""
     ours, theirs = row("10M", "residual+tc"), row("10M", "residual")
     assert (ours.point["train.lr"], theirs.point["train.lr"]) == (0.008, 0.004)
-    rates = [{run["point"]["train.lr"] for run in each.reported} for each in (ours, theirs)]
+    rates = [{run.point["train.lr"] for run in each.reported.runs} for each in (ours, theirs)]
     assert rates == [{0.008}, {0.004}]
-    first = ours.reported[0]["curve"][0][0]
+    first = ours.reported.runs[0].validation[0].step
     assert {step for each in (ours, theirs) for step in each.transitions} == {first}
     (difference,) = study(SPLIT["10M"]).corrected.values()
     course = {step: mean for step, mean, _ in study(SPLIT["10M"]).curves(ours)["residual"]}
@@ -418,7 +419,7 @@ def timing() -> dict[str, Any]:
     assert [size for size in SIZES if row(size, "lambdas+tc").compiled] == ["0.1M-deep", "0.3M"]
     worth = [row(size, "lambdas+tc").difference("lambdas", "tokens").worth for size in SHAPES]
     speed = [each / at_seconds[size, "lambdas"].cost for each, size in zip(worth, SHAPES)]
-    earlier = {size: [cost["time_ratio"]["median"] for cost in row(size, "residual+tc").timed(compiled=False)]
+    earlier = {size: [cost.ratio.median for cost in row(size, "residual+tc").timed(compiled=False)]
                for size in ("0.1M", "0.1M-wide")}  # fmt: skip
     *some, last = (f"{ratio:.2f}" for ratio in earlier["0.1M"])
     return {

@@ -58,7 +58,7 @@ def splits(results: Results) -> dict[str, Split]:
     parts = {}
     for name in (BASELINE, *SCHEMES):
         if row := results.row("0.3M", name):
-            keys = {run["key"] for run in row.reported}
+            keys = {run.key for run in row.reported.runs}
             labels = [(run["val_loss"], *run["split"][-1][1:]) for run in trained if run["key"] in keys]
             loss, repeated, other = map(fmean, zip(*labels))
             share = (other - loss) / (other - repeated)

@@ -46,7 +46,7 @@ def interval(estimate: Contrast | Estimate, digits: int = 4) -> str:
 
 def step_time(size: str, scheme: str) -> float:
     """The eager step's time beside the plain residual's."""
-    return row(size, scheme).cost["time_ratio"]["median"]
+    return row(size, scheme).cost.ratio.median
 
 
 @cache

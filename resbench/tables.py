@@ -13,8 +13,10 @@ from blocks import markdown
 from picture import BASELINE, SCHEMES
 from scipy.stats import binomtest
 
+from residua.lab.evaluation.runs import Run
 from residua.lab.records.statistics import welch
 from residua.lab.study.results import ALPHA, Results, SchemeRow, read_results
+from residua.lab.study.search import loss_of
 
 RECORDS = Path(__file__).with_name("records")
 
@@ -51,7 +53,7 @@ def resbench_table() -> str:
     for name, words in SCHEMES.items():
         rows = [results.row(size, name) for size in sizes]
         cells = [lead(row.difference(BASELINE, "tokens") if row else None) for row in rows]
-        times = [row.cost["time_ratio"]["median"] for row in rows if row and row.cost]
+        times = [row.cost.ratio.median for row in rows if row and row.cost]
         lines.append([f"`{name}`", words, *cells, span(times, 1)])
     return markdown(["name", "in words", *sizes.values(), "step time"], lines)
 
@@ -64,8 +66,8 @@ FIELD = ("lambdas", "residual+tc", "lambdas+tc", "ddl", "ddl-tc", "ddl-tc-write-
 def times_the_tokens(row: SchemeRow, loss: float) -> float:
     """How many times a row's tokens bring the plain residual to a loss: on the curve through its two lengths."""
     base = study("main").row(row.size, BASELINE)
-    short, long = (statistics.fmean(run["val_loss"] for run in runs) for runs in (base.reported, base.longer))
-    lengths = [runs[0]["steps"] / row.steps for runs in (base.reported, base.longer)]
+    short, long = (statistics.fmean(map(loss_of, runs)) for runs in (base.reported.runs, base.longer))
+    lengths = [runs[0].steps / row.steps for runs in (base.reported.runs, base.longer)]
     powers = [length**-ALPHA for length in lengths]
     power = powers[0] + (loss - short) / (long - short) * (powers[1] - powers[0])
     return max(power, lengths[1] ** -ALPHA) ** (-1 / ALPHA)
@@ -79,7 +81,7 @@ def field_table() -> str:
         estimate = row.difference(BASELINE, "tokens").estimate
         losses = [row.loss.mean + side * estimate.half_width for side in (0, 1, -1)]
         speedups = [times_the_tokens(row, loss) for loss in losses]
-        time = row.cost["time_ratio"]["median"] if row.cost else None
+        time = row.cost.ratio.median if row.cost else None
         cells = [
             speedup_text(speedups, 1.0),
             f"{time:.2f}" if time else "",
@@ -103,7 +105,7 @@ def fresh_table() -> str:
     answers = {(each.size, each.scheme, each.to): each.difference for each in first.answers if each.measure == "tokens"}
 
     def means(name: str) -> list[float]:
-        runs = fresh.row(size, name).reported
+        runs = recorded("fresh", fresh.row(size, name).reported.runs)
         losses = [(*run["split"][-1][1:], run["further_curve"][-1][1]) for run in runs]
         return list(map(statistics.fmean, zip(*losses)))
 
@@ -150,11 +152,17 @@ def split_losses(size: str) -> dict[str, dict[int, tuple[float, ...]]]:
         runs = [run for run in runs if run["point"] == points[run["scheme"]]]
     else:
         rows = study(SPLIT[size]).rows
-        runs = [run for row in rows if row.whole for run in row.reported]
+        runs = recorded(SPLIT[size], [run for row in rows if row.whole for run in row.reported.runs])
     losses: dict[str, dict[int, tuple[float, ...]]] = {}
     for run in runs:
         losses.setdefault(run["scheme"], {})[run["seed"]] = ends(run)
     return losses
+
+
+def recorded(folder: str, runs: Iterable[Run]) -> list[dict[str, Any]]:
+    """The records of runs of a study."""
+    by_key = {record["key"]: record for record in records(f"{folder}/records.jsonl")}
+    return [by_key[run.key] for run in runs]
 
 
 def ends(run: dict[str, Any]) -> tuple[float, ...]:
@@ -194,9 +202,10 @@ def plain_at_rates() -> dict[float, list[dict[str, Any]]]:
 def leads_at_rates(scheme: str, seed: int) -> dict[float, tuple[float, ...]]:
     """What the four losses of a scheme are minus the plain residual's at each of its rates, with one seed."""
     row = study(SPLIT["1M"]).row("1M", scheme)
-    runs = [run for run in [*row.reported, *row.tuning] if run["seed"] == seed and run["point"] == row.point]
+    runs = [run for run in [*row.reported.runs, *row.tuning] if run.seed == seed and run.point == row.point]
+    (first,) = recorded(SPLIT["1M"], runs[:1])
     return {
-        rate: tuple(ours - theirs for ours, theirs in zip(ends(runs[0]), ends(run)))
+        rate: tuple(ours - theirs for ours, theirs in zip(ends(first), ends(run)))
         for rate, plain in plain_at_rates().items()
         for run in plain
         if run["seed"] == seed

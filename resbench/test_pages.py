@@ -90,7 +90,7 @@ def against(ours, theirs):
 
 def ratio(row):
     """Of the time of a step to that of the plain residual's."""
-    return round(row.cost["time_ratio"]["median"], 2)
+    return round(row.cost.ratio.median, 2)
 
 
 def ends(size, scheme, kind, **point):
@@ -158,10 +158,10 @@ def test_how_much_was_trained(study, rows):
     embedding = {}
     for size in SIZES:
         plain = rows[size]["residual"]
-        embedding[size] = round(2048 * study.study.sizes[size].keys["model.hidden_size"] / plain.parameters, 2)
-        assert round(plain.tokens / plain.parameters) == 20
+        embedding[size] = round(2048 * study.study.sizes[size].keys["model.hidden_size"] / plain.reported.parameters, 2)
+        assert round(plain.tokens / plain.reported.parameters) == 20
     assert (min(embedding.values()), max(embedding.values())) == (0.40, 0.69)
-    facts = rows["0.1M"]["residual"].runs[0]["facts"]["data"]
+    facts = rows["0.1M"]["residual"].runs[0].facts["data"]
     assert (facts["validation_tokens"], facts["documents"], facts["validation_fraction"]) == (58563, 31174, 0.001)
 
 
@@ -243,7 +243,7 @@ def test_each_size_was_trained_on_the_processor_that_the_page_names(rows):
     assert all(names == {"AMD EPYC"} for key, names in used.items() if key not in xeon)
     trained = itertools.product((*BASELINES, "lambdas+conv", "lambdas-gated+conv"), ("tune", "report"))
     assert xeon == {("0.3M", name, kind) for name, kind in {*trained, ("residual", "longer")}}
-    assert {cost["device"] for row in rows["0.3M"].values() for cost in (row.cost, row.compiled)} == {"AMD EPYC"}
+    assert {cost.device for row in rows["0.3M"].values() for cost in (row.cost, row.compiled)} == {"AMD EPYC"}
     again = {
         run["key"]: run for run in records("headline.jsonl", RESBENCH / "records") if run["facts"]["cpu"] == "AMD EPYC"
     }
@@ -347,7 +347,7 @@ def test_the_lead_of_the_convolution_on_fresh_seeds(study):
     ends = {}
     for row in fresh.rows:
         assert row.transitions == [None] * 5
-        labels = [run["split"][-1][1:] for run in row.reported]
+        labels = [(run.repeated[-1].loss, run.other[-1].loss) for run in row.reported.runs]
         repeated, other = map(statistics.fmean, zip(*labels))
         ends[row.scheme] = repeated, other, row.loss.mean
         earlier_row = study.row("0.1M", row.scheme)

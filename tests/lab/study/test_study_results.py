@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 
 import numpy
@@ -107,7 +108,7 @@ def test_compiled_steps_have_a_comparison_of_their_own():
         row = row_of(found)
         assert row.difference("residual", "seconds").estimate.mean == pytest.approx(-0.2 + 0.3)
         assert row.difference("residual", "compiled seconds").estimate.mean == pytest.approx(-0.2 + 0.158, abs=1e-3)
-        assert row.cost["time_ratio"]["median"] == 1.5
+        assert row.cost.ratio.median == 1.5
         assert "| 1.500 [1.490, 1.510] | 1.225 [1.215, 1.235] |" in markdown(found)
         assert "| vs residual, equal compiled seconds |" in markdown(found)
         assert payload(found)["measures"] == ["tokens", "FLOPs", "seconds", "compiled seconds"]
@@ -141,6 +142,13 @@ def test_a_reported_run_that_diverged_has_a_row_and_no_difference_and_breaks_no_
     assert all(difference.estimate is None for difference in row_of(found).differences)
     assert "| `ddl` | diverged |" in markdown(found)
     assert write_report(found, tmp_path)
+
+
+def test_a_worth_beyond_the_longest_runs_is_null_in_json(tmp_path):
+    beyond = changed(records(), lambda row: {"val_loss": 0.1}, scheme="ddl", kind="report")
+    assert row_of(planted(beyond)).difference("residual", "tokens").worth == math.inf
+    written = json.dumps(payload(planted(beyond)), allow_nan=False)
+    assert json.loads(written)["rows"][1]["differences"][0]["tokens_worth"] is None
 
 
 def test_without_costs_only_equal_tokens_are_compared():
@@ -371,7 +379,7 @@ def finalists(seeds, losses, **tuning):
 def test_the_best_finalist_is_reported_and_without_all_of_them_there_is_no_row():
     found, row = finalists([0], {4e-3: [3.8], 8e-3: [4.0]})
     assert (row.point, row.loss.mean, row.tuning_runs) == ({"train.lr": 4e-3}, 3, 2)
-    assert [run["kind"] for run in row.runs] == ["tune"] * 2 + ["final"] * 2 + ["report"] * 3
+    assert [run.kind for run in row.runs] == ["tune"] * 2 + ["final"] * 2 + ["report"] * 3
     assert "The best 2 were trained in full with seed 0 to choose between them." in markdown(found)
     assert finalists([0], {8e-3: [4.0]})[1] is None
 

@@ -131,16 +131,16 @@ def test_a_point_is_trained_once_however_it_is_written():
     assert list(finished) == [0.01, 0.03, 0.00333333, 0.00111111], "three times 0.00333333 is 0.01"
 
 
-def row_of(*losses):
-    records = ({"seed": seed, "val_loss": loss} for seed, loss in enumerate(losses))
-    return Row("", tuple(Run.of(record, Measurement()) for record in records))
+def row_of(*losses, name="", **point):
+    records = ({"seed": seed, "val_loss": loss, "point": point} for seed, loss in enumerate(losses))
+    return Row(name, tuple(Run.of(record, Measurement()) for record in records))
 
 
 def test_a_value_beyond_which_a_run_diverged_is_not_at_the_edge():
     over = {"train.lr": (1e-3, 2e-3, 4e-3)}
     losses = {1e-3: 1.7, 2e-3: 1.0, 4e-3: None}
     sweep = Sweep(("tiny",), (), over)
-    results = tuple(Result("", {"train.lr": lr}, row_of(loss), won=lr == 2e-3) for lr, loss in losses.items())
+    results = tuple(Result(row_of(loss, **{"train.lr": lr}), won=lr == 2e-3) for lr, loss in losses.items())
     assert not any("edge" in note for note in Outcome(sweep, results).notes)
 
 
@@ -231,7 +231,7 @@ def test_a_run_that_diverges_is_recorded_and_stands_last(data, tmp_path):
     sweep = sweep_of(data, {"train.lr": (1e30, 1e-3)})
     outcome = train_sweep(sweep, tmp_path / "out", progress=False)
     assert [result.point["train.lr"] for result in outcome.results] == [1e-3, 1e30]
-    assert outcome.results[1].losses(None) == [None]
+    assert outcome.results[1].row.losses("nats per token") == {0: None}
     assert outcome.table().rows[1][-1] == "diverged: 1"
     rows = {row["point"]["train.lr"]: row for row in jsonlines.read(tmp_path / "out" / "records.jsonl")}
     assert "loss and gradient must be finite" in rows[1e30]["diverged"]
@@ -298,8 +298,8 @@ def test_its_status_says_which_signal_ended_it(data, tmp_path, monkeypatch, caps
 def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp_path, monkeypatch):
     sweep = Sweep(("tiny",), (), {"model.connection": ("residual", "ddl"), "train.lr": (1e-3, 2e-3)}, seeds=2)
     losses = {("ddl", 2e-3): 1.0, ("residual", 1e-3): 2.0, ("residual", 2e-3): 3.0, ("ddl", 1e-3): 4.0}
-    results = [Result(run[0], dict(zip(sweep.over, run)), row_of(loss, loss + 0.1)) for run, loss in losses.items()]
-    outcome = Outcome(sweep, tuple(results))
+    rows = (row_of(loss, loss + 0.1, name=run[0], **dict(zip(sweep.over, run))) for run, loss in losses.items())
+    outcome = Outcome(sweep, tuple(map(Result, rows)))
     drawn = {}
     monkeypatch.setattr(figures, "save", lambda pictures, folder: drawn.update(pictures))
     outcome.draw(tmp_path / "sweep.png")

@@ -14,21 +14,17 @@ from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any
 
 from residua.connections.names import label
-from residua.errors import InputError, did_you_mean, extra
+from residua.errors import InputError, did_you_mean
 from residua.lab.evaluation.comparable import Unit, Verdict, judged
 from residua.lab.evaluation.published import Model, models, size_of
-from residua.lab.evaluation.runs import Row, Run
+from residua.lab.evaluation.runs import Axis, Row, Run
 from residua.lab.records import table
 from residua.lab.records.jsonlines import finite
-from residua.lab.records.statistics import Estimate, paired
+from residua.lab.records.statistics import Estimate
 
-with extra("lab"):
-    import numpy
-
-Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
 BASELINE_CONNECTION = "residual"
 NO_SETTING = "–"
@@ -179,21 +175,7 @@ class Comparison:
         """
         if self.baseline is None or group is self.baseline or self.verdict(group).unit is None:
             return {}
-        sides = [
-            {
-                seed: list(zip(*((getattr(point, axis), point.loss) for point in run.curve(self.unit))))
-                for seed, run in runs
-            }
-            for runs in map(dict.items, _matched(group, self.baseline))
-        ]
-        if not all(side and all(side.values()) for side in sides):
-            return {}
-        axes = [at for side in sides for at, _ in side.values()]
-        first, last = max(at[0] for at in axes), min(at[-1] for at in axes)
-        points = sorted({value for at in axes for value in at if first <= value <= last})
-        losses = (zip(*(numpy.interp(points, *curve).tolist() for curve in side.values())) for side in sides)
-        pairs = zip(*([dict(zip(side, values)) for values in columns] for side, columns in zip(sides, losses)))
-        return {at: _difference(ours, theirs) for at, (ours, theirs) in zip(points, pairs)}
+        return group.minus(self.baseline, axis, self.unit)
 
     def final_difference(self, group: Row) -> tuple[float, Estimate] | None:
         """Return the last number of tokens that both the group and the baseline reached, and the difference there."""
@@ -226,7 +208,7 @@ class Comparison:
         """Return the tokens at which the compared runs of a group and the baseline end; none without a difference."""
         if self.final_difference(group) is None:
             return set()
-        return {run.validation[-1].tokens for side in _matched(group, self.baseline) for run in side.values()}
+        return {run.validation[-1].tokens for side in group.shared(self.baseline) for run in side.values()}
 
     def to_markdown(self) -> str:
         """Return the table in Markdown, with the settings and the notes below it."""
@@ -304,7 +286,7 @@ def _group(runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
 
 def _reached(run: Run) -> tuple[int, int]:
     """Return the step of the last validation, and the last step."""
-    return max((point.step for point in run.validation), default=0), run.end.step if run.end else 0
+    return max((point.step for point in run.validation), default=0), run.steps
 
 
 def _names(sets: Sequence[tuple[Run, ...]]) -> list[str]:
@@ -378,7 +360,7 @@ def _notes_of_difference(comparison: Comparison, group: Row) -> Iterator[str]:
     baseline, final = comparison.baseline, comparison.final_difference(group)
     if baseline is None or group is baseline:
         return
-    sides = _matched(group, baseline)
+    sides = group.shared(baseline)
     if final is None:
         if all(sides) and comparison.verdict(group).unit is not None:
             yield (
@@ -397,24 +379,6 @@ def _notes_of_difference(comparison: Comparison, group: Row) -> Iterator[str]:
         yield f"{group.name} and {baseline.name} share no seed: the means are compared."
     elif count < seeds:
         yield f"{group.name}: the difference is over the {count} of {seeds} seeds that are shared."
-
-
-def _matched(group: Row, baseline: Row) -> tuple[dict[int, Run], dict[int, Run]]:
-    """Return the evaluated runs of both by seed: only shared seeds, or all if none is shared."""
-    ours, theirs = ({run.seed: run for run in some.runs if run.validation} for some in (group, baseline))
-    shared = sorted(ours.keys() & theirs.keys())
-    if not shared:
-        return ours, theirs
-    return {seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared}
-
-
-def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
-    """Return the difference over the shared seeds, or that of the means, with a count of 0, if none is shared."""
-    if pairs := paired(ours, theirs):
-        return pairs
-    left, right = Estimate.of(ours.values()), Estimate.of(theirs.values())
-    single = left.deviation is None or right.deviation is None
-    return Estimate(left.mean - right.mean, None if single else math.hypot(left.deviation, right.deviation), 0)
 
 
 def _estimate_text(value: Estimate | None, form: str, *, spread: bool = True) -> str:

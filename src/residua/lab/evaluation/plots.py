@@ -7,8 +7,8 @@ from textwrap import fill
 from typing import Any
 
 from residua.errors import extra
-from residua.lab.evaluation.compare import Axis, Comparison, published_beside
-from residua.lab.evaluation.runs import Point, Row
+from residua.lab.evaluation.compare import Comparison, published_beside
+from residua.lab.evaluation.runs import Axis, LossPoint, Row
 from residua.lab.records import figures
 
 with extra("lab"):
@@ -194,7 +194,7 @@ def _styles(comparison: Comparison) -> Iterator[tuple[Row, dict[str, Any]]]:
         yield group, figures.line_style(number - 1) if number else residual
 
 
-def _columns(points: Sequence[Point], axis: Axis) -> list[tuple[float, float]]:
+def _columns(points: Sequence[LossPoint], axis: Axis) -> list[tuple[float, float]]:
     return [(getattr(point, axis), point.loss) for point in points]
 
 

@@ -1,22 +1,28 @@
-"""Runs, read from their folders or from records, and rows of runs that differ in their seed only."""
+"""Runs, read from their folders or from records, rows of runs that differ only in their seed, and their differences."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from residua.connections.names import label
-from residua.errors import InputError, fits, require
+from residua.errors import InputError, extra, fits, require
 from residua.lab.evaluation.comparable import Measurement, Unit
 from residua.lab.records import jsonlines
 from residua.lab.records.folder import LOGGING_KEYS, RunFolder, flatten, read_facts, read_settings
-from residua.lab.records.statistics import Estimate
+from residua.lab.records.jsonlines import finite
+from residua.lab.records.statistics import Estimate, paired
+
+with extra("lab"):
+    import numpy
+
+Axis = Literal["step", "tokens", "seconds"]
 
 
-class Point(NamedTuple):
-    """A loss (nats per token) and the point in the run where it was measured."""
+class LossPoint(NamedTuple):
+    """A loss (nats per token), NaN if it was not finite, and the place in the run where it was measured."""
 
     step: int
     tokens: int
@@ -24,35 +30,58 @@ class Point(NamedTuple):
     loss: float
 
 
+class Documents(NamedTuple):
+    """The sum of the losses (nats) of each document of a text, and the number of its labels."""
+
+    nats: Sequence[float]
+    labels: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Run:
-    """One run.
+    """One run, of a folder or of a record that a study or a sweep wrote.
 
-    seed, connection    the latter by the name by which people know it, see `names.label`
+    seed, connection    the latter by its name in tables, see `names.label`
     measure             how its validation losses were measured
-    validation, bits    these losses in nats per token and in bits per byte, NaN where one was not finite
+    validation, bits    these losses in nats per token and in bits per byte
+    repeated, other     the validation losses on labels that repeat an earlier pair of tokens, and on all others
+    facts               the code, the machine, the data and the number of parameters, as in facts.json
 
     Only of a folder:
 
     settings            the resolved configuration with dotted keys, without the seed and `LOGGING_KEYS`. If facts.json
                         has the fingerprint of the data, it replaces the data keys, so that the location of the data
                         does not matter; nor does the location of a base
-    repeated, other     the validation losses on labels that repeat an earlier pair of tokens, and on all others
     tokens_per_second   the median of the logged speeds
+
+    Only of a record:
+
+    key, kind           its name among the records, and its purpose, see `plan.Kind`
+    point               the values of the tuned settings
+    transition          the step at which it began to look up earlier pairs of tokens, infinite if it did not; None if
+                        it was not measured
+    documents           the losses by document of the study's text, "", and of a further one, "further_"
+    diverged            the message of the error that ended it
     """
 
     seed: int
     connection: str
     measure: Measurement
-    validation: tuple[Point, ...]
-    bits: tuple[Point, ...]
-    parameters: int | None = None
+    validation: tuple[LossPoint, ...]
+    bits: tuple[LossPoint, ...] = ()
+    repeated: tuple[LossPoint, ...] = ()
+    other: tuple[LossPoint, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    training: tuple[Point, ...] = ()
-    repeated: tuple[Point, ...] = ()
-    other: tuple[Point, ...] = ()
+    training: tuple[LossPoint, ...] = ()
     tokens_per_second: float | None = None
+    key: str = ""
+    kind: str = ""
+    point: Mapping[str, Any] = field(default_factory=dict)
+    transition: float | None = None
+    documents: Mapping[str, Documents] = field(default_factory=dict)
+    diverged: str | None = None
 
     @classmethod
     def read(cls, folder: str | Path) -> "Run":
@@ -92,26 +121,54 @@ class Run:
                 require(
                     fits(row.get(place), float), f"{run.metrics}: {place}", "a number beside a loss", row.get(place)
                 )
-        validation, bits, *others = (_points(rows, name) for name in names)
+        validation, bits, training, repeated, other = (_points(rows, name) for name in names)
         connection = settings["model.connection"]
         name = label(connection if isinstance(connection, Mapping) else str(connection))
-        parameters = facts.get("parameters")
-        return cls(seed, name, measure, validation, bits, parameters, run.path, settings, *others, speed)
+        return cls(seed, name, measure, validation, bits, repeated, other, facts, run.path, settings, training, speed)
 
     @classmethod
     def of(cls, record: Mapping[str, Any], measure: Measurement) -> "Run":
-        """Return the run of a record, as studies and tuning write them, with its last losses."""
-        step, tokens, seconds = (record.get(name) or 0 for name in ("steps", "tokens", "seconds"))
-        rows = [
-            {"step": step, "tokens": tokens, "seconds": seconds, name: record[key]}
-            for name, key in (("validation", "val_loss"), ("bits", "bits_per_byte"))
-            if key in record
-        ]
-        parameters = (record.get("facts") or {}).get("parameters")
-        name = record.get("connection", "")
-        return cls(record["seed"], name, measure, _points(rows, "validation"), _points(rows, "bits"), parameters)
+        """Return the run of a record of a study or a sweep. Tokens and seconds grow evenly along its curves."""
+        steps = record.get("steps") or 1
 
-    def curve(self, unit: Unit) -> tuple[Point, ...]:
+        def points(pairs: Iterable[tuple[int, float | None]]) -> tuple[LossPoint, ...]:
+            tokens, seconds = ((record.get(name) or 0) / steps for name in ("tokens", "seconds"))
+            return tuple(
+                LossPoint(step, round(step * tokens), step * seconds, math.nan if loss is None else loss)
+                for step, loss in pairs
+            )
+
+        curve = [(step, loss) for step, loss in record.get("curve") or () if step < steps]
+        split = record.get("split") or ()
+        documents = {prefix: record.get(f"{prefix}documents") for prefix in ("", "further_")}
+        transition = record.get("transition", math.nan)
+        return cls(
+            record.get("seed", 0),
+            record.get("connection", ""),
+            measure,
+            points([*curve, (steps, record["val_loss"])]),
+            points([(steps, record["bits_per_byte"])] if "bits_per_byte" in record else ()),
+            points((step, again) for step, again, *_ in split),
+            points((step, other) for step, _, other, *_ in split),
+            record.get("facts") or {},
+            key=record.get("key", ""),
+            kind=record.get("kind", ""),
+            point=record.get("point", {}),
+            transition=math.inf if transition is None else None if math.isnan(transition) else transition,
+            documents={name: Documents(some["nats"], some["labels"]) for name, some in documents.items() if some},
+            diverged=record.get("diverged"),
+        )
+
+    @property
+    def parameters(self) -> int | None:
+        return self.facts.get("parameters")
+
+    @property
+    def steps(self) -> int:
+        """The last logged step."""
+        return self.end.step if self.end else 0
+
+    def curve(self, unit: Unit) -> tuple[LossPoint, ...]:
         """Return the validation losses in a unit; none in bits per byte if the tokens may lose text."""
         if unit == "nats per token":
             return self.validation
@@ -126,19 +183,18 @@ class Run:
     def stopped(self) -> tuple[int, int] | None:
         """The last step and the steps that were planned, if the run ended, or stands, before them."""
         planned = self.settings.get("train.steps")
-        last = self.end.step if self.end else 0
-        return (last, planned) if isinstance(planned, int) and last < planned else None
+        return (self.steps, planned) if isinstance(planned, int) and self.steps < planned else None
 
     @property
-    def end(self) -> Point | None:
+    def end(self) -> LossPoint | None:
         """The last logged point."""
         return max((*self.training, *self.validation), key=lambda point: point.step, default=None)
 
 
-def _points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
+def _points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[LossPoint, ...]:
     """Return a loss along the rows of metrics that have it, NaN where it was not finite."""
     return tuple(
-        Point(row["step"], row["tokens"], row["seconds"], math.nan if row[name] is None else row[name])
+        LossPoint(row["step"], row["tokens"], row["seconds"], math.nan if row[name] is None else row[name])
         for row in rows
         if name in row
     )
@@ -146,15 +202,14 @@ def _points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: runs that differ in their seed only, in the order of their seeds."""
+    """A row of a table: runs that differ only in their seed, in the order of their seeds."""
 
     name: str
     runs: tuple[Run, ...]
 
     def estimate(self, quantity: Callable[[Run], float | None]) -> Estimate | None:
         """Return a quantity over the runs that have it; None if no run has it."""
-        values = [value for value in map(quantity, self.runs) if value is not None]
-        return Estimate.of(values) if values else None
+        return Estimate.of_known(map(quantity, self.runs))
 
     def loss(self, unit: Unit) -> Estimate | None:
         """Return the last validation loss in a unit, over the runs that have one."""
@@ -162,8 +217,11 @@ class Row:
 
     def whole_loss(self, unit: Unit) -> Estimate | None:
         """Return the last validation loss in a unit over all runs; None if one diverged or has none."""
-        losses = [run.loss(unit) for run in self.runs]
-        return None if any(loss is None or not math.isfinite(loss) for loss in losses) else self.loss(unit)
+        return None if None in self.losses(unit).values() else self.loss(unit)
+
+    def losses(self, unit: Unit) -> dict[int, float | None]:
+        """Return the last validation losses in a unit by seed, None for a run that diverged or has none."""
+        return {run.seed: finite(run.loss(unit)) for run in self.runs}
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -198,3 +256,42 @@ class Row:
     def tokens(self) -> int | None:
         """Training tokens of the shortest run, None before the first logged step."""
         return min((run.end.tokens for run in self.runs if run.end), default=None)
+
+    def shared(self, other: "Row") -> tuple[dict[int, Run], dict[int, Run]]:
+        """Return the evaluated runs of both rows by seed: those of shared seeds, or all of them if none is shared."""
+        ours, theirs = ({run.seed: run for run in row.runs if run.validation} for row in (self, other))
+        shared = sorted(ours.keys() & theirs.keys())
+        if not shared:
+            return ours, theirs
+        return {seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared}
+
+    def minus(self, other: "Row", axis: Axis, unit: Unit) -> dict[float, Estimate]:
+        """Return the validation losses of this row minus those of another by the place on `axis`.
+
+        They are taken seed by seed if seeds are shared. There is one at every point where a run was evaluated and that
+        the curves of all runs cover; the other curves are interpolated there. Empty if the curves do not overlap.
+        """
+        sides = [
+            {
+                seed: list(zip(*((getattr(point, axis), point.loss) for point in run.curve(unit))))
+                for seed, run in runs.items()
+            }
+            for runs in self.shared(other)
+        ]
+        if not all(side and all(side.values()) for side in sides):
+            return {}
+        axes = [at for side in sides for at, _ in side.values()]
+        first, last = max(at[0] for at in axes), min(at[-1] for at in axes)
+        points = sorted({value for at in axes for value in at if first <= value <= last})
+        losses = (zip(*(numpy.interp(points, *curve).tolist() for curve in side.values())) for side in sides)
+        pairs = zip(*([dict(zip(side, values)) for values in columns] for side, columns in zip(sides, losses)))
+        return {at: _difference(ours, theirs) for at, (ours, theirs) in zip(points, pairs)}
+
+
+def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
+    """Return the difference over the shared seeds; if none is shared, that of the means, with a count of 0."""
+    if pairs := paired(ours, theirs):
+        return pairs
+    left, right = Estimate.of(ours.values()), Estimate.of(theirs.values())
+    single = left.deviation is None or right.deviation is None
+    return Estimate(left.mean - right.mean, None if single else math.hypot(left.deviation, right.deviation), 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from residua.lab.evaluation.compare import AXES, Comparison, compare
-from residua.lab.evaluation.runs import Point, Row
+from residua.lab.evaluation.runs import LossPoint, Row
 from residua.lab.records.jsonlines import finite
 
 POINTS = 200
@@ -97,12 +97,12 @@ def _setting(settings: Any, key: str) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _averaged(points: Sequence[Point], most: int) -> list[Point]:
+def _averaged(points: Sequence[LossPoint], most: int) -> list[LossPoint]:
     """Return at most `most` points, each a mean over neighbours, because the loss of a single batch is noisy."""
     width = -(-len(points) // most) if points else 1
     chunks = (points[start : start + width] for start in range(0, len(points), width))
     return [
-        Point(chunk[-1].step, chunk[-1].tokens, chunk[-1].seconds, math.fsum(p.loss for p in chunk) / len(chunk))
+        LossPoint(chunk[-1].step, chunk[-1].tokens, chunk[-1].seconds, math.fsum(p.loss for p in chunk) / len(chunk))
         for chunk in chunks
     ]
 

@@ -25,6 +25,12 @@ class Estimate(NamedTuple):
         variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
         return cls(mean, math.sqrt(variance), len(values))
 
+    @classmethod
+    def of_known(cls, values: Iterable[float | None]) -> "Estimate | None":
+        """Return the estimate over the values that are not None; None if all are."""
+        known = [value for value in values if value is not None]
+        return cls.of(known) if known else None
+
     @property
     def half_width(self) -> float | None:
         """Half the width of the 95 % confidence interval of the mean (Student's t); None for a single value."""

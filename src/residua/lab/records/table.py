@@ -20,9 +20,8 @@ class Group(Generic[Member]):
     runs: tuple[Member, ...]
 
     def estimate(self, quantity: Callable[[Member], float | None]) -> Estimate | None:
-        """A quantity over the runs that have it; None where no run has it."""
-        values = [value for value in map(quantity, self.runs) if value is not None]
-        return Estimate.of(values) if values else None
+        """Return a quantity over the runs that have it; None if no run has it."""
+        return Estimate.of_known(map(quantity, self.runs))
 
 
 def grouped(

@@ -1,10 +1,13 @@
-"""The forms of a study's records: each field that a reader uses, checked once, when the file is read."""
+"""The records of a study: the form of each field, checked once, when the file is read, and costs as objects."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from residua.errors import fits, require, shown, words
+from residua.lab.cost.timing import Quartiles
 from residua.lab.records import jsonlines
 
 
@@ -96,6 +99,44 @@ COST: Mapping[str, Form] = {
     **dict.fromkeys(("kept_bytes", "peak_bytes"), of(float | None, absent=True)),
 }
 """Of the costs of a study's schemes."""
+
+
+class Cost(NamedTuple):
+    """The cost of one scheme's step at one size.
+
+    ratio             quartiles of its time over the baseline's in the same rounds
+    rounds            the number of these rounds
+    session           date, device, processor, baseline and rounds, which all schemes measured in turns have in common
+    flops_per_token   in a training step
+    """
+
+    ratio: Quartiles
+    rounds: int
+    session: tuple[Any, ...]
+    device: str
+    compiled: bool
+    flops_per_token: float
+    peak_bytes: float | None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Cost":
+        """Return the cost in a record."""
+        rounds = len(record["seconds"])
+        return cls(
+            Quartiles(**record["time_ratio"]),
+            rounds,
+            (record["date"], record["device"], record.get("cpu"), record["baseline"], rounds),
+            record["device"],
+            record.get("compiled", False),
+            sum(record["flops_per_token"].values()),
+            record.get("peak_bytes"),
+        )
+
+    @property
+    def error(self) -> float:
+        """The standard error of the logarithm of the median ratio, by its quartiles, as if rounds were normal."""
+        deviation = (self.ratio.upper - self.ratio.lower) / (2 * NormalDist().inv_cdf(0.75))
+        return math.sqrt(math.pi / 2 / self.rounds) * deviation / self.ratio.median
 
 
 def _nested(value: Any) -> bool:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from residua.files.durable import write_text
-from residua.lab.cost.timing import Quartiles
-from residua.lab.jobs.pool import Record
+from residua.lab.evaluation.comparable import NATS
+from residua.lab.evaluation.runs import Run
 from residua.lab.records.figures import save
 from residua.lab.records.folder import writable
 from residua.lab.records.jsonlines import finite
@@ -99,14 +99,14 @@ def points_table(rows: Sequence[SchemeRow]) -> Table | None:
     cells = [
         [
             _names([row.scheme]),
-            ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items()),
+            ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in runs[0].point.items()),
             str(len(runs)),
             mean([*map(other_loss_of, runs)]),
             mean([*map(loss_of, runs)]),
             copying(runs),
         ]
         for row in rows
-        for point, runs in row.points
+        for runs in row.points
     ]
     header = ["scheme", "point", "seeds", "labels that do not repeat", "all labels", "learned to copy"]
     return Table(header, cells) if cells else None
@@ -123,7 +123,7 @@ def _setting(results: Results) -> list[str]:
     versions, torches, devices = (
         sorted({str(facts.get(name)) for facts in results.facts}) for name in ("residua", "torch", "device")
     )
-    devices = sorted({*devices, *(str(row.cost["device"]) for row in results.rows if row.cost)})
+    devices = sorted({*devices, *(row.cost.device for row in results.rows if row.cost)})
     judges = (
         f"the seeds {_list(tuning.finalist_seeds)}"
         if len(tuning.finalist_seeds) > 1
@@ -330,10 +330,11 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
 
     def flops(row: SchemeRow) -> str:
         base = results.row(row.size, results.study.baselines[0])
-        return f"{row.flops / base.flops:.3f}" if row.flops and base and base.flops else "–"
+        flops, theirs = (side and side.cost and side.cost.flops_per_token for side in (row, base))
+        return f"{flops / theirs:.3f}" if flops and theirs else "–"
 
     def peak(row: SchemeRow) -> str:
-        return f"{row.cost['peak_bytes'] / MEBIBYTE:.0f}" if row.cost and row.cost.get("peak_bytes") else "–"
+        return f"{row.cost.peak_bytes / MEBIBYTE:.0f}" if row.cost and row.cost.peak_bytes else "–"
 
     compared = itertools.product(results.study.baselines, results.measures)
     return {
@@ -345,24 +346,28 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
         },
         **{f"vs {name}, worth": partial(_worth, baseline=name) for name in results.study.baselines},
         **(
-            {"learned to copy": lambda row: copying(row.reported)}
+            {"learned to copy": lambda row: copying(row.reported.runs)}
             if any(row.transitions for row in results.rows)
             else {}
         ),
-        "step time": lambda row: _ratio(row.cost),
-        **({"compiled step": lambda row: _ratio(row.compiled)} if COMPILED in results.measures else {}),
+        "step time": lambda row: f"{row.cost.ratio:.3f}" if row.cost else "–",
+        **(
+            {"compiled step": lambda row: f"{row.compiled.ratio:.3f}" if row.compiled else "–"}
+            if COMPILED in results.measures
+            else {}
+        ),
         "FLOPs": flops,
         "peak MiB": peak,
-        "parameters": lambda row: f"{row.parameters:,}" if row.parameters else "–",
+        "parameters": lambda row: f"{row.reported.parameters:,}" if row.reported.parameters else "–",
         "tuned to": lambda row: ", ".join(tuned(row)),
         "tuning runs": lambda row: str(row.tuning_runs),
     }
 
 
-def copying(runs: Sequence[Record]) -> str:
-    """How many of the runs whose records say it learned to copy, and from when: "2 of 3, step 800 to 950"."""
-    transitions = [run["transition"] for run in runs if "transition" in run]
-    steps = [step for step in transitions if step is not None]
+def copying(runs: Sequence[Run]) -> str:
+    """Say how many of the runs in which it was measured learned to copy, and when: "2 of 3, step 800 to 950"."""
+    transitions = [run.transition for run in runs if run.transition is not None]
+    steps = [step for step in transitions if math.isfinite(step)]
     ends = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps)))) if steps else ""
     return f"{len(steps)} of {len(transitions)}{ends and f', step {ends}'}" if transitions else "–"
 
@@ -372,11 +377,6 @@ def tuned(row: SchemeRow) -> list[str]:
     return [
         f"{key.rpartition('.')[2]} {value}{' (edge)' if key in row.edges else ''}" for key, value in row.point.items()
     ]
-
-
-def _ratio(cost: Record | None) -> str:
-    ratio = cost and cost["time_ratio"]
-    return f"{Quartiles(*map(ratio.get, Quartiles._fields)):.3f}" if ratio else "–"
 
 
 def difference_text(row: SchemeRow, baseline: str, measure: str) -> str:
@@ -437,7 +437,7 @@ def row_values(row: SchemeRow) -> dict[str, Any]:
         "size": row.size,
         "scheme": row.scheme,
         "connection": row.connection,
-        "parameters": row.parameters,
+        "parameters": row.reported.parameters,
         "tokens": row.tokens,
         "seeds": len(row.losses),
         "loss": row.loss and row.loss.mean,
@@ -476,9 +476,9 @@ def table(results: Results) -> str:
 
 
 def payload(results: Results) -> dict[str, Any]:
-    """What the page shows, as plain values."""
+    """Return the values that the page shows, for `json.dumps`."""
     study, shown = results.study, columns(results)
-    return {
+    values = {
         "title": study.title,
         "sizes": [size for size in study.sizes if any(row.size == size for row in results.rows)],
         "baselines": list(study.baselines),
@@ -494,27 +494,34 @@ def payload(results: Results) -> dict[str, Any]:
         "primary": primary_table(results) if results.corrected else None,
         "questions": [asked._asdict() for asked in questions(results)],
     }
+    return finite(values)
 
 
 def _plain_row(row: SchemeRow) -> dict[str, Any]:
+    runs = [("final" if run.kind == "report" and run.point != row.point else run.kind, run) for run in row.runs]
+    runs += [("further", run) for run in row.further.runs]
     return {
         **row_values(row),
         "differences": [difference_values(difference) for difference in row.differences],
         "steps": row.steps,
         "runs": [
             {
-                "kind": run["kind"] if run["kind"] != "report" or run["point"] == row.point else "final",
-                **{name: run.get(name) for name in ("seed", "steps", "point", "val_loss", "diverged")},
-                **{name: (run.get("facts") or {}).get(name) for name in ("commit", "torch", "device", "date")},
+                "kind": kind,
+                "seed": run.seed,
+                "steps": run.steps,
+                "point": run.point,
+                "val_loss": finite(run.loss(NATS)),
+                "diverged": run.diverged,
+                **{name: run.facts.get(name) for name in ("commit", "torch", "device", "date")},
             }
-            for run in [*row.runs, *({**run, "kind": "further"} for run in row.further)]
+            for kind, run in runs
         ],
     }
 
 
 def page(payload: Mapping[str, Any]) -> str:
     """The page that shows `payload`: one file that asks for nothing, in which every text is inert."""
-    data = json.dumps(finite(payload), ensure_ascii=True).replace("<", "\\u003c").replace(">", "\\u003e")
+    data = json.dumps(payload, ensure_ascii=True).replace("<", "\\u003c").replace(">", "\\u003e")
     title, parts = html.escape(str(payload["title"])), TEMPLATE.read_text(encoding="utf-8").split("<!-- split -->")
     return f"{parts[0]}{title}{parts[1]}{data}{parts[2]}"
 

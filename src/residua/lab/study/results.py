@@ -1,4 +1,4 @@
-"""What the records of a study say: losses, paired differences at equal tokens, FLOPs and seconds, noise.
+"""Compare the schemes of a study by its records: losses, differences at equal tokens, FLOPs and seconds, noise.
 
 Everything follows from the records, so a page can be made again without the data or the code of the runs.
 """
@@ -6,21 +6,22 @@ Everything follows from the records, so a page can be made again without the dat
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from residua.connections.names import today
 from residua.errors import require, shown
-from residua.lab.evaluation.comparable import NATS, Measurement, judged
+from residua.lab.evaluation.comparable import NATS, judged
 from residua.lab.evaluation.runs import Row, Run
 from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import read_object
-from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, welch
+from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, welch
+from residua.lab.records.table import grouped
 from residua.lab.study import forms
 from residua.lab.study.definition import MEASURES, Question, Study, read_folder
+from residua.lab.study.forms import Cost
 from residua.lab.study.search import at_edge, loss_of, other_loss_of, winners
 
 BELOW = 0.9
@@ -36,10 +37,10 @@ FAILED = 3.0
 has no part in the noise that a size shares, and its differences have its own."""
 FEWEST_ROUNDS = 9
 """With fewer rounds of time measurements the error of their median is not known, and nothing is compared."""
-NORMAL = statistics.NormalDist()
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
 """p below which a difference is seen, and corrected p below which it is clear of zero."""
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -96,14 +97,13 @@ class SchemeRow:
 
     point       that tuning chose
     seeds       how many the study has there
-    tuning      the runs of its searches, among them those of `reported` where every point has all seeds
-    reported    the runs of the study's seeds at that point, in their order
+    searches    the runs of each search by its size; those of `reported` too if every point has all seeds
+    reported    the runs of the study's seeds at that point
     further     those of seeds that only a question has
     longer      of a baseline: those that were trained for longer
-    costs       what a step takes, in the order measured
-    noise       of a run, as the rows of the size share it; None where this row has its own
-    failed      its losses vary far more than those of the other rows
-    measure     how its losses were measured
+    costs       of a step, in the order measured
+    noise       of a run, as the rows of the size share it; None if this row has its own
+    failed      whether its losses vary far more than those of the other rows
     """
 
     size: str
@@ -111,87 +111,77 @@ class SchemeRow:
     connection: str
     point: Mapping[str, Any]
     seeds: int
-    tuning: Sequence[Record]
-    reported: Sequence[Record]
-    further: Sequence[Record]
-    longer: Sequence[Record]
-    costs: Sequence[Record]
+    searches: Mapping[str, Sequence[Run]]
+    reported: Row
+    further: Row
+    longer: Sequence[Run]
+    costs: Sequence[Cost]
     differences: list[Difference] = field(default_factory=list)
     noise: Noise | None = None
     failed: bool = False
-    measure: Measurement = field(default_factory=Measurement)
-
-    @cached_property
-    def row(self) -> Row:
-        """The reported runs."""
-        return Row(self.scheme, tuple(Run.of(record, self.measure) for record in self.reported))
 
     @property
     def steps(self) -> int:
-        return self.reported[0]["steps"]
+        return self.reported.runs[0].steps
 
     @property
     def tokens(self) -> int | None:
-        return self.reported[0].get("tokens")
-
-    @property
-    def parameters(self) -> int | None:
-        return self.row.parameters
+        return self.reported.tokens or None
 
     @property
     def losses(self) -> dict[int, float | None]:
-        """The last validation losses by seed; None where a run diverged."""
-        return {run["seed"]: run["val_loss"] for run in self.reported}
+        """The last validation losses by seed, None for a run that diverged."""
+        return self.reported.losses(NATS)
 
     @property
-    def runs(self) -> list[Record]:
-        return list({run["key"]: run for run in [*self.tuning, *self.reported, *self.longer]}.values())
+    def tuning(self) -> list[Run]:
+        """The runs of all searches."""
+        return [run for runs in self.searches.values() for run in runs]
+
+    @property
+    def runs(self) -> list[Run]:
+        return list({run.key: run for run in [*self.tuning, *self.reported.runs, *self.longer]}.values())
 
     @property
     def tuning_runs(self) -> int:
-        """How many points the searches tried."""
-        return sum(run["kind"] == "tune" for run in self.tuning) + len(self.points)
+        """The number of points that the searches tried."""
+        return sum(run.kind == "tune" for run in self.tuning) + len(self.points)
 
     @property
-    def points(self) -> list[tuple[Mapping[str, Any], list[Record]]]:
-        """The points that were trained with all seeds so that these choose, with their runs."""
-        points: list[tuple[Mapping[str, Any], list[Record]]] = []
-        for run in self.tuning:
-            if run["kind"] == "report":
-                runs = next((runs for point, runs in points if point == run["point"]), None)
-                if runs is None:
-                    points.append((run["point"], runs := []))
-                runs.append(run)
-        return points
+    def points(self) -> list[tuple[Run, ...]]:
+        """The runs of each point that was trained with all seeds so that these choose."""
+        reports = (run for run in self.tuning if run.kind == "report")
+        return grouped(reports, lambda run: tuple(sorted(run.point.items())), lambda run: run.seed)
 
     @property
     def transitions(self) -> list[float | None]:
-        """The steps at which the reported runs began to look up earlier pairs, None for one that did not; of the runs
-        whose records say it."""
-        return [run["transition"] for run in self.reported if "transition" in run]
+        """The steps at which the reported runs began to look up earlier pairs of tokens, None for a run that did not;
+        of the runs in which they were measured."""
+        steps = (run.transition for run in self.reported.runs if run.transition is not None)
+        return [step if math.isfinite(step) else None for step in steps]
 
     @property
-    def cost(self) -> Record | None:
-        """What the step that the runs take costs, as measured last."""
+    def cost(self) -> Cost | None:
+        """The cost of the step that the runs take, as measured last."""
         return next(reversed(self.timed(False)), None)
 
     @property
-    def compiled(self) -> Record | None:
+    def compiled(self) -> Cost | None:
         """The same through `torch.compile`."""
         return next(reversed(self.timed(True)), None)
 
-    def timed(self, compiled: bool) -> list[Record]:
-        return [cost for cost in self.costs if bool(cost.get("compiled", False)) is compiled]
+    def timed(self, compiled: bool) -> list[Cost]:
+        return [cost for cost in self.costs if cost.compiled is compiled]
 
     @property
     def loss(self) -> Estimate | None:
-        """The last validation loss over the seeds; None where a run diverged."""
-        return self.row.whole_loss(NATS)
+        """The last validation loss over the seeds, None if a run diverged."""
+        return self.reported.whole_loss(NATS)
 
     @property
     def all_losses(self) -> Mapping[int, float | None]:
-        """Those of the study's seeds and of further ones."""
-        return {**self.losses, **{record["seed"]: record["val_loss"] for record in self.further}}
+        """The losses of the study's seeds and of further ones."""
+        return {**self.losses, **self.further.losses(NATS)}
 
     @property
     def whole(self) -> bool:
@@ -204,19 +194,11 @@ class SchemeRow:
         there."""
         edges = []
         for key, best in self.point.items():
-            tried: dict[str, set[float]] = {}
-            for run in self.tuning:
-                if run["kind"] != "final":
-                    tried.setdefault(run["size"], set()).add(run["point"][key])
-            searched = [values for values in tried.values() if len(values) > 1]
+            tried = ({run.point[key] for run in runs if run.kind != "final"} for runs in self.searches.values())
+            searched = [values for values in tried if len(values) > 1]
             if searched and at_edge(best, searched[-1]):
                 edges.append(key)
         return edges
-
-    @property
-    def flops(self) -> float | None:
-        """Of a token in a training step."""
-        return None if self.cost is None else sum(self.cost["flops_per_token"].values())
 
     def difference(self, baseline: str, measure: str) -> Difference | None:
         return next((d for d in self.differences if (d.baseline, d.measure) == (baseline, measure)), None)
@@ -268,7 +250,7 @@ class Results:
     @property
     def facts(self) -> list[Mapping[str, Any]]:
         """The circumstances of all runs behind the rows."""
-        return [run["facts"] for row in self.rows for run in [*row.runs, *row.further] if run.get("facts")]
+        return [run.facts for row in self.rows for run in [*row.runs, *row.further.runs] if run.facts]
 
     @property
     def measures(self) -> list[str]:
@@ -279,7 +261,15 @@ class Results:
     def curves(self, row: SchemeRow) -> dict[str, list[tuple[int, float, float | None]]]:
         """By baseline: (step, difference, half of its 95 % interval) along the reported runs."""
         bases = {name: self.row(row.size, name) for name in self.study.baselines}
-        return {name: _curve(row, base) for name, base in bases.items() if base is not None and base is not row}
+        return {
+            name: [
+                (int(step), difference.mean, difference.half_width)
+                for step, difference in row.reported.minus(base.reported, "step", NATS).items()
+                if difference.count and math.isfinite(difference.mean)
+            ]
+            for name, base in bases.items()
+            if base is not None and base is not row
+        }
 
     def noise(self, size: str) -> Noise | None:
         """The noise of a single run that the schemes of a size share; None where each has its own."""
@@ -312,25 +302,34 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
 
     Records of a name that the study uses for another connection now are left out.
     """
-    runs = _by_connection({record["key"]: record for record in records}.values())
-    measured = _by_connection(costs)
+    last = {record["key"]: record for record in records}.values()
+    runs = _by_connection(study, last, lambda place, record: Run.of(record, study.measure_at(*place)))
+    measured = _by_connection(study, costs, lambda place, record: Cost.of(record))
     places = itertools.product(study.sizes, study.schemes)
-    rows = {place: row for place in places if (row := _row(study, *place, runs, measured))}
+    rows = {place: row for place in places if (row := _row(study, *place, runs, measured.get(place, [])))}
     for size in study.sizes:
         _share_noise([row for row in rows.values() if row.size == size], study.sizes[size].noise == "pooled")
     for row, baseline in itertools.product(rows.values(), study.baselines):
         base = rows.get((row.size, baseline))
-        if base is not None and base is not row and judged(row.measure, base.measure).unit is not None:
+        if (
+            base is not None
+            and base is not row
+            and judged(row.reported.measure, base.reported.measure).unit is not None
+        ):
             row.differences += _differences(row, base)
     answers = _answers(study, rows)
     return Results(study, list(rows.values()), answers, _primary(study, rows, answers))
 
 
-def _by_connection(records: Iterable[Record]) -> dict[tuple[str, str, str], list[Record]]:
-    """Records by size, scheme and connection."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
+def _by_connection(
+    study: Study, records: Iterable[Record], read: Callable[[tuple[str, str], Record], Made]
+) -> dict[tuple[str, str], list[Made]]:
+    """Read the records of the study's own connections; return them by size and scheme."""
+    groups: dict[tuple[str, str], list[Made]] = {}
     for record in records:
-        groups.setdefault((record["size"], record["scheme"], today(record["connection"])), []).append(record)
+        place, entry = (record["size"], record["scheme"]), study.schemes.get(record["scheme"])
+        if place[0] in study.sizes and entry is not None and today(record["connection"]) == entry.connection:
+            groups.setdefault(place, []).append(read(place, record))
     return groups
 
 
@@ -374,34 +373,32 @@ def _row(
     study: Study,
     size: str,
     name: str,
-    runs: Mapping[tuple[str, str, str], Sequence[Record]],
-    costs: Mapping[tuple[str, str, str], Sequence[Record]],
+    runs: Mapping[tuple[str, str], Sequence[Run]],
+    costs: Sequence[Cost],
 ) -> SchemeRow | None:
-    """The row of a scheme at a size; None without a reported run."""
-    connection, seeds = study.schemes[name].connection, study.seeds_at(size)
-    tuning: list[Record] = []
+    """Return the row of a scheme at a size; None without a reported run."""
+    seeds, searches = study.seeds_at(size), {}
     best: list[Any] = [{}]
     for start in study.searches(size):
-        searched, best = _searched(study, start, runs.get((start, name, connection), []), best)
-        tuning += searched
-    trained = [run for run in runs.get((size, name, connection), []) if run["kind"] in ("report", "longer")]
-    point = next((run["point"] for run in trained if run["point"] in best and run["seed"] in seeds), None)
-    chosen = [run for run in trained if run["point"] == point]
-    reported = {run["seed"]: run for run in chosen if run["kind"] == "report"}
+        searches[start], best = _searched(study, start, runs.get((start, name), []), best)
+    trained = [run for run in runs.get((size, name), []) if run.kind in ("report", "longer")]
+    point = next((run.point for run in trained if run.point in best and run.seed in seeds), None)
+    chosen = [run for run in trained if run.point == point]
+    reported = {run.seed: run for run in chosen if run.kind == "report"}
     if not reported.keys() & {*seeds}:
         return None
+    further = study.further_seeds(size, name)
     return SchemeRow(
         size,
         name,
-        connection,
+        study.schemes[name].connection,
         point,
         len(seeds),
-        tuning,
-        [reported[seed] for seed in sorted(reported) if seed in seeds],
-        [run for seed, run in reported.items() if seed in study.further_seeds(size, name)],
-        [run for run in chosen if run["kind"] == "longer" and name in study.baselines],
-        costs.get((size, name, connection), []),
-        measure=study.measure_at(size, name),
+        searches,
+        Row(name, tuple(reported[seed] for seed in sorted(reported) if seed in seeds)),
+        Row(name, tuple(run for seed, run in reported.items() if seed in further)),
+        [run for run in chosen if run.kind == "longer" and name in study.baselines],
+        costs,
     )
 
 
@@ -456,25 +453,24 @@ def _contrast(
 
 
 def _searched(
-    study: Study, size: str, records: Sequence[Record], start: Sequence[Mapping[str, Any]]
-) -> tuple[list[Record], list[Any]]:
-    """The runs of a search, of the length that the study gives them, and the points that it may have chosen.
+    study: Study, size: str, runs: Sequence[Run], start: Sequence[Mapping[str, Any]]
+) -> tuple[list[Run], list[Any]]:
+    """Return the runs of a search, of the length that the study gives them, and the points that it may have chosen.
 
     start: where it may have begun, as far as the search before it tells.
     """
     tuning, moved = study.tuning_at(size), study.sizes[size].over or study.tuning.over
     begins = [{key: value for key, value in point.items() if key not in moved} for point in start]
-    begun = [r for r in records if {key: value for key, value in r["point"].items() if key not in moved} in begins]
+    begun = [run for run in runs if {key: value for key, value in run.point.items() if key not in moved} in begins]
     if tuning.every:
         seeds = study.seeds_at(size)
-        runs = [r for r in begun if r["kind"] == "report" and r["seed"] in seeds]
-        return runs, winners(((r["point"], r["seed"], other_loss_of(r)) for r in runs), None, seeds)
-    length = {max(1, round(tuning.length * r["steps"])) for r in records if r["kind"] == "report"}
-    tuned = [r for r in begun if r["kind"] == "tune" and (not length or r["steps"] in length)]
-    finals = [r for r in records if r["kind"] == "final"]
-    runs = [*tuned, *finals]
-    ends = ((r["point"], r["seed"] if r["kind"] == "final" else None, loss_of(r)) for r in runs)
-    return runs, winners(ends, tuning.finalists, tuning.finalist_seeds)
+        reports = [run for run in begun if run.kind == "report" and run.seed in seeds]
+        return reports, winners(((run.point, run.seed, other_loss_of(run)) for run in reports), None, seeds)
+    length = {max(1, round(tuning.length * run.steps)) for run in runs if run.kind == "report"}
+    tuned = [run for run in begun if run.kind == "tune" and (not length or run.steps in length)]
+    searched = [*tuned, *(run for run in runs if run.kind == "final")]
+    ends = ((run.point, run.seed if run.kind == "final" else None, loss_of(run)) for run in searched)
+    return searched, winners(ends, tuning.finalists, tuning.finalist_seeds)
 
 
 def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -> list[Difference]:
@@ -482,9 +478,9 @@ def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -
     seeds = {*row.losses, *further}
     ours = {seed: loss for seed, loss in row.all_losses.items() if seed in seeds and loss is not None}
     losses: dict[int, dict[int, float]] = {}  # of the baseline, by seed and steps
-    for run in [*base.reported, *base.longer, *(run for run in base.further if run["seed"] in further)]:
-        if run["val_loss"] is not None:
-            losses.setdefault(run["seed"], {})[run["steps"]] = run["val_loss"]
+    for run in [*base.reported.runs, *base.longer, *(run for run in base.further.runs if run.seed in further)]:
+        if math.isfinite(loss_of(run)):
+            losses.setdefault(run.seed, {})[run.steps] = loss_of(run)
     differences = []
     for measure, (cost, error) in _relative_costs(row, base).items():
         at = {seed: _at(by_steps, row.steps * cost) for seed, by_steps in losses.items()}
@@ -507,10 +503,10 @@ def _over_documents(row: SchemeRow, base: SchemeRow) -> dict[str, Contrast]:
     """See `Difference`; empty unless every reported run has its losses by document, of the same documents."""
     contrasts = {}
     for prefix in ("", "further_"):
-        sides = [[run.get(f"{prefix}documents") or {} for run in side.reported] for side in (row, base)]
-        first, *others = [losses.get("labels") for side in sides for losses in side]
+        sides = [[run.documents.get(prefix) for run in side.reported.runs] for side in (row, base)]
+        first, *others = [losses and losses.labels for side in sides for losses in side]
         if first is not None and all(labels == first for labels in others):
-            contrast = over_documents(*([losses["nats"] for losses in side] for side in sides), first)
+            contrast = over_documents(*([losses.nats for losses in side] for side in sides), first)
             contrasts |= {prefix: contrast} if contrast else {}
     return contrasts
 
@@ -519,12 +515,12 @@ def _relative_costs(row: SchemeRow, base: SchemeRow) -> dict[str, tuple[float, f
     """What a step costs relative to one of a baseline, by measure, and the standard error of the logarithm of that."""
     costs = {"tokens": (1.0, 0.0)}
     if row.cost is not None and base.cost is not None:
-        costs["FLOPs"] = row.flops / base.flops, 0.0
+        costs["FLOPs"] = row.cost.flops_per_token / base.cost.flops_per_token, 0.0
     for measure, compiled in (("seconds", False), (COMPILED, True)):
         if timed := _timed_together(row, base, compiled):
             ours, theirs = timed
-            ratio = ours["time_ratio"]["median"] / theirs["time_ratio"]["median"]
-            costs[measure] = ratio, math.hypot(_error(ours), _error(theirs), SESSIONS)
+            ratio = ours.ratio.median / theirs.ratio.median
+            costs[measure] = ratio, math.hypot(ours.error, theirs.error, SESSIONS)
     return costs
 
 
@@ -548,27 +544,16 @@ def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[f
     return times if times >= BELOW else 0.0, longest
 
 
-def _timed_together(row: SchemeRow, base: SchemeRow, compiled: bool) -> tuple[Record, Record] | None:
+def _timed_together(row: SchemeRow, base: SchemeRow, compiled: bool) -> tuple[Cost, Cost] | None:
     """The costs of two from the newest rounds in which both took turns, so that what slowed both is left out.
 
     From rounds of another hour a ratio of ratios would be off by what changed between them.
     """
-
-    def rounds(cost: Record) -> tuple[Any, ...]:
-        return cost["date"], cost["device"], cost.get("cpu"), cost["baseline"], len(cost["seconds"])
-
-    theirs = {rounds(cost): cost for cost in base.timed(compiled)}
+    theirs = {cost.session: cost for cost in base.timed(compiled)}
     for ours in reversed(row.timed(compiled)):
-        if rounds(ours) in theirs and len(ours["seconds"]) >= FEWEST_ROUNDS:
-            return ours, theirs[rounds(ours)]
+        if ours.session in theirs and ours.rounds >= FEWEST_ROUNDS:
+            return ours, theirs[ours.session]
     return None
-
-
-def _error(cost: Record) -> float:
-    """The standard error of the logarithm of a median time ratio, from its quartiles, as if rounds were normal."""
-    ratio, rounds = cost["time_ratio"], len(cost["seconds"])
-    deviation = (ratio["upper"] - ratio["lower"]) / (2 * NORMAL.inv_cdf(0.75))
-    return math.sqrt(math.pi / 2 / rounds) * deviation / ratio["median"]
 
 
 def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]:
@@ -585,17 +570,3 @@ def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]
         return losses[int(steps)], slope
     inside = BELOW * lengths[0] <= steps <= lengths[-1]
     return losses[low] + factor * (steps**-ALPHA - low**-ALPHA) if inside else None, slope
-
-
-def _curve(row: SchemeRow, base: SchemeRow) -> list[tuple[int, float, float | None]]:
-    """(step, difference, half of its 95 % interval) along the reported runs, where both were evaluated."""
-    sides = [{run["seed"]: dict(run.get("curve", [])) for run in side.reported} for side in (row, base)]
-    shared = sides[0].keys() & sides[1].keys()
-    steps = sorted({step for seed in shared for step in sides[0][seed].keys() & sides[1][seed].keys()})
-    curve = []
-    for step in steps:
-        values = [{seed: side[seed].get(step) for seed in shared} for side in sides]
-        if all(loss is not None for side in values for loss in side.values()):
-            estimate = paired(*values)
-            curve.append((step, estimate.mean, estimate.half_width))
-    return curve

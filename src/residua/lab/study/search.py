@@ -9,18 +9,20 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 from residua.errors import InputError
+from residua.lab.evaluation.comparable import NATS, Measurement
+from residua.lab.evaluation.runs import Run
 from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import flatten
 from residua.lab.training import RunConfig
 
 Point = tuple[float, ...]
 """A number for each key of a search."""
-Trial = tuple[Point, int | None]
-"""A run: a point, and None in the search itself or the seed with which a finalist is trained."""
+Attempt = tuple[Point, int | None]
+"""A point, and None in the search itself or the seed with which a finalist is trained."""
 Planned = TypeVar("Planned")
-"""With the `key` of its record."""
+"""A run to make, which has the `key` of its record."""
 FACTOR = 2.0
-"""From a point to its neighbours, in both directions."""
+"""The factor from a point to its neighbours, in both directions."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Search:
     finalists: int | None = None
     seeds: Sequence[int] = ()
     every: bool = False
-    loss: Callable[[Record], float] = field(default_factory=lambda: loss_of)
+    loss: Callable[[Run], float] = field(default_factory=lambda: loss_of)
 
     def walk(
         self, run_of: Callable[[Mapping[str, Any], int | None], Planned], finished: Mapping[Any, Record]
@@ -57,14 +59,14 @@ class Search:
 
         run_of: the run of a point; seed None for the search itself, else of a finalist
         """
-        runs: dict[Trial, Planned] = {}
-        losses: dict[Trial, float] = {}
+        runs: dict[Attempt, Planned] = {}
+        losses: dict[Attempt, float] = {}
 
-        def trained(trials: Iterable[Trial]) -> bool:
-            for point, seed in trials:
+        def trained(attempts: Iterable[Attempt]) -> bool:
+            for point, seed in attempts:
                 runs[point, seed] = run_of(self.named(point), seed)
                 if record := finished.get(runs[point, seed].key):
-                    losses[point, seed] = self.loss(record)
+                    losses[point, seed] = self.loss(Run.of(record, Measurement()))
             return len(losses) == len(runs)
 
         first: Sequence[int | None] = self.seeds if self.every else (None,)
@@ -84,7 +86,7 @@ class Search:
             points = points + new
         done = self.every or trained(itertools.product(finite[: self.finalists], self.seeds))
         finalists = None if self.every else (self.finalists or len(points)) if self.seeds else 1
-        best = winners(((*trial, loss) for trial, loss in losses.items()), finalists, self.seeds) if done else []
+        best = winners(((*attempt, loss) for attempt, loss in losses.items()), finalists, self.seeds) if done else []
         return list(runs.values()), self.named(best[0]) if best else None
 
     def named(self, point: Point) -> dict[str, Any]:
@@ -146,19 +148,19 @@ def at_edge(value: float, tried: Iterable[float]) -> bool:
     return len(tried) > 1 and value in (min(tried), max(tried))
 
 
-def loss_of(record: Record) -> float:
-    """The last validation loss of a run; infinite where it diverged."""
-    return math.inf if record["val_loss"] is None else record["val_loss"]
+def loss_of(run: Run) -> float:
+    """Return the last validation loss of a run, infinite if it diverged."""
+    loss = run.loss(NATS)
+    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
-def other_loss_of(record: Record) -> float:
-    """The last validation loss of a run on labels that do not repeat; infinite where it diverged.
+def other_loss_of(run: Run) -> float:
+    """Return the last validation loss of a run on labels that do not repeat, infinite if it diverged.
 
-    Raises InputError for a record without it, of other code.
+    Raises InputError for a run whose record, of other code, does not have it.
     """
-    if record["val_loss"] is None:
+    if math.isinf(loss_of(run)):
         return math.inf
-    split = record.get("split") or []
-    if not split or split[-1][0] != record["steps"]:
-        raise InputError(f"the run {record['key']} must have its last loss on labels that do not repeat, got none")
-    return split[-1][2]
+    if not run.other or run.other[-1].step != run.steps:
+        raise InputError(f"the run {run.key} must have its last loss on labels that do not repeat, got none")
+    return run.other[-1].loss

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,6 @@ from residua.lab.experiment import open_or_prepare
 from residua.lab.jobs.pool import Executor, Job, Record, open_runs, run_jobs
 from residua.lab.records import figures
 from residua.lab.records.folder import FREE_KEYS, flatten, writable
-from residua.lab.records.jsonlines import finite
-from residua.lab.records.statistics import Estimate
 from residua.lab.records.table import Table, grouped
 from residua.lab.study.engine import train_point
 from residua.lab.study.report import estimate_text
@@ -126,27 +123,18 @@ class Sweep:
 
 
 class Result(NamedTuple):
-    """The finished runs of one point.
+    """The finished runs of one point, as a row with the name of its group, and whether they won in this group."""
 
-    group    the name of its search
-    won      whether it is the best point of its group
-    """
-
-    group: str
-    point: Mapping[str, Any]
     row: Row
     won: bool = False
 
-    def loss(self, unit: Unit | None) -> Estimate | None:
-        """Return the last validation loss in a unit over the seeds, None if a run diverged. It is in nats per token if
-        losses cannot be compared.
-        """
-        return self.row.whole_loss(unit or NATS)
+    @property
+    def group(self) -> str:
+        return self.row.name
 
-    def losses(self, unit: Unit | None) -> list[float | None]:
-        """Return the last loss of each run, None for one that diverged, or whose record does not say it."""
-        losses: list[float | None] = finite([run.loss(unit or NATS) for run in self.row.runs])
-        return losses
+    @property
+    def point(self) -> Mapping[str, Any]:
+        return self.row.runs[0].point
 
 
 @dataclass(frozen=True)
@@ -161,13 +149,9 @@ class Outcome:
         results = []
         for group, search in sweep.searches().items():
             jobs, best = search.walk(sweep.job, finished)
-            records = [finished[job.key] for job in jobs]
-            for runs in grouped(records, lambda record: json.dumps(record["point"]), itemgetter("seed")):
-                point = runs[0]["point"]
-                data = next((facts["data"] for run in runs if (facts := run.get("facts") or {}).get("data")), {})
-                measure = Measurement.of(flatten(asdict(sweep.config(point))), data)
-                row = Row(group, tuple(Run.of(run, measure) for run in runs))
-                results.append(Result(group, point, row, point == best))
+            runs = (_run_of(sweep, finished[job.key]) for job in jobs)
+            for members in grouped(runs, lambda run: tuple(map(_value_text, run.point.values())), lambda run: run.seed):
+                results.append(Result(Row(group, members), members[0].point == best))
         return cls(sweep, tuple(results))._sorted()
 
     def _sorted(self) -> "Outcome":
@@ -176,7 +160,7 @@ class Outcome:
 
         def order(result: Result) -> tuple[float, ...]:
             place = 0 if self.unit else groups.index(result.group)
-            loss = result.loss(self.unit)
+            loss = result.row.whole_loss(self.shown_unit)
             return (place, len(result.row.runs) < most, loss.mean) if loss else (place, 2, 0)
 
         return replace(self, results=tuple(sorted(self.results, key=order)))
@@ -185,7 +169,9 @@ class Outcome:
     def verdict(self) -> Verdict:
         """Whether all finite losses can be compared, see `comparable.common_unit`."""
         verdict = common_unit(result.row.measure for result in self.finite)
-        if verdict.unit == "bits per byte" and any(result.loss("bits per byte") is None for result in self.finite):
+        if verdict.unit == "bits per byte" and any(
+            result.row.whole_loss("bits per byte") is None for result in self.finite
+        ):
             return verdict._replace(unit=None, reasons=("other tokenizers, and records that do not say bits per byte",))
         return verdict
 
@@ -193,6 +179,11 @@ class Outcome:
     def unit(self) -> Unit | None:
         """The unit in which the points are ranked; None if each group has a ranking of its own."""
         return self.verdict.unit
+
+    @property
+    def shown_unit(self) -> Unit:
+        """The unit of the table and the picture."""
+        return self.unit or NATS
 
     @property
     def best(self) -> Result | None:
@@ -208,7 +199,7 @@ class Outcome:
     @property
     def finite(self) -> list[Result]:
         """The points of which no run diverged."""
-        return [result for result in self.results if result.loss(NATS)]
+        return [result for result in self.results if result.row.whole_loss(NATS)]
 
     @property
     def notes(self) -> list[str]:
@@ -243,13 +234,13 @@ class Outcome:
             {
                 "group": result.group,
                 "point": result.point,
-                "losses": result.losses(NATS),
+                "losses": list(result.row.losses(NATS).values()),
                 "won": result.won,
-                "bits": result.losses("bits per byte"),
+                "bits": list(result.row.losses("bits per byte").values()),
                 "mean": loss and loss.mean,
                 "half_width": loss and loss.half_width,
             }
-            for result, loss in ((result, result.loss(NATS)) for result in self.results)
+            for result, loss in ((result, result.row.whole_loss(NATS)) for result in self.results)
         ]
         command = self.best and self.sweep.command(self.best.point)
         return {
@@ -262,15 +253,17 @@ class Outcome:
 
     def table(self) -> Table:
         """Return a row for each point."""
+        unit = self.shown_unit
         rows = [
             [
                 *map(_value_text, result.point.values()),
                 str(len(result.row.runs)),
-                estimate_text(loss, ".4f") if loss else f"diverged: {result.losses(self.unit).count(None)}",
+                estimate_text(loss, ".4f") if loss else f"diverged: {losses.count(None)}",
             ]
-            for result, loss in ((result, result.loss(self.unit)) for result in self.results)
+            for result in self.results
+            for loss, losses in [(result.row.whole_loss(unit), [*result.row.losses(unit).values()])]
         ]
-        loss = "bits per byte" if self.unit == "bits per byte" else "validation loss"
+        loss = "validation loss" if unit == NATS else unit
         return Table([*self.sweep.over, "seeds", loss], rows)
 
     def draw(self, path: Path) -> None:
@@ -288,17 +281,17 @@ class Outcome:
                 best: dict[int, float] = {}
                 for result in (result for result in self.finite if result.group == group):
                     position = values.index(_value_text(result.point[key]))
-                    best.setdefault(position, result.loss(self.unit).mean)
-                    losses = result.losses(self.unit)
+                    best.setdefault(position, result.row.whole_loss(self.shown_unit).mean)
+                    losses = [*result.row.losses(self.shown_unit).values()]
                     panel.plot([position] * len(losses), losses, "o", color=colour, alpha=0.4)
                 panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=group or None)
             panel.set_xticks(range(len(values)), values)
             panel.set_xlabel(key)
-        losses = sorted(itertools.chain.from_iterable(result.losses(self.unit) for result in self.finite))
+        losses = sorted(loss for result in self.finite for loss in result.row.losses(self.shown_unit).values())
         best_loss, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
         span = min(worst - best_loss, 4 * (middle - best_loss)) or 0.1
         panels[0].set_ylim(best_loss - 0.1 * span, best_loss + 1.1 * span)
-        panels[0].set_ylabel(f"Validation loss ({self.unit or 'nats per token'})")
+        panels[0].set_ylabel(f"Validation loss ({self.shown_unit})")
         if self.unit is None:
             panels[0].set_title("The groups cannot be compared", loc="left", fontsize=9)
         if len(groups) > 1:
@@ -371,6 +364,11 @@ def train_sweep(
         with writable(out):
             outcome.draw(Path(out) / "sweep.png")
     return outcome
+
+
+def _run_of(sweep: Sweep, record: Record) -> Run:
+    data = (record.get("facts") or {}).get("data") or {}
+    return Run.of(record, Measurement.of(flatten(asdict(sweep.config(record["point"]))), data))
 
 
 def _group_text(key: str, value: Any) -> str:
