@@ -72,7 +72,7 @@ def test_what_is_said_of_an_implementation_must_hold():
 
     pytest.importorskip("transformers.models.deepseek_v4")
     deepseek = next(one for one in IMPLEMENTATIONS if one.name == "deepseek-v4")
-    with pytest.raises(AssertionError, match="deepseek-v4: not true: it mixes nothing"):
+    with pytest.raises(AssertionError, match=r"^deepseek-v4: "):
         compliance.checked(replace(deepseek, adapter=Adapter))
 
 

@@ -47,7 +47,7 @@ def test_bfloat16_is_really_another_computation_and_passes_its_own_check():
 @pytest.mark.parametrize("fault", ["loss", "gradient", "infinite"])
 def test_a_wrong_fast_path_gets_no_speed(monkeypatch, fault):
     monkeypatch.setattr(torch, "compile", lambda model, **options: Slightly(model, fault))
-    message = r"^residual must have the (loss|gradient) within .* a wrong model has no speed$"
+    message = r"^residual must have the (loss|gradient) within "
     with pytest.raises(RunError, match=message):
         checked("residual", train__compile=True)
 

@@ -215,7 +215,7 @@ def test_an_option_must_not_have_the_name_of_a_key():
     class Bad(Residual):
         package: str = "x"
 
-    with pytest.raises(ValueError, match="has an option 'package'; this name is reserved"):
+    with pytest.raises(ValueError, match="option 'package'"):
         residua.register("bad", Bad)
 
 
@@ -228,9 +228,9 @@ def test_a_configuration_never_imports_what_it_names(name, key):
     before = set(sys.modules)
     with pytest.raises(ValueError, match=f"no {key} is called"):
         resolve({key: name})
-    with pytest.raises(ValueError, match="comes with the package 'antigravity', which is not installed or has not"):
+    with pytest.raises(ValueError, match="package 'antigravity'"):
         resolve({key: name, "package": "antigravity"})
-    with pytest.raises(ValueError, match=r"the package '\.\./nowhere', which is not installed"):
+    with pytest.raises(ValueError, match=r"package '\.\./nowhere'"):
         resolve({key: name, "package": "../nowhere"})
     assert "antigravity" not in set(sys.modules) - before
 
@@ -279,19 +279,19 @@ def test_a_record_opens_with_the_scheme_of_its_own_package_alone(declare):
     for package in ("half_ours", "__main__"):  # of the module, of a script
         assert resolve({"scheme": "half", "package": package}) == ours.Half()
     for key in ("scheme", "preset"):
-        with pytest.raises(ValueError, match="must be the scheme 'half' of the package 'theirs', got that of 'half_o"):
+        with pytest.raises(ValueError, match=r"'half' of the package 'theirs', got .*'half_o"):
             resolve({key: "half", "package": "theirs"})
         with pytest.raises(ValueError, match="the package 'theirs', got that of 'residua'"):
             resolve({key: "residual", "package": "theirs"})
-    with pytest.raises(ValueError, match="must be the scheme 'half' of the package 3, got that of 'half_ours'"):
+    with pytest.raises(ValueError, match=r"'half' of the package 3, got .*'half_ours'"):
         resolve({"scheme": "half", "package": 3})
 
 
 def test_a_name_that_two_packages_declare_is_refused_unless_the_package_is_named(declare):
     first, second = (declare(name, f"half = half_{name}:Half", f"small-{name} = half_{name}:SMALL") for name in "ab")
-    with pytest.raises(ValueError, match="must name one package with a scheme 'half', got 'half_a', 'half_b'; choose"):
+    with pytest.raises(ValueError, match="'half', got 'half_a', 'half_b'"):
         resolve("half")
-    with pytest.warns(UserWarning, match="must name one package with a scheme 'half'"):
+    with pytest.warns(UserWarning, match="one package .*'half'"):
         residua.schemes()
     record = describe(resolve({"preset": "small-b"}))
     assert (record["scheme"], record["package"]) == ("half", "half_b")
@@ -309,7 +309,7 @@ def test_a_built_in_name_stays_residuas(declare):
         resolve({"scheme": "mhc", "package": "half_shadow"})
     with pytest.raises(ValueError, match="Half has no name"):
         describe(theirs.Half())
-    with pytest.warns(UserWarning, match="the scheme 'mhc' of the package 'half_shadow', got that of 'residua'"):
+    with pytest.warns(UserWarning, match="'mhc' of the package 'half_shadow', got .*'residua'"):
         residua.schemes()
 
 
@@ -404,7 +404,7 @@ def scheme_with(declared: Any, default: Any, init: bool = True, **methods: Any) 
     ],
 )
 def test_an_option_that_no_file_keeps_is_refused_at_once(scheme, words):
-    with pytest.raises(ValueError, match=f"^Odd must be the same when it is built again .*: {words}") as raised:
+    with pytest.raises(ValueError, match=f"^Odd must be .*: {words}") as raised:
         residua.register("odd", scheme)
     assert "\n" not in str(raised.value)
     assert "odd" not in registry.PRESETS | registry.SCHEMES

@@ -64,7 +64,7 @@ def test_a_model_that_narrows_gates_is_told(narrow):
 
 def test_token_numbers_in_place_of_embeddings_are_one_clear_line():
     stream = residua.build("ddl-tc", dim=8, num_sublayers=2)
-    with pytest.raises(TypeError, match=r"x must be the embeddings of the tokens, .*, got torch\.int64"):
+    with pytest.raises(TypeError, match=r"x must be .*, got torch\.int64"):
         stream(torch.zeros(2, 5, dtype=torch.long), bare_sublayers(8, 2))
 
 
@@ -123,19 +123,19 @@ def test_what_cannot_be_meant_is_one_line(name):
             stream(x, wrong)
     for right in (torch.nn.ModuleList([one, one]), torch.nn.Sequential(one, one), (one, one), named.values()):
         stream(x, right)
-    with pytest.raises(TypeError, match="sublayer must be a module or a function, got NoneType"):
+    with pytest.raises(TypeError, match=r"sublayer must be .*, got NoneType"):
         stream.connections[0](stream.expand(x), None)
 
 
 def test_numbers_and_norms_that_build_no_stream_are_one_line():
     for dim in ("64", 64.0, None, 0, [64]):
-        with pytest.raises(ValueError, match="dim must be a positive integer, got"):
+        with pytest.raises(ValueError, match=r"^dim must be .*, got"):
             residua.build("ddl-tc", dim, 2)
     for count in ("2", [torch.nn.Identity()], -1):
-        with pytest.raises(ValueError, match="num_sublayers must be an integer"):
+        with pytest.raises(ValueError, match=r"^num_sublayers must be .*, got"):
             residua.build("ddl-tc", 8, count)
     for norm in (torch.nn.LayerNorm(8), torch.nn.ModuleList(), "rms"):
-        with pytest.raises(TypeError, match="norm must be a function from the number of a sublayer"):
+        with pytest.raises(TypeError, match=r"^norm must be "):
             residua.build("ddl-tc", 8, 2, norm=norm)
 
 

@@ -110,7 +110,7 @@ def test_what_killed_writers_left_is_removed_by_the_next_holder_without_followin
 def test_a_link_is_refused_in_one_line(target, tmp_path):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / target)
-    with pytest.raises(InputError, match=rf"link: must not be a link, .* got one to .*{target}; remove it"):
+    with pytest.raises(InputError, match=rf"link: must not be a link, .*{target}"):
         write_text(tmp_path / "link", "new")
     assert names(tmp_path) == ["link", "victim"]
     assert (tmp_path / "victim").read_text() == "precious"

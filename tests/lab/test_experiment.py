@@ -263,7 +263,7 @@ def replaced(config, text, tmp_path):
 
 def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_path):
     for read in (evaluate, trace_model, lambda opened: opened.data):
-        with pytest.raises(InputError, match=r"must be the data that .*run was trained on"):
+        with pytest.raises(InputError, match="must be the data "):
             read(open_run(replaced, device="cpu"))
     again = replace(config, data=DataConfig(path=str(tmp_path / "data")))
     with pytest.raises(InputError, match=r"data\.fingerprint was"):

@@ -215,7 +215,7 @@ def test_a_cloned_repository_takes_a_model_and_keeps_what_is_gits(trained, tmp_p
 def test_a_folder_with_something_in_it_is_refused_and_a_failure_leaves_nothing(trained, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine.txt").write_text("keep me")
-    with pytest.raises(InputError, match="must be a new or empty folder"):
+    with pytest.raises(InputError, match=r"must be .*, got .*used"):
         export(trained, tmp_path / "used")
     assert [path.name for path in (tmp_path / "used").iterdir()] == ["mine.txt"]
     with pytest.raises(InputError, match="step 3, found those of steps 2, 4"):

@@ -228,7 +228,7 @@ def test_the_weighted_sum_refuses_other_shapes():
     sources = [torch.zeros(2, 3), torch.zeros(2, 4)]
     with pytest.raises(ValueError, match="must be at least one tensor"):
         depth_mix([], torch.zeros(0))
-    with pytest.raises(ValueError, match="sources must be the shape of the first"):
+    with pytest.raises(ValueError, match=r"sources must be .*, got"):
         depth_mix(sources, torch.zeros(2))
     with pytest.raises(ValueError, match="weights must"):
         depth_mix(sources[:1], torch.zeros(2))

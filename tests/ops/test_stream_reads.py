@@ -44,7 +44,7 @@ def test_channel_taps_can_reach_every_weight():
 
 
 def test_a_kernel_longer_than_the_streams_is_an_error():
-    with pytest.raises(ValueError, match="at most 4 taps, one for each stream, got 5"):
+    with pytest.raises(ValueError, match=r"at most 4 taps, .*got 5"):
         channel_taps(torch.ones(5, 2), torch.ones(4))
 
 

@@ -369,7 +369,7 @@ def test_options_must_come_back_from_a_file():
         dtype: torch.dtype | None = torch.float32
         share: tuple[float, ...] = (0.5,)
 
-    with pytest.raises(CheckFailed, match=r"built again from .*: TypeError: Object of type dtype is not JSON"):
+    with pytest.raises(CheckFailed, match="TypeError: Object of type dtype"):
         CONTRACT["declares_itself"](Narrow())
     CONTRACT["declares_itself"](Narrow(dtype=None))
 
@@ -459,7 +459,7 @@ def test_all_failures_are_in_one_message_and_an_error_is_one_of_them():
 
 
 def test_only_a_scheme_can_be_checked():
-    with pytest.raises(TypeError, match=r"needs an instance of a residua.Scheme, got <class"):
+    with pytest.raises(TypeError, match=r"residua\.Scheme, got <class"):
         check_scheme(Residual)
 
 

@@ -338,10 +338,10 @@ def test_a_scheme_without_a_name_is_one_clear_line():
     class Mine(Residual):
         pass
 
-    with pytest.raises(ValueError, match=r"Mine has no name: .*residua\.register\(name, Mine\)"):
+    with pytest.raises(ValueError, match=r"Mine .*residua\.register\(name, Mine\)"):
         describe(Mine())
 
 
 def test_an_option_given_twice_is_refused():
-    with pytest.raises(ValueError, match="must have every option once, got num_streams twice"):
+    with pytest.raises(ValueError, match="got num_streams twice"):
         resolve("ihc:num_streams=4,num_streams=2")

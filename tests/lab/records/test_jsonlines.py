@@ -56,7 +56,7 @@ def test_damage_is_one_line_and_changes_nothing(content, number, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     for use in (jsonlines.read, JsonLines):
-        with pytest.raises(InputError, match=rf"must have a JSON object in line {number}, got") as error:
+        with pytest.raises(InputError, match=f"must .* in line {number}, got") as error:
             use(path)
         assert "\n" not in str(error.value)
     assert path.read_bytes() == content
@@ -66,7 +66,7 @@ def test_no_file_has_no_rows_and_a_folder_is_refused(tmp_path):
     assert jsonlines.read(tmp_path / "none") == []
     with pytest.raises(InputError, match="Is a directory"):
         jsonlines.read(tmp_path)
-    with pytest.raises(InputError, match="must be a file to append to, got: Is a directory"):
+    with pytest.raises(InputError, match=r"must be a file .*, got: Is a directory"):
         JsonLines(tmp_path)
 
 
@@ -109,5 +109,5 @@ def test_rows_of_a_run_are_numbers(row, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
 def test_nobody_waits_for_the_reader_of_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="pipe must be a file to append to"):
+    with pytest.raises(InputError, match="pipe must be a file"):
         JsonLines(tmp_path / "pipe")

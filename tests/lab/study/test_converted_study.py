@@ -123,7 +123,7 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
         ({"sizes": {"small": {"model.hidden_size": 8}}}, "model.hidden_size must not be set beside model.base"),
         (
             {"tuning": {"over": {"train.connection_lr_factor": [10]}, "runs": 1, "baseline_runs": 1}},
-            "tuning.over must be a key for residual too, which has no parameters of its own",
+            "tuning.over must be .*residual",
         ),
         ({"sizes": {"small": {"model.base": 5}}}, "model.base must be a folder .*, got 5"),
         ({"set": {"model.base": "nowhere"}}, "model.base must be a folder .*, got nowhere"),

@@ -184,9 +184,7 @@ def test_a_file_whose_questions_name_no_scheme_is_refused(tmp_path):
         "questions: {q: {ask: who, compare: [[residul, residual]]}}\n"
     )
     (tmp_path / "study.yaml").write_text(text)
-    with pytest.raises(
-        InputError, match=r"questions.q.compare must be some of residual, got 'residul'; did you mean residual"
-    ):
+    with pytest.raises(InputError, match=r"questions\.q\.compare must be .*, got 'residul'; did you mean residual"):
         load_study(str(tmp_path / "study.yaml"))
 
 

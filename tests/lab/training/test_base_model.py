@@ -134,10 +134,10 @@ def test_other_weights_than_those_of_the_frozen_base_are_refused(config, base, t
     file = elsewhere / "model.safetensors"
     tensors = load_file(file)
     save_file({name: x + (name == "lm_head.weight") for name, x in tensors.items()}, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"must be the base .* got other weights"):
+    with pytest.raises(InputError, match=r"model\.base must be the base .* got other weights"):
         open_run(tmp_path / "run", device="cpu")
     shutil.rmtree(elsewhere)
-    with pytest.raises(InputError, match=r"model\.base must be a folder with a model of transformers"):
+    with pytest.raises(InputError, match=r"model\.base must be a folder "):
         open_run(tmp_path / "run", device="cpu")
 
 
@@ -171,7 +171,7 @@ def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeyp
     for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     residua.register("penal", Penal)
-    with pytest.raises(InputError, match=r"model\.connection must be a scheme without a penalty"):
+    with pytest.raises(InputError, match=r"model\.connection must be .*penalty"):
         build_model(resolved(changed(config, connection="penal", start="fresh")), prepared.tokenizer())
 
 
@@ -183,7 +183,7 @@ def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
     refused("start='fresh'", connection="ddl")
     refused("its option penalty", connection="edelta", start="fresh")
     refused("found no config.json|No such file", base=str(tmp_path / "nothing"))
-    with pytest.raises(InputError, match=r"at most the positions of the base \(64\), got 65"):
+    with pytest.raises(InputError, match=r"at most .*64\), got 65"):
         build_model(resolved(replace(config, train=replace(config.train, sequence_length=65))), prepared.tokenizer())
     other = prepare(write_texts(tmp_path / "text"), tmp_path / "data", vocab_size=257, progress=False)
     refused(r"must be tokens of the tokenizer in model\.base.*residua prepare --tokenizer", data=other)
@@ -200,7 +200,7 @@ def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
 def test_a_forged_configuration_in_a_run_is_refused(forged, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(forged))
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
-    with pytest.raises(InputError, match=r"config\.json must hold the configuration of a (converted )?model"):
+    with pytest.raises(InputError, match=r"config\.json must hold "):
         rebuild_base(tmp_path)
 
 
@@ -221,11 +221,11 @@ def test_the_section_of_a_base_has_its_own_keys(base):
         load_config(None, [*given, "--model.start=warm"])
     with pytest.raises(InputError, match=r"model\.connection: no preset is called 'nothing'"):
         load_config(None, [*given, "--model.connection=nothing"])
-    with pytest.raises(InputError, match=r"data\.tokenizer must be the folder of model\.base"):
+    with pytest.raises(InputError, match=r"data\.tokenizer must be .*model\.base"):
         load_config(None, [*given, "--data.tokenizer=bpe"])
     with pytest.raises(InputError, match=r"model\.base must be a model from scratch"):
         _ = config.from_scratch
-    with pytest.raises(InputError, match=r"model\.base must be a run or an export of our own model"):
+    with pytest.raises(InputError, match=r"model\.base must be a run "):
         estimate(config, model_config(config))
     assert isinstance(load_config(None, ["--model.hidden_size=96"]).from_scratch, ModelConfig)
 

@@ -23,7 +23,7 @@ def test_a_folder_of_something_else_is_left_alone(names, tmp_path, fit):
     """As a study is."""
     for name in names:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=r"must be a new or empty folder"):
+    with pytest.raises(InputError, match=f"{tmp_path.name}: must be .*, got"):
         fit(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert all(path.read_text() == "mine" for path in tmp_path.iterdir())
@@ -41,7 +41,7 @@ def test_a_run_that_ended_before_its_first_step_starts_over(tmp_path):
 def test_nothing_to_resume(there, tmp_path, fit):
     if there:
         (tmp_path / "run").mkdir()
-    with pytest.raises(InputError, match=r"must be a run to resume, found no config\.yaml"):
+    with pytest.raises(InputError, match=r"must be a run .*config\.yaml"):
         fit(tmp_path / "run", resume=True)
     assert not there or not list((tmp_path / "run").iterdir())
 
@@ -85,7 +85,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path, fit, monkeypatch):
     fit(tmp_path / "run", batches=ToyBatches(signals={5: signal.SIGINT}))
     with hold(tmp_path / "run", markers=["config.yaml"]):
         for resume in (False, True):
-            with pytest.raises(InputError, match=r"another process is working in this folder"):
+            with pytest.raises(InputError, match="another process"):
                 fit(tmp_path / "run", resume=resume)
     assert fit(tmp_path / "run", resume=True)["step"] == 12
 
@@ -136,7 +136,7 @@ def test_what_is_written_while_a_run_waits_for_its_folder_stays(made, tmp_path, 
         return hold(*arguments, **options)
 
     monkeypatch.setattr(folder_module, "hold", other_first)
-    with pytest.raises(InputError, match="holds a run already"):
+    with pytest.raises(InputError, match="run already"):
         fit(folder)
     assert latest_checkpoint(folder).step == 12
     assert {"config.yaml", "facts.json", "metrics.jsonl"} <= {path.name for path in folder.iterdir()}

@@ -118,7 +118,7 @@ def test_compile_is_for_the_forward_alone(tmp_path, fit, rows, monkeypatch):
 def test_a_device_that_is_not_there(monkeypatch, tmp_path, fit):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert loop.pick_device("auto") == torch.device("cpu")
-    with pytest.raises(InputError, match=r"train\.device needs a machine with a CUDA device"):
+    with pytest.raises(InputError, match=r"train\.device .*CUDA"):
         fit(tmp_path / "run", device="cuda")
 
 
@@ -239,7 +239,7 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
 @pytest.mark.parametrize("limit", [1200, 4000])
 def test_files_that_the_system_refuses_to_grow(limit, tmp_path, fit, rows):
     """A real short write, into the metrics or into the optimizer's file."""
-    with room(limit), pytest.raises(RunError, match=r"cannot write into .*File too large") as error:
+    with room(limit), pytest.raises(RunError, match="File too large") as error:
         fit(tmp_path / "run", checkpoint_every=12)
     assert str(error.value).startswith("step 12: ") == (limit > 1200)
     fit(tmp_path / "run", resume=True, checkpoint_every=12)
