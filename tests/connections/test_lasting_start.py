@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 import residua
-from residua.connections import PRESETS
+from residua.connections import PRESETS, Carry, Connection
 
 DIM, SUBLAYERS = 16, 4
 
@@ -52,6 +52,30 @@ class Model(nn.Module):
 
     def start(self):
         return {name: value for name, value in copy.deepcopy(self.state_dict()).items() if "mlps" not in name}
+
+
+class Gain(Connection):
+    """A connection of somebody else's scheme: x + gain y, where gain starts at 0.5."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(DIM))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.gain, 0.5)
+
+    def read(self, state, memory=None):
+        return state, Carry(state, ())
+
+    def write(self, y, carry):
+        return carry.residual + self.gain * y
+
+
+@pytest.mark.filterwarnings("ignore:the start of the connections stands")
+def test_a_module_that_defines_reset_parameters_keeps_its_start():
+    connection = Gain().apply(of_everything)
+    assert (connection.gain == 0.5).all()
 
 
 @pytest.mark.parametrize("init", [of_gpt, of_dit, of_old_code, of_everything])

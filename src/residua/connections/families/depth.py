@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Connection, Scheme, State
 from residua.connections.parts.facts import EMBEDDING, DepthWeights
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.connections.parts.spec import TensorSpec
 from residua.errors import Count
 from residua.ops import at_least_float32, depth_read
@@ -43,7 +43,6 @@ class DepthRead(SelfStarting):
         self.gain = nn.Parameter(torch.empty(dim))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.query)
         nn.init.ones_(self.gain)

@@ -14,7 +14,6 @@ from residua.connections.parts.gates import Scale
 from residua.connections.parts.memory import Memory
 from residua.connections.parts.options import Factor
 from residua.connections.parts.projection import WideProjection, project_normalised
-from residua.connections.parts.sharded import on_whole_tensors
 from residua.ops import at_least_float32, hyper_read, hyper_write
 from residua.ops.dispatch import Implementation
 
@@ -142,7 +141,6 @@ class WeightedConnection(MixingConnection):
             self.scales = nn.Parameter(torch.empty(2))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         with torch.no_grad():
             self.alpha.zero_()

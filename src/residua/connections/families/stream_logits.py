@@ -19,7 +19,7 @@ from residua.connections.parts.memory import Memory
 from residua.connections.parts.norm import LayerNorm
 from residua.connections.parts.options import Factor, only_with, require_option
 from residua.connections.parts.projection import WideProjection, project, project_normalised
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.errors import NotNegative
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.derived import flattened
@@ -63,7 +63,6 @@ class StreamLogits(SelfStarting):
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.constant_(getattr(self, self.names[1]), self.scale_start)
         with torch.no_grad():
@@ -215,7 +214,6 @@ class Router(SelfStarting):
         self.bias = nn.Parameter(torch.empty(len(maps), num_streams, num_streams))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
         if "post" in self.maps:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from residua.connections.base import Scheme
 from residua.connections.parts.ends import Repeat, TokenConv
 from residua.connections.parts.options import SeveralRows
-from residua.connections.parts.sharded import on_whole_tensors
 from residua.connections.parts.spec import TensorSpec
 from residua.errors import Range
 from residua.ops.derived import derive
@@ -85,7 +84,6 @@ class StreamGains(TokenConv):
         self.noise = noise
         super().__init__(dim, 1, num_streams)
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.noise:

@@ -14,7 +14,7 @@ from residua.connections.parts.gates import logit
 from residua.connections.parts.memory import Memory, documents_in, expect_tokens
 from residua.connections.parts.norm import RMSNorm
 from residua.connections.parts.projection import Projection, WideProjection, spectral_std
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.ops import at_least_float32, causal_read
 
 
@@ -124,7 +124,6 @@ class StreamAttention(SelfStarting):
             self.slots = nn.Parameter(torch.empty(num_streams, rank))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.slots is not None:
             nn.init.normal_(self.slots, std=1.0)
@@ -155,7 +154,6 @@ class Pool(SelfStarting):
         self.taps = nn.Parameter(torch.empty(kernel, num_streams, dim)) if kind == "conv" else None
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.taps is not None:
             nn.init.zeros_(self.taps)

@@ -19,7 +19,7 @@ from residua.connections.parts.memory import (
     remembered,
     window_of,
 )
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.ops import (
     at_least_float32,
     causal_expand,
@@ -108,7 +108,6 @@ class TokenConv(SelfStarting):
         self.taps = nn.Parameter(torch.empty(kernel, num_streams or 1, dim))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.taps)
         nn.init.ones_(self.taps[0])
@@ -138,7 +137,6 @@ class Smear(SelfStarting):
         self.gate = nn.Parameter(torch.empty(min(self.features, dim)))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.scale)
         nn.init.uniform_(self.gate, 0.0, 0.02)
@@ -182,7 +180,6 @@ class TokenCompress(SelfStarting):
         self.read = nn.Parameter(torch.empty(num_streams or 1))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         _start_read(self.read, self.start)
         if self.start == "authors":
@@ -241,7 +238,6 @@ class ChannelCompress(SelfStarting):
         self.read = nn.Parameter(torch.empty(num_streams)) if form == "read" else None
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.read is not None:
             _start_read(self.read, self.start)

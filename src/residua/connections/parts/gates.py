@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.parts.projection import WideProjection
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.ops import at_least_float32
 
 
@@ -32,7 +32,6 @@ class Scale(SelfStarting):
         self.single = dim is None
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, self.start)
 
@@ -62,7 +61,6 @@ class StaticGate(SelfStarting):
         self.bias = nn.Parameter(torch.empty(heads))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
 

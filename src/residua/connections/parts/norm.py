@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.ops import rms_norm
 from residua.ops.norm import layer_norm
 
@@ -20,7 +20,6 @@ class RMSNorm(SelfStarting, nn.RMSNorm):
         self.start, self.recompute = start, recompute
         super().__init__(dim, eps=eps, elementwise_affine=gain)
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.weight is not None:
             nn.init.constant_(self.weight, self.start)
@@ -32,7 +31,6 @@ class RMSNorm(SelfStarting, nn.RMSNorm):
 class LayerNorm(SelfStarting, nn.LayerNorm):
     """`nn.LayerNorm` with input, gain, bias and result in at least float32, for the input of a mapping."""
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         super().reset_parameters()
 

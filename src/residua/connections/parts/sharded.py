@@ -66,7 +66,14 @@ class SelfStarting(nn.Module):
 
     Models end their `__init__` with `self.apply(init)`, where `init` fills every linear map, and transformers does so
     with weights that a checkpoint lacks. Parameters that were loaded or trained change as in every module.
+    `reset_parameters` fills whole tensors, also if an engine has sharded them.
     """
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        reset: Any = vars(cls).get("reset_parameters")
+        if reset is not None:
+            cls.reset_parameters = on_whole_tensors(reset)  # type: ignore[attr-defined]
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
         """Do as `nn.Module`, but keep the start of parameters that have it; warn if `fn` would have replaced it.

@@ -18,7 +18,7 @@ from residua.connections.families.depth import SourcesConnection, SourcesScheme
 from residua.connections.parts.ends import Copies
 from residua.connections.parts.facts import DepthWeights
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.errors import Count, Natural
 from residua.ops import at_least_float32, depth_read
 
@@ -73,7 +73,6 @@ class InklingRead(SelfStarting):
         self.query = nn.Parameter(torch.empty(reads, dim))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.query)
 

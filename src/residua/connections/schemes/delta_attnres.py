@@ -18,7 +18,6 @@ from residua.connections.families.depth import DepthRead, SourcesConnection, Sou
 from residua.connections.parts.ends import Copies, LastOf
 from residua.connections.parts.facts import DepthWeights
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.sharded import on_whole_tensors
 from residua.connections.parts.spec import TensorSpec
 from residua.errors import Count
 from residua.ops import at_least_float32
@@ -85,7 +84,6 @@ class DeltaDepthConnection(SourcesConnection):
         self.norm = norm
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.null is not None:
             nn.init.zeros_(self.null)

@@ -16,7 +16,7 @@ from residua.connections.families.depth import BlockCollapse, BlockConnection, B
 from residua.connections.parts.ends import Copies
 from residua.connections.parts.facts import DepthWeights
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.errors import Count
 from residua.ops import at_least_float32, depth_mix
 
@@ -68,7 +68,6 @@ class DepthAverage(SelfStarting):
         self.weights = nn.Parameter(torch.empty(len(taken)))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weights)
         nn.init.ones_(self.weights[-1:])

@@ -30,7 +30,7 @@ from residua.connections.parts.memory import Memory
 from residua.connections.parts.norm import LayerNorm
 from residua.connections.parts.options import Fraction, SeveralRows, require_option
 from residua.connections.parts.projection import Projection, WideProjection, project
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.errors import Count, NotNegative, Positive
 from residua.ops import cayley_angle, gate_penalty, hybrid, hyper_read, hyper_write, unit
 from residua.ops.derived import derive, flattened
@@ -157,7 +157,6 @@ class Identity(Projection):
     def __init__(self, dim: int):
         super().__init__(dim, dim)
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.eye_(self.weight)
 
@@ -175,7 +174,6 @@ class Frame(SelfStarting):
         self.rows = nn.Parameter(torch.empty(3, n))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         if self.centred:
             self._contrasts()

@@ -22,7 +22,7 @@ from residua.connections.parts.facts import GateFacts, RankOne
 from residua.connections.parts.gates import TokenGate
 from residua.connections.parts.memory import Memory
 from residua.connections.parts.options import OnlyIf, only_with, require_option
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.errors import Count, Positive, Range
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
 
@@ -142,7 +142,6 @@ class Parts(SelfStarting):
         self.weight = nn.Parameter(torch.empty(rank, dim))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         rank, dim = self.weight.shape

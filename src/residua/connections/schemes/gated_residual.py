@@ -22,7 +22,7 @@ from residua.connections.parts.memory import Memory
 from residua.connections.parts.norm import RMSNorm
 from residua.connections.parts.options import only_with
 from residua.connections.parts.projection import Projection, WideProjection, is_plain
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.errors import Count, NotNegative
 from residua.ops.derived import derive
 from residua.ops.precision import linear, promote
@@ -84,7 +84,6 @@ class GatedRead(SelfStarting):
         self.up = Projection(scheme.gate_rank, n * dim, std=scheme.weight_std if published else 0.0)
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         if self.preferred is not None:

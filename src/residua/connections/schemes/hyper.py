@@ -16,7 +16,6 @@ from residua.connections.families.mixing import SPREAD, MixingCoefficients, Weig
 from residua.connections.families.streams import ExpandingScheme
 from residua.connections.parts.ends import MeanStreams, SumStreams
 from residua.connections.parts.options import Rows
-from residua.connections.parts.sharded import on_whole_tensors
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class HyperConnection(WeightedConnection):
     def __init__(self, scheme: HyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, scheme.num_streams, dim, norm, reads=1, first=index, norm_eps=norm_eps)
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         super().reset_parameters()
         if self.scheme.start == "mirrored":

@@ -23,7 +23,7 @@ from residua.connections.parts.memory import Memory
 from residua.connections.parts.norm import RMSNorm
 from residua.connections.parts.options import only_with, require_option
 from residua.connections.parts.projection import WideProjection
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.errors import Count
 from residua.ops import at_least_float32, depth_mix
 from residua.ops.derived import derive
@@ -154,7 +154,6 @@ class MultiwayAverage(DynamicWeights):
         self.after = RMSNorm(dim, eps=eps, start=1e-3) if normalised else None
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.static)
         if not self.normalised:

@@ -18,7 +18,7 @@ from residua.connections.families.streams import ExpandingScheme
 from residua.connections.parts.gates import logit
 from residua.connections.parts.memory import Memory
 from residua.connections.parts.options import Fraction, require_option
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.errors import NotNegative
 from residua.ops import at_least_float32, hyper_read
 from residua.ops.dispatch import Implementation
@@ -62,7 +62,6 @@ class WideRead(SelfStarting):
         self.logits = nn.Parameter(torch.empty(num_streams))
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         with torch.no_grad():
             self.logits.copy_(torch.tensor(even_biases(len(self.logits)), dtype=self.logits.dtype, device="cpu"))
@@ -97,7 +96,6 @@ class WideConnection(MixingConnection):
         self.norm = norm
         self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
         scheme = self.scheme
         with torch.no_grad():
