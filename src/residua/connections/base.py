@@ -41,12 +41,12 @@ from residua.connections.parts.memory import (
     window_of,
 )
 from residua.connections.parts.norm import RMSNorm
-from residua.connections.parts.options import check_options, require_option
+from residua.connections.parts.options import DIVIDES_WIDTH, check_options, require_option
 from residua.connections.parts.phases import as_call, open_to_phases, within
 from residua.connections.parts.projection import WideProjection
 from residua.connections.parts.sharded import SelfStarting
 from residua.connections.parts.spec import TensorSpec
-from residua.errors import require
+from residua.errors import ranges_of, require
 from residua.ops.shapes import expect_shape
 
 State = Any  # a pytree of tensors
@@ -342,7 +342,6 @@ class Scheme(ABC):
         users: the models and code that use it, with sources.
     constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
     derived: for an option that may be None, the options from which it is then derived.
-    divisors: options that must be divisors of the width.
     published: options whose every value is a published version of the scheme. The kit accepts a module that agrees
         with any of them, and names it.
     activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
@@ -355,7 +354,6 @@ class Scheme(ABC):
     users: ClassVar[str] = ""
     constraint: ClassVar[str | None] = None
     derived: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    divisors: ClassVar[tuple[str, ...]] = ()
     published: ClassVar[tuple[str, ...]] = ()
     activations: ClassVar[tuple[str, ...]] = ()
 
@@ -393,13 +391,8 @@ class Scheme(ABC):
         }
 
     @property
-    def residual_start(self) -> Mapping[str, Any] | None:
-        """The options of the start that `preserving` gives; None if there is none."""
-        return None
-
-    @property
-    def cannot_preserve(self) -> str:
-        """The reason why these options have no such start; "" if they have one, or without a reason."""
+    def residual_start(self) -> Mapping[str, Any] | str:
+        """The options of the start that `preserving` gives; if there is none, a text that says why, which may be ""."""
         return ""
 
     def state_spec(self, boundary: int, dim: int) -> Any:
@@ -422,10 +415,10 @@ class Scheme(ABC):
         Raises:
             ValueError: the scheme cannot start as the residual; the message says why.
         """
-        start, reason = self.residual_start, self.cannot_preserve
-        if start is None or reason:
-            because = f": {reason}" if reason else ""
-            raise ValueError(f"{type(self).__name__}: no start preserves the plain residual{because}")
+        start = self.residual_start
+        if isinstance(start, str):
+            reason = f": {start}" if start else ""
+            raise ValueError(f"{type(self).__name__}: no start preserves the plain residual{reason}")
         return replace(self, **start)
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
@@ -444,8 +437,9 @@ class Scheme(ABC):
                 "norm must be a function from the number of a sublayer to the norm before it, got "
                 f"{type(norm).__name__}; write norm=lambda i: nn.LayerNorm({dim})"
             )
-        for name in self.divisors:
-            require_option(self, name, dim % getattr(self, name) == 0, f"a divisor of the width dim = {dim}")
+        for name, ranges in ranges_of(type(self)).items():
+            if DIVIDES_WIDTH in ranges:
+                require_option(self, name, dim % getattr(self, name) == 0, f"a divisor of the width dim = {dim}")
         if norm is None:
             norm = partial(self.default_norm, dim, norm_eps)
         stream = self.assemble(dim, num_sublayers, norm, norm_eps)

@@ -112,7 +112,7 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
         )
 
     @property
-    def residual_start(self) -> Mapping[str, Any]:
+    def residual_start(self) -> Mapping[str, Any] | str:
         return {"start": "residual", "weight_std": type(self).weight_std}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:

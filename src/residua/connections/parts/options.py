@@ -12,6 +12,8 @@ Rows = Annotated[Count, at_most(256)]
 SeveralRows = Annotated[int, Range("at least 2", lambda x: x >= 2), at_most(256)]
 Taps = Annotated[Count, at_most(1024)]
 Steps = Annotated[Count, at_most(1000)]
+DIVIDES_WIDTH = Range("a divisor of the width", lambda count: True)  # which `Scheme.build` knows, and checks
+Divisor = Annotated[Count, DIVIDES_WIDTH]
 Beta = Annotated[float, Range("a number in [0, 2]", lambda x: 0 <= x <= 2)]
 Fraction = Annotated[float, Range("a number above 0 and below 1", lambda x: 0 < x < 1)]
 Factor = Annotated[

@@ -55,7 +55,7 @@ class AlternatingUpdates(RecomputingScheme):
     equation = "P + (1 + c) (block(P_0) - P_0), P = X + C X"
     users = "Gemma 3n (`gemma3n` in transformers). `residua.models.dialects` loads its parameters."
     paper = "arXiv 2301.13310"
-    cannot_preserve = (
+    residual_start = (
         "LAuReL divides the stream by sqrt(2) and adds a normalised term, and the streams are predicted and corrected "
         "by weights that are drawn"
     )

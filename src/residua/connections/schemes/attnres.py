@@ -15,7 +15,7 @@ from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.families.depth import DepthRead, SourcesConnection, SourcesScheme
 from residua.connections.parts.ends import Copies
 from residua.connections.parts.memory import Memory
-from residua.errors import Count
+from residua.connections.parts.options import Divisor
 
 
 class DepthCoefficients(NamedTuple):
@@ -44,10 +44,9 @@ class AttentionResiduals(SourcesScheme):
     users = "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: `attnres_inkling`."
     paper = "arXiv 2603.15031"
     residual_start = {"reduction": "sum"}  # the plain residual, and not only up to a norm
-    divisors = ("heads",)
 
     reduction: Literal["mean", "sum"] = "mean"
-    heads: Count = 1
+    heads: Divisor = 1
 
     @property
     def source(self) -> str:

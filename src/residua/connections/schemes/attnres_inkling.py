@@ -48,7 +48,7 @@ class InklingAttentionResiduals(SourcesScheme):
     equation = "V_l = F(norm(sum_i a_i norm(V_i))), a = softmax_i(w . norm(V_i) / sqrt(d))"
     users = "Inkling-2 (`inkling2` in transformers). `residua.models.dialects` loads its parameters."
     paper = "transformers, models/inkling2"
-    cannot_preserve = "the sources are normalised before they are summed, which loses their sizes; use attnres"
+    residual_start = "the sources are normalised before they are summed, which loses their sizes; use attnres"
 
     block_size: Count = 12
     separate_every: Natural = 6

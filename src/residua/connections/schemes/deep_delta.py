@@ -77,7 +77,7 @@ class DeepDelta(ChannelScheme):
         "2026) the authors do not claim that their gains, from single runs, are statistically resolved."
     )
     paper = "arXiv 2601.00417"
-    cannot_preserve = "one gate both erases and writes; use gated-delta, which has a gate for each and starts as x + h"
+    residual_start = "one gate both erases and writes; use gated-delta, which has a gate for each and starts as x + h"
     activations = ("k",)  # the raw direction of a v-Map
 
     map: Literal["k", "v"] = "k"

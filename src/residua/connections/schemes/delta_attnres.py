@@ -18,8 +18,8 @@ from residua.connections.families.depth import DepthRead, SourcesConnection, Sou
 from residua.connections.parts.ends import Copies, LastOf
 from residua.connections.parts.facts import DepthWeights
 from residua.connections.parts.memory import Memory
+from residua.connections.parts.options import Divisor
 from residua.connections.parts.spec import TensorSpec
-from residua.errors import Count
 from residua.ops import at_least_float32
 from residua.ops.derived import derive
 
@@ -50,11 +50,10 @@ class DeltaAttentionResiduals(SourcesScheme):
     users = "The authors' experiments (`wdlctc/delta-attention-residuals-code`). No released model is known."
     paper = "arXiv 2605.18855"
     residual_start = {"read_gate": "scalar"}
-    divisors = ("heads",)
 
     read_gate: Literal["none", "scalar", "sigmoid"] = "none"
     null_source: bool = False
-    heads: Count = 1
+    heads: Divisor = 1
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (*super().state_spec(boundary, dim), TensorSpec((dim,)))

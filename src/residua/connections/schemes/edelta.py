@@ -11,9 +11,10 @@ has the determinant (-1)^d, so it changes the orientation only for odd d.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from residua.connections.parts.facts import Mixing
 from residua.connections.parts.gates import logit
 from residua.connections.parts.memory import Memory
 from residua.connections.parts.norm import LayerNorm
-from residua.connections.parts.options import Fraction, SeveralRows, require_option
+from residua.connections.parts.options import DIVIDES_WIDTH, Fraction, SeveralRows, require_option
 from residua.connections.parts.projection import Projection, WideProjection, project
 from residua.connections.parts.sharded import SelfStarting
 from residua.errors import Count, NotNegative, Positive
@@ -95,12 +96,11 @@ class EDelta(_Hybrid):
     title = "EDelta-MHC-Geo"
     equation = "g + H_post F(H_pre norm(g)), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) x"
     users = "The authors' experiments. No released model is known."
-    cannot_preserve = (
+    residual_start = (
         "the shortcut reflects with a share 1 - gamma > 0, which changes every state; edelta-stream has such a start"
     )
 
-    divisors = ("num_streams",)
-
+    num_streams: Annotated[SeveralRows, DIVIDES_WIDTH] = 4
     projections: bool = True
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
@@ -128,8 +128,6 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     title = "EDelta-MHC-Geo with streams"
     equation = "g + H_post (1 F(norm(mean(H_pre g)))^T), g = (gamma Q + (1 - gamma) (I - 2 k k^T)) X"
     users = "The authors' experiments. No released model is known."
-    # Q and H then keep the mean of the rows, which every write moves by y.
-    residual_start = {"start": "residual"}
 
     hidden: Count = 48
     start: Literal["published", "residual"] = "published"
@@ -140,9 +138,9 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
             require_option(self, "num_streams", self.num_streams >= 3, "at least 3 with start='residual'")
 
     @property
-    def cannot_preserve(self) -> str:
+    def residual_start(self) -> Mapping[str, Any] | str:
         if self.num_streams >= 3:
-            return ""
+            return {"start": "residual"}  # Q and H keep the mean of the rows, which every write moves by y
         return "the only plane that num_streams=2 can rotate in contains the mean of the streams; use at least 3"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:

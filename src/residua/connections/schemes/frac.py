@@ -8,6 +8,7 @@ h_pre, h_res and h_post are Y^T, A^T and B of the paper: constants (static) or d
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.families.mixing import CutConnection, MixingCoefficients, WeightedConnection, WeightedScheme
 from residua.connections.parts.ends import Same
 from residua.connections.parts.facts import Mixing
-from residua.connections.parts.options import Rows
+from residua.connections.parts.options import DIVIDES_WIDTH, Rows
 from residua.ops import hyper_mix
 
 
@@ -33,9 +34,8 @@ class FracConnections(WeightedScheme):
     users = "The authors' experiments, up to 7B parameters. No released model is known."
     paper = "arXiv 2503.14125"
     residual_start = {}
-    divisors = ("num_fractions",)
 
-    num_fractions: Rows = 4
+    num_fractions: Annotated[Rows, DIVIDES_WIDTH] = 4
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [FracConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]

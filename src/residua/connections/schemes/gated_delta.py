@@ -10,7 +10,7 @@ w = |h|, which writes h, or |h| (1 + tanh(W c + b)) with a gate for each value c
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from residua.connections.parts.delta_maps import Gate, Value
 from residua.connections.parts.facts import GateFacts, RankOne
 from residua.connections.parts.gates import TokenGate
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.options import OnlyIf, only_with, require_option
+from residua.connections.parts.options import Divisor, OnlyIf, only_with, require_option
 from residua.connections.parts.sharded import SelfStarting
 from residua.errors import Count, Positive, Range
 from residua.ops import at_least_float32, gated_delta, inverse_length, scaled_sum, unit
@@ -75,8 +75,6 @@ class GatedDelta(ChannelScheme):
     equation = "X + w h - e k k^T X, h = F(c), k = h / |h|, e = 2 tanh(w_e . c + b_e), c = norm(x_in)"
     users = "Nobody yet: it is a form of our own, Deep Delta Learning with a gate for each of its two halves."
     paper = "arXiv 2601.00417"
-    residual_start = {}
-    divisors = ("heads",)
 
     erase: Literal["signed", "positive", "none", "coupled"] = "signed"
     scale: Annotated[
@@ -87,7 +85,7 @@ class GatedDelta(ChannelScheme):
     write_gate: Annotated[bool, only_with(write="output")] = False
     v_activation: Annotated[Literal["scaled_sigmoid", "linear"], only_with(write="value")] = "scaled_sigmoid"
     rank: Count = 1
-    heads: Annotated[Count, GATED] = 1
+    heads: Annotated[Divisor, GATED] = 1
     k_eps: Annotated[Positive, ON_DIRECTION] = 1e-5
 
     def __post_init__(self):
@@ -115,9 +113,9 @@ class GatedDelta(ChannelScheme):
         return {"beta": GateFacts((low, self.scale))}
 
     @property
-    def cannot_preserve(self) -> str:
+    def residual_start(self) -> Mapping[str, Any] | str:
         if self.write == "output":
-            return ""
+            return {}
         return "beta v does not depend on the size of the update, which a plain residual writes; use write='output'"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:

@@ -9,7 +9,7 @@ update, or equally a residual scale 1 - e <h, x> / |x|^2 that depends on the tok
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from residua.connections.families.convolved import CompressingConnection, Single
 from residua.connections.parts.facts import GateFacts, Mixing
 from residua.connections.parts.gates import GateCoefficients, StaticGate, TokenGate
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.options import only_with
-from residua.errors import Count, Positive
+from residua.connections.parts.options import Divisor, only_with
+from residua.errors import Positive
 from residua.ops import at_least_float32, orthogonal_update, residual_scale
 
 
@@ -43,12 +43,10 @@ class GatedOrthogonal(SingleStreamScheme):
     equation = "x + h - e (<h, x> / |x|^2) x, h = F(c), e = tanh(w . c + b), c = norm(x)"
     users = 'Nobody yet: it is a form of our own. With `gate="one"`, the authors\' experiments, mostly on images.'
     paper = "arXiv 2505.11881"
-    residual_start = {}
-    divisors = ("heads",)
 
     gate: Literal["token", "static", "one"] = "token"
     scale: Annotated[Positive, only_with(gate=("token", "static"))] = 1.0
-    heads: Count = 1
+    heads: Divisor = 1
     sublayers: Literal["all", "attention", "mlp"] = "all"
     eps: Positive = 1e-6
 
@@ -63,9 +61,9 @@ class GatedOrthogonal(SingleStreamScheme):
         return dict.fromkeys(_names(self.heads), GateFacts((-self.scale, self.scale), 0.0))
 
     @property
-    def cannot_preserve(self) -> str:
+    def residual_start(self) -> Mapping[str, Any] | str:
         if self.gate != "one":
-            return ""
+            return {}
         return "gate='one' removes the update along the state; use gate='token' or 'static', which start at 0"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:

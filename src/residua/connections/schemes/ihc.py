@@ -54,14 +54,11 @@ class IndependentHyperConnections(ProductionHyperConnections):
         require_option(self, "magnitude", reachable, f"above {1 + SPREAD} with start='mirrored'")
 
     @property
-    def residual_start(self) -> Mapping[str, Any]:
-        return {**super().residual_start, "start": "mirrored" if self.start == "mirrored" else "residual"}
-
-    @property
-    def cannot_preserve(self) -> str:
+    def residual_start(self) -> Mapping[str, Any] | str:
         bias = torch.tensor(logit((1 - self.gate_eps) / self.magnitude), dtype=torch.float32, device="cpu").double()
         if abs(self.magnitude * torch.sigmoid(bias) + self.gate_eps - 1) <= 1e-12:
-            return ""
+            start = "mirrored" if self.start == "mirrored" else "residual"
+            return {"start": start, "weight_std": type(self).weight_std}
         return (
             f"with magnitude={self.magnitude} and gate_eps={self.gate_eps} no bias in float32 gives a write weight of "
             "exactly 1; use magnitude=2.0 and a gate_eps of at most 1e-5"

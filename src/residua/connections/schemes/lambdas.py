@@ -118,16 +118,12 @@ class Lambdas(SingleStreamScheme):
         return {"gate": GateFacts((-1.0, 1.0), 0.0)}
 
     @property
-    def residual_start(self) -> Mapping[str, float | None]:
+    def residual_start(self) -> Mapping[str, float | None] | str:
+        if self.norm == "post":
+            return "norm='post' normalises the state itself, which the pre-norm residual never does"
         neutral = {"r": 1.0, "z": 0.0, "p": 1.0, "backout": 0.0}
         present = {name: value for name, value in neutral.items() if getattr(self, name) is not None}
         return {**present, "r_last": None, "z_last": None}
-
-    @property
-    def cannot_preserve(self) -> str:
-        if self.norm == "pre":
-            return ""
-        return "norm='post' normalises the state itself, which the pre-norm residual never does"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         return self.stream(

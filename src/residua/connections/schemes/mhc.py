@@ -6,8 +6,9 @@ h_pre in (0, 1), h_post in (0, 2), and h_res is doubly stochastic: mixing cannot
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +53,6 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     paper = "arXiv 2512.24880"
     constraint = "doubly stochastic"
     published = ("order",)
-    # Reads sum to 1, writes are 1, and mixing keeps equal streams.
-    residual_start = {"start": "residual"}
 
     layout: Literal["copies", "split"] = "copies"
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
@@ -75,9 +74,9 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
         return TensorSpec((self.num_streams, dim) if self.layout == "copies" else (dim,))
 
     @property
-    def cannot_preserve(self) -> str:
+    def residual_start(self) -> Mapping[str, Any] | str:
         if self.layout == "copies":
-            return ""
+            return {"start": "residual"}  # reads sum to 1, writes are 1, and mixing keeps equal streams
         return "with layout='split' a sublayer sees a mixture of the pieces, never the whole state; use layout='copies'"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:

@@ -8,6 +8,7 @@ left out, so that every parameter of a checkpoint has its place. DeepSeek-V4.1 c
 the h_pre of a sublayer reads for the next one, after the write, and the first reads stream 0.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -71,7 +72,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
         return self.paper if self.head == "sigmoid" else "transformers, models/glm5_next"
 
     @property
-    def cannot_preserve(self) -> str:
+    def residual_start(self) -> Mapping[str, Any] | str:
         if self.head == "mean" and self.gate_eps:
             return (
                 f"every mixing shrinks the state by about gate_eps={self.gate_eps}, which head='mean', the mean of the "
@@ -79,7 +80,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
             )
         if self.gate_eps > 1e-5:
             return f"no biases in float32 make up for gate_eps={self.gate_eps} exactly; use at most 1e-5"
-        return ""
+        return super().residual_start
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         if self.pre == "own":

@@ -49,7 +49,7 @@ class PooledHouseholder(Scheme):
     equation = "x~ + F(norm(x~)), x~ = x - beta k (k^T x)"
     users = 'The comparison in arXiv 2605.06729, under the name "DDL". It is not Deep Delta Learning.'
     paper = "arXiv 2605.06729"
-    cannot_preserve = "beta in (0, 2) erases the state along k, and nothing is written there"
+    residual_start = "beta in (0, 2) erases the state along k, and nothing is written there"
 
     context: Context = "cumulative"
     beta_init: Beta = 1.0
