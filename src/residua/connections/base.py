@@ -384,11 +384,8 @@ class Scheme(ABC):
 
     @property
     def gates(self) -> Mapping[str, GateFacts]:
-        """The range and the start of the gates of a shortcut, by name. A shortcut may have fewer gates, and others."""
-        return {
-            name: GateFacts(ends, getattr(self, f"{name}_init", None))
-            for name, ends in (("beta", (0.0, 2.0)), ("gamma", (0.0, 1.0)))
-        }
+        """The range and the start of the gates of a shortcut, by name; gates without either need no entry."""
+        return {}
 
     @property
     def residual_start(self) -> Mapping[str, Any] | str:

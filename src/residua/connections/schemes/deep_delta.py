@@ -106,8 +106,7 @@ class DeepDelta(ChannelScheme):
 
     @property
     def gates(self) -> Mapping[str, GateFacts]:
-        facts = super().gates
-        return facts if self.start == "average" else {name: fact._replace(start=None) for name, fact in facts.items()}
+        return {"beta": GateFacts((0.0, 2.0), self.beta_init if self.start == "average" else None)}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         return self.stream(

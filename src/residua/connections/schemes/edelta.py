@@ -25,7 +25,7 @@ from residua.connections.families.pooled import K_EPS, Context, PooledConnection
 from residua.connections.families.stream_logits import Router
 from residua.connections.families.streams import ExpandingScheme
 from residua.connections.parts.ends import MeanStreams, Same
-from residua.connections.parts.facts import Mixing
+from residua.connections.parts.facts import GateFacts, Mixing
 from residua.connections.parts.gates import logit
 from residua.connections.parts.memory import Memory
 from residua.connections.parts.norm import LayerNorm
@@ -78,6 +78,10 @@ class _Hybrid(Scheme):
     @property
     def causal(self) -> bool:
         return self.context != "sequence"
+
+    @property
+    def gates(self) -> Mapping[str, GateFacts]:
+        return {"gamma": GateFacts((0.0, 1.0), self.gamma_init)}
 
 
 @dataclass(frozen=True)

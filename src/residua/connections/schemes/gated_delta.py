@@ -108,7 +108,7 @@ class GatedDelta(ChannelScheme):
     @property
     def gates(self) -> Mapping[str, GateFacts]:
         if self.erase == "coupled":
-            return super().gates
+            return {"beta": GateFacts((0.0, 2.0))}
         low = 0.0 if self.erase == "positive" else -self.scale
         return {"beta": GateFacts((low, self.scale))}
 

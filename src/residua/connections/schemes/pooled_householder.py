@@ -7,6 +7,7 @@ from a separate net, not from the sublayer's output. As published, one k and one
 sequence, serve all its tokens. It is included so that the published rows can be reproduced.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from residua.connections.base import Carry, Norm, Scheme, State, Stream
 from residua.connections.families.pooled import K_EPS, Context, PooledConnection, gelu_parts
 from residua.connections.parts.delta_maps import Gate
 from residua.connections.parts.ends import Same
-from residua.connections.parts.facts import RankOne
+from residua.connections.parts.facts import GateFacts, RankOne
 from residua.connections.parts.memory import Memory
 from residua.connections.parts.options import Beta
 from residua.connections.parts.projection import WideProjection
@@ -57,6 +58,10 @@ class PooledHouseholder(Scheme):
     @property
     def causal(self) -> bool:
         return self.context != "sequence"
+
+    @property
+    def gates(self) -> Mapping[str, GateFacts]:
+        return {"beta": GateFacts((0.0, 2.0), self.beta_init)}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         connections = [PooledHouseholderConnection(self, dim, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
