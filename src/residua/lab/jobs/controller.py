@@ -1,4 +1,4 @@
-"""Ask Slurm: what its commands say of the cluster and of this user's jobs. None of them needs accounting but sacct."""
+"""Ask Slurm's commands about the cluster and about this user's jobs. Only sacct needs accounting."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ AWAY = (
     *("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out"),
     *("communication connection failure", "zero bytes were transmitted", "temporarily un", "in standby mode"),
 )
-"""Words of errors that pass: the controller is away, restarts or is busy."""
+"""Words of errors that pass: the controller is away, starts again or is busy."""
 WAITS_OR_RUNS = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED")
 AT_ONCE = 500
 """Numbers of jobs in one command line."""
@@ -117,7 +117,7 @@ def _is_in(path: str, folder: Path) -> bool:
 
 
 def _shown(kind: str, *names: str) -> dict[str, list[str]]:
-    """Return what `scontrol show` prints, all values of each key. Raises OSError or RuntimeError if it fails."""
+    """Return the output of `scontrol show`: all values of each key. Raises OSError or RuntimeError if it fails."""
     values: dict[str, list[str]] = {}
     for line in _answer("scontrol", "show", kind, *names).splitlines():
         key, _, value = line.strip().partition("=")
@@ -126,7 +126,7 @@ def _shown(kind: str, *names: str) -> dict[str, list[str]]:
 
 
 def _answer(*command: str) -> str:
-    """Return what a command prints. Raises OSError or RuntimeError if it fails."""
+    """Return the output of a command. Raises OSError or RuntimeError if it fails."""
     answer = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if answer.returncode:
         raise RuntimeError(answer.stderr.strip() or f"{command[0]} ended with status {answer.returncode}")

@@ -200,7 +200,7 @@ def run_jobs(
 
 
 class Work:
-    """The waiting, running and finished jobs, and their progress display: what an executor works through."""
+    """The waiting, running and finished jobs, through which an executor works, and their progress display."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class Work:
         self._show(job, " finished", line=True)
 
     def note(self, text: str) -> None:
-        """Show what the runs wait for, or where they are made."""
+        """Show a text about the runs that are under way, such as where they are made."""
         self._display(text, line=True)
 
     def _show(self, job: Job, what: str, *, line: bool = False) -> None:

@@ -4,7 +4,7 @@ The machines share the folder of the runs, which then also holds
 
     slurm/jobs.jsonl    the number of every job in the queue, and the name of its cluster
     slurm/NAME.json     the record of a run, from its job to the command
-    slurm/...           submitit's files: what Slurm starts, and what the jobs print
+    slurm/...           submitit's files: the scripts that Slurm starts, and the output of the jobs
 """
 
 import io
@@ -32,30 +32,30 @@ from residua.lab.records.progress import say, say_once
 Answer = TypeVar("Answer")
 
 POLL_SECONDS = 10.0
-"""Between two looks at the files of the jobs."""
+"""How long to wait between two looks at the files of the jobs."""
 QUEUE_SECONDS = 30.0
-"""Between two looks at Slurm's queue, which costs its controller work."""
+"""How long to wait between two looks at Slurm's queue, which cost its controller work."""
 SETTLE_SECONDS = 60.0
-"""A network file system may show a record so long after its job has ended. Without one the job was killed."""
+"""How long a network file system may take to show the record of an ended job. A job without one was killed."""
 AWAY_SECONDS = 900.0
-"""So long submissions are repeated while Slurm's controller does not answer."""
+"""How long to repeat submissions while Slurm's controller does not answer."""
 KILLS = 3
-"""A run has failed whose jobs were killed so many times."""
+"""After so many killed jobs a run has failed."""
 LIMITS = ("ClusterName", "MaxArraySize")
 GONE = "NOT IN THE QUEUE"
 ENDED = (
     *("COMPLETED", "FAILED", "TIMEOUT", "PREEMPTED", "CANCELLED", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL"),
     *("DEADLINE", "FINISHED", "INTERRUPTED", "NO PROCESS", GONE),
 )
-"""How the states begin of jobs that have ended: those of Slurm, then those of submitit's processes."""
+"""The beginnings of the states of jobs that have ended: Slurm's, then those of submitit's processes."""
 INTERNAL = {"return", "command", "folder", "map_count", "nodes", "ntasks_per_node", "num_gpus", "srun_args"}
-"""Parameters of submitit that it fills in itself, and those that would make several processes of a run."""
+"""Parameters that submitit fills in itself, and those that would make several processes of a run."""
 WARNING_SECONDS = 90
-"""Before its limit, a job is told to save its state, unless the option signal_delay_s says otherwise."""
+"""How long before its limit a job is told to save its state, unless the option signal_delay_s says otherwise."""
 EARLY_SECONDS = 60
-"""Slurm may tell it so much earlier."""
+"""How much earlier Slurm may tell it."""
 LEAST_SECONDS = 30
-"""A job must be able to work so long before it is told."""
+"""How long a job must be able to work before it is told."""
 
 
 NUMBER = re.compile(r"[0-9]{1,20}(_[0-9]{1,20})?")
@@ -118,7 +118,7 @@ class Slurm:
 
 
 def _submitit() -> Any:
-    """Return submitit, which no longer prints on standard output: that is for results."""
+    """Return submitit, without its messages on standard output, which is for results."""
     import submitit
 
     logger = logging.getLogger("submitit")
@@ -137,7 +137,7 @@ def _require_time_to_work(minutes: int, warning: int) -> None:
 
 @dataclass
 class _Run:
-    """A run, its job if it has one, and when the job seemed to end. The job writes the record to `path`."""
+    """A run, its job if it has one, and the time when the job seemed to end. The job writes the record to `path`."""
 
     job: Job
     path: Path
@@ -148,7 +148,7 @@ class _Run:
 
 
 class _Queue:
-    """The jobs that Slurm has of `work`."""
+    """The jobs of `work` in Slurm's queue."""
 
     def __init__(self, settings: Slurm, work: Work, folder: Path, log: JsonLines):
         submitit = _submitit()
@@ -256,14 +256,14 @@ class _Queue:
             self._unsure = False
 
     def _submitted(self, runs: list[_Run]) -> list[Any]:
-        """Return the jobs that were submitted for runs. submitit prints what sbatch says; here it is in the error."""
+        """Return the jobs that were submitted for runs. An error has the words of sbatch, which are not printed."""
         tasks = [_Task(run.job, self._work.records.place(run.job.key), run.path) for run in runs]
         with redirect_stderr(io.StringIO()), self._executor.batch():
             return [self._executor.submit(task) for task in tasks]
 
     def _cancel_unknown(self) -> None:
-        """Cancel jobs of this folder of which the log does not know: sbatch may fail after Slurm has taken a job, and a
-        command may be stopped before it has written the number. Their runs are not beside them yet, or lost."""
+        """Cancel jobs of this folder that the log does not know: sbatch may fail after Slurm has taken a job, and a
+        command may be stopped before it has written the number. Such a job finds no file with its run."""
         if self._slurm and self._unsure:
             controller.cancel(controller.unknown_jobs(self._folder, self._known))
             for path in self._folder.glob("[0-9a-f]" * 32 + ".pkl"):  # of submitit, named after a job once it has one
@@ -341,7 +341,7 @@ class _Queue:
             self._work.note(status)
 
     def _standing(self, run: _Run) -> str:
-        """Return what a run is doing, as the status line says it."""
+        """Return the state of a run in the words of the status line."""
         entry = (self._entries or {}).get(run.handle.job_id) if run.handle is not None else None
         if run.handle is None:
             return "not submitted"
@@ -370,7 +370,7 @@ def _spans(numbers: Iterable[str]) -> str:
 
 
 def _while_away(need: str, ask: Callable[[], Answer]) -> Answer:
-    """Return Slurm's answer, for which a controller that is away has minutes. Raises RunError without one."""
+    """Return Slurm's answer, and wait minutes for a controller that is away. Raises RunError without an answer."""
     end = time.monotonic() + AWAY_SECONDS
     while True:
         try:
@@ -401,7 +401,7 @@ def _earlier_jobs(log: JsonLines) -> dict[str, tuple[str | None, str | None]]:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a job does: a run, whose record it writes to a file. An error goes into submitit's log.
+    """The work of a job: a run, whose record it writes to a file. An error goes into submitit's log.
 
     At the signal with which Slurm announces the end of a job, submitit requeues it; training saves its state first.
     """
@@ -416,7 +416,7 @@ class _Task:
         write_text(self.path, json.dumps(finite(record)))
 
     def checkpoint(self) -> Any:
-        """Return what Slurm starts again after a preemption or a time limit: the same run, which goes on."""
+        """Return the task for Slurm to start after a preemption or a time limit: the same run, which goes on."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)
