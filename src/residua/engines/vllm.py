@@ -1,7 +1,7 @@
 """Serve converted models with vLLM: the plug-in that it loads in each of its processes.
 
-`vllm serve FOLDER` opens a folder of `save_pretrained`. Here stands how vLLM knows such folders, and which of them it
-refuses before it starts; `vllm_model.py` has the models that it runs.
+`vllm serve FOLDER` opens a folder of `save_pretrained`. This file teaches vLLM to know such folders and to refuse some
+before it starts; `vllm_model.py` has the models that it runs.
 """
 
 import logging
@@ -24,11 +24,11 @@ from residua.conversion.flow import Swapped, swap
 from residua.errors import extra
 
 TESTED = ((0, 32), (0, 33))
-"""The minor releases of vLLM that ran with residua, of the last its Python code on a CPU; `vllm` takes no others."""
+"""The minor releases of vLLM that were tested, the last only in its Python code. Older ones are refused."""
 
 LANGUAGE_MODEL = f"{ARCHITECTURE}ForCausalLM"
 LOOKING_BACK = f"{ARCHITECTURE}LookingBackForCausalLM"
-"""The architecture that vLLM runs in the place of `LANGUAGE_MODEL` if the scheme reads earlier tokens."""
+"""The architecture that vLLM runs in place of `LANGUAGE_MODEL` if the scheme reads earlier tokens."""
 
 
 def register() -> None:
@@ -37,7 +37,7 @@ def register() -> None:
         from vllm import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    # By name: the class is imported where it is used, and starts no CUDA in a process that forks.
+    # By name: a process that forks must not import the class, which starts CUDA.
     for architecture in (LANGUAGE_MODEL, LOOKING_BACK, f"{ARCHITECTURE}Model"):
         name = "LookingBackForCausalLM" if architecture == LOOKING_BACK else "ConvertedForCausalLM"
         ModelRegistry.register_model(architecture, f"residua.engines.vllm_model:{name}")
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 class Check:
-    """The functions that vLLM calls with its configuration, by the name of the architecture, before it starts."""
+    """The functions that vLLM calls with its configuration before it starts, found by the name of the architecture."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
@@ -57,11 +57,11 @@ class Check:
         info, architecture = model_config.registry.inspect_model_cls([LOOKING_BACK], model_config)
         model_config._model_info, model_config._architecture = info, architecture
         if set(getattr(config, "layer_types", ()) or ()) == {"full_attention"}:
-            config.layer_types = None  # where all are of this type vLLM would keep no states
+            config.layer_types = None  # if all are of this type, vLLM keeps no states
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Raise NotImplementedError, which vLLM passes on as it is, for what it would run wrongly or not at all."""
+        """Raise NotImplementedError, which vLLM shows unchanged, for a configuration that it cannot run rightly."""
         from vllm import __version__
 
         expect_tested(__version__)
@@ -97,7 +97,7 @@ def expect_tested(installed: str) -> None:
 def expect_served(config: Any, *, is_moe: bool = False) -> None:
     """Raise NotImplementedError for the configuration of a converted model that vLLM cannot run rightly.
 
-    vLLM packs the tokens of all requests into one row. Of earlier tokens it keeps what `Filter`s read.
+    vLLM packs the tokens of all requests into one row. Of earlier tokens it keeps those that `Filter`s read.
     """
     if config.architectures not in ([LANGUAGE_MODEL], [LOOKING_BACK]):
         raise NotImplementedError(f"vLLM serves converted language models, got {', '.join(config.architectures)}")
@@ -163,21 +163,21 @@ def make_filters(parts: Iterable[nn.Module]) -> None:
 
 
 class FilterMemory:
-    """The memory of a part (`connections.Memory`) of which only filters read earlier tokens.
+    """The memory of a part (`connections.Memory`) in which only filters read earlier tokens.
 
-    kv_cache: one tensor, (pages, numbers), float32: a page has what a filter keeps of one request.
+    kv_cache: one tensor, (pages, numbers), float32: a page is the state of a filter for one request.
     """
 
     keeps, padding, documents = True, None, None
     kv_cache: tuple[Tensor, ...] = ()
-    calls = 0  # of filters, with rows that are of no requests
+    calls = 0  # of filters, with rows without requests
 
     def batch(self) -> Any:
-        """Return which requests have tokens in this call, as vLLM says it; None for a row that is of no requests."""
+        """Return vLLM's description of the requests that have tokens in this call; None for a row without requests."""
         return None
 
     def each(self, read: Callable[[Tensor, Any], State], x: Tensor) -> State:
-        """Return read(x, memory) of a row of tokens, (1, tokens, ...), for each request apart.
+        """Return read(x, memory) of a row of tokens, (1, tokens, ...), called for each request by itself.
 
         The tokens of requests with one new token come first, then those of prompts; vLLM may fill the row up.
         """
@@ -220,7 +220,7 @@ class FilterMemory:
 class RequestMemory:
     """The memory of a filter (`connections.Memory`) for some requests with equally many new tokens.
 
-    states: (requests, numbers), float32, what it keeps of each; None at the start.
+    states: (requests, numbers), float32, the state of each request; None at the start.
     """
 
     keeps, padding, documents = True, None, None

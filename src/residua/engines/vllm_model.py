@@ -1,4 +1,4 @@
-"""A converted model as vLLM runs it: the model of transformers with vLLM's attention, maps and sampling.
+"""Run a converted model in vLLM: the model of transformers with vLLM's attention, linear maps and sampling.
 
 Connections stay what they are, in float32 and in PyTorch: vLLM replaces the modules around them.
 """
@@ -37,7 +37,7 @@ class ConvertedForCausalLM(TransformersForCausalLM):
 
 
 class LookingBackForCausalLM(ConvertedForCausalLM):
-    """A converted language model whose connections read earlier tokens, of which vLLM keeps states of each request."""
+    """A converted language model whose connections read earlier tokens. vLLM keeps their states for each request."""
 
     is_hybrid = has_inner_state = True
 
@@ -57,7 +57,7 @@ class LookingBackForCausalLM(ConvertedForCausalLM):
 
     @property
     def _from_config_kwargs(self) -> dict[str, Any]:
-        """Return what transformers builds its model from, with the types of layers that `Check` took out."""
+        """Return the arguments for transformers to build its model, with the types of layers that `Check` took out."""
         options = super()._from_config_kwargs
         config = copy(options["config"])
         if getattr(config, "layer_types", ()) is None:
@@ -66,7 +66,7 @@ class LookingBackForCausalLM(ConvertedForCausalLM):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of a page: what the filter that reads the most tokens keeps of a request."""
+        """Return the shape of a page: the state of the filter that reads the most tokens, for one request."""
         config = vllm_config.model_config.hf_config
         return ((window_in(config) * config.hidden_size,),)
 
@@ -76,9 +76,9 @@ class LookingBackForCausalLM(ConvertedForCausalLM):
 
 
 class PartStates(FilterMemory, MambaBase):
-    """The memory of one part of a stream, of which vLLM keeps the states: a page for each request.
+    """The memory of one part of a stream, whose states vLLM keeps: a page for each request.
 
-    name: by which vLLM knows it; it must hold one number, and none that another part has.
+    name: by which vLLM knows it; it must contain one number, which no other part has.
     """
 
     mamba_type = MambaAttentionBackendEnum.SHORT_CONV
@@ -96,7 +96,7 @@ class PartStates(FilterMemory, MambaBase):
         return (torch.float32,)
 
     def batch(self) -> Any:
-        """Return None when vLLM measures its memory, too."""
+        """Return None also while vLLM measures its memory."""
         return (get_forward_context().attn_metadata or {}).get(self.name)
 
 
