@@ -1,4 +1,4 @@
-"""Run the tests of an engine with the real package, and add what they gave to a record: versions, outcomes, seconds.
+"""Run the tests of an engine with the real package, and add a record of versions, outcomes and seconds.
 
     python tools/engine_tests.py torchtitan
 
@@ -50,7 +50,7 @@ def main(engine: str) -> int:
 
 
 def slurm() -> dict[str, str]:
-    """Return the version of the Slurm that runs here, and what keeps its accounts."""
+    """Return the version of the Slurm that runs here, and the plug-in that keeps its accounts."""
     answer = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=True).stdout
     lines = (line.partition("=") for line in answer.splitlines())
     keys = {"SLURM_VERSION": "slurm", "AccountingStorageType": "accounts"}

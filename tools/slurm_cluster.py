@@ -1,10 +1,11 @@
-"""Run a command beside a Slurm of this machine alone, and take the Slurm down, however the command ends.
+"""Run a command beside a Slurm on this machine, and take the Slurm down, however the command ends.
 
     python tools/slurm_cluster.py [--accounting] COMMAND...
 
-Needs root and Debian's packages slurm-wlm and munge; with --accounting also slurmdbd and mariadb-server: one line says
-what is missing. Two nodes, n1 and n2, are two slurmd on localhost. All files lie in a temporary folder, which the
-command finds in RESIDUA_SLURM; inside it, `python tools/slurm_cluster.py stop|start DAEMON` stops and starts one.
+Needs root and Debian's packages slurm-wlm and munge; with --accounting also slurmdbd and mariadb-server: one line
+names the missing programs. Two nodes, n1 and n2, are two slurmd on localhost. All files lie in a temporary folder,
+which the command finds in RESIDUA_SLURM; inside it, `python tools/slurm_cluster.py stop|start DAEMON` stops and starts
+a daemon.
 """
 
 import os
@@ -93,7 +94,7 @@ def missing(accounting: bool) -> list[str]:
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Return what starts each daemon in the foreground, in the order in which they start."""
+    """Return the command of each daemon, which runs it in the foreground, in the order in which they start."""
     munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
     base = folder / "database"
     database = ["--no-defaults", f"--datadir={base}", f"--socket={base}.socket", f"--pid-file={base}.pid"]
@@ -129,7 +130,7 @@ def stop(folder: Path, daemon: str, number: int = signal.SIGTERM) -> None:
 
 
 def running(pid: int) -> bool:
-    """Return whether a process runs. One that has ended and that nobody waits for does not."""
+    """Return whether a process runs, which a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -183,7 +184,7 @@ def start_database(folder: Path) -> None:
 
 
 def beside(command: list[str]) -> int:
-    """Run the command, and return its exit status. Whatever it has started ends with it."""
+    """Run the command, and return its exit status. The processes that it started end with it."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
         return process.wait()

@@ -76,7 +76,7 @@ def train(rank, runs):
 
 @pytest.fixture(scope="module")
 def begun(data, tmp_path_factory):
-    """Where to find what: a converted Llama of each scheme with fresh connections, as transformers saves it."""
+    """The folder of a converted Llama of each scheme with fresh connections, as transformers saves it."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from residua.engines.torchtitan import SIZES
@@ -224,7 +224,7 @@ def starts(rank, commands):
 
 
 def test_schemes_start_alike_on_one_rank_and_on_two(start, data, tmp_path):
-    """By the command of the page: what two schemes share is the same to the last bit."""
+    """By the command of the page: parameters that two schemes share are the same to the last bit."""
     found = []
     for size in (1, 2):
         (meet := tmp_path / f"meet{size}").mkdir()

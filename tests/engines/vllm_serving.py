@@ -1,4 +1,4 @@
-"""Serve folders with vLLM, one after the other in this process, and write what came out.
+"""Serve folders with vLLM, one after the other in this process, and write the answers.
 
     python vllm_serving.py REQUESTS.json ANSWERS.json
 

@@ -39,7 +39,7 @@ with extra("lab"):
 
 TESTED = (0, 3)
 NEEDED = f"residua works with torchtitan {TESTED[0]}.{TESTED[1]}: pip install 'residua[titan]'"
-"""Which releases, in the words of an error; the extra `titan` has the same range."""
+"""The tested releases in the words of an error; the extra `titan` has the same range."""
 
 
 def expect_tested(installed: str) -> None:
@@ -50,7 +50,7 @@ def expect_tested(installed: str) -> None:
 
 @contextmanager
 def tested() -> Iterator[None]:
-    """Import torchtitan in this context. Raises ModuleNotFoundError that says which releases, if it is missing."""
+    """Import torchtitan in this context. If it is missing, the ModuleNotFoundError names the tested releases."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -197,7 +197,7 @@ class ResidualLlama(Llama3Model):
         self.lm_head.init_std = fields.embedding_init_std
 
     def verify_module_protocol(self) -> None:
-        """Do nothing: connections are plain modules, which `init_states` starts."""
+        """Do nothing: connections are plain modules, which `init_states` initialises."""
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         super().init_states(buffer_device=buffer_device)
@@ -469,7 +469,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def llama(
     *, dim: int, layers: int, heads: int, hidden_dim: int, vocab: int, kv_heads: int | None = None, attention: str
 ) -> ResidualLlama.Config:
-    """Return the configuration of a model with tied embeddings. It starts its matrices itself, as `residua.models`."""
+    """Return the configuration of a model with tied embeddings, which starts its matrices like `residua.models`."""
     later = {"weight": skip_param_init}
     norm = RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
     blocks = []

@@ -1,6 +1,6 @@
 """Run a converted model in vLLM: the model of transformers with vLLM's attention, linear maps and sampling.
 
-Connections stay what they are, in float32 and in PyTorch: vLLM replaces the modules around them.
+Connections stay unchanged, in float32 and in PyTorch: vLLM replaces the modules around them.
 """
 
 from collections.abc import Iterator

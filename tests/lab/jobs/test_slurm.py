@@ -152,7 +152,7 @@ def test_the_jobs_of_a_killed_command_go_on_and_the_same_command_takes_them_up(t
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Commands of Slurm that only say what they were asked."""
+    """Commands of Slurm that only write down their arguments."""
     commands = {
         "srun": "",
         "sbatch": f'cat "$1" > {tmp_path}/sbatch.log; echo Submitted batch job 12',
