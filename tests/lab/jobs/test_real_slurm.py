@@ -13,7 +13,7 @@ import pytest
 from residua.commands.cli import main
 from residua.errors import RunError
 from residua.lab.jobs import slurm
-from residua.lab.jobs.pool import Job, open_runs, run_jobs
+from residua.lab.jobs.pool import Job, Work, open_runs, run_jobs
 from residua.lab.jobs.slurm import Slurm
 from residua.lab.records import jsonlines
 from support.planted_study import SMALLEST, repeatable
@@ -199,7 +199,7 @@ def test_a_command_that_starts_while_the_controller_is_away_takes_its_jobs_up(ou
     command.wait()
     daemon("stop", "slurmctld")
     command = start(out, 40)
-    time.sleep(15)
+    until(lambda: "Slurm does not tell" in said(out))
     daemon("start", "slurmctld")
     (record,) = json.loads(command.communicate(timeout=240)[0])
     assert record["begun"] == 0
@@ -266,14 +266,16 @@ def test_a_job_that_sbatch_submitted_without_saying_so_is_cancelled(out):
     assert asked("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T") == "CANCELLED"
 
 
-def test_more_runs_than_an_array_may_have_wait_visibly(out, capfd):
-    """1,002 runs in a partition that is down, of a cluster whose arrays have 101 jobs at most."""
+def test_more_runs_than_an_array_may_have_wait_visibly(out, capfd, monkeypatch):
+    """1,002 runs in a partition that is down, of a cluster whose arrays have 101 jobs at most. Ctrl-C once all wait."""
+    note = Work.note
 
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt
+    def interrupt(work, text):
+        note(work, text)
+        if "1002 waiting (PartitionDown)" in text:
+            raise KeyboardInterrupt
 
-    signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(30)
+    monkeypatch.setattr(Work, "note", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(
             out,
