@@ -29,7 +29,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import residua
-from residua.conversion import trial as trials
+from residua.conversion import convert_model
 from residua.conversion.probe import change, small_inputs
 from residua.conversion.rebuild import stream_of
 from residua.errors import InputError
@@ -587,6 +587,6 @@ def test_a_trunk_that_passes_no_keywords_on_turns_a_scheme_that_reads_earlier_to
 
 def test_small_inputs_are_made_once(monkeypatch):
     made = []
-    monkeypatch.setattr(trials, "small_inputs", lambda *args: made.append(args) or small_inputs(*args))
+    monkeypatch.setattr(convert_model, "small_inputs", lambda *args: made.append(args) or small_inputs(*args))
     residua.convert(llama(), "hc")
     assert len(made) == 1

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import residua  # noqa: E402
-from residua.conversion.trial import Trial  # noqa: E402
+from residua.conversion.convert_model import Trial  # noqa: E402
 from residua.errors import InputError  # noqa: E402
 from residua.models.evaluating import evaluating  # noqa: E402
 from support.families import FAMILIES, halves, other_families, tiny  # noqa: E402

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residua.conversion.convert_model import expect_convertible
+from residua.conversion.convert_model import convertible_stack
 from residua.conversion.probe import probe
 from residua.errors import InputError
 
@@ -22,7 +22,7 @@ def inputs_of(model: PreTrainedModel) -> dict[str, Any]:
     Raises:
         InputError: the model cannot be converted, or no layout of its main input fits; the reason is the first one's.
     """
-    expect_convertible(model)
+    convertible_stack(model)
     try:
         return probe(model)[0]
     except InputError as error:

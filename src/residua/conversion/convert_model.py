@@ -1,22 +1,32 @@
-"""Give a transformers model another residual connection: `convert`, and back: `unconvert`."""
+"""Give a transformers model another residual connection: `convert`, and back: `unconvert`.
+
+Both are a `Trial`: the model is run, observed, rebuilt and compared, in this order.
+"""
 
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from residua.connections import Scheme
-from residua.conversion.anatomy import stack_of
+from residua.connections.schemes.residual import Residual
+from residua.conversion.anatomy import Anatomy, Conversion, Observed, stack_of
 from residua.conversion.configuration import conversion_of, mark, unmark
-from residua.conversion.probe import change, outputs, probe
-from residua.conversion.rebuild import is_converted, layers_of, rebuild, restore, streams_of
-from residua.conversion.trial import Trial, tolerance
+from residua.conversion.flow import LayerStream, UnknownUse, layers_in, release
+from residua.conversion.memory import around
+from residua.conversion.probe import Situation, change, outputs, situations, small_inputs
+from residua.conversion.rebuild import exchange, is_converted, new_streams, rebuild, restore, stack_in, streams_of
 from residua.errors import InputError, extra, first_line, require
 from residua.models.configuration import causal_scheme
+from residua.models.dialects import DIALECTS
 from residua.models.evaluating import evaluating
 
 with extra("lab"):
@@ -24,6 +34,22 @@ with extra("lab"):
 
 VISION = ("visual", "vision", "deepstack")
 """How the names of arguments begin by which a trunk takes features of images for between its layers."""
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""How much an output may change, relative to the largest, where a scheme preserves the model; 0.1 in half precision."""
+
+PLAIN = (
+    "its layers were rebuilt with the plain residual, and {way} its outputs changed by up to {amount:.1e}: they use "
+    "their residual in a way that is not seen"
+)
+PRESERVING = (
+    "with this scheme's preserving start its outputs change by {amount:.1e} of the largest one, more than {most:.0e}; "
+    "start='fresh' converts it all the same"
+)
+BACK = (
+    "without its connections its outputs would change by {amount:.1e} of the largest one; lossy=True drops them all "
+    "the same"
+)
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -65,15 +91,10 @@ def convert(
             scheme = scheme.preserving()
         except ValueError as error:
             raise InputError(f"{first_line(error)}; or start='fresh', to train from scratch") from error
-    expect_convertible(model)
-    if inputs is None:
-        expect_text(model)
-    size = model.num_parameters()
-    with evaluating(model), Trial(model, inputs) as trial:
+    with Trial(model, inputs) as trial, evaluating(model):
+        size = model.num_parameters()
         conversion = trial.find(scheme)
-        trial.rebuild(conversion, most=tolerance(model, trial.outputs) if start == "preserve" else inf)
-    for layer, stream in zip(trial.stack, streams_of(model, conversion)):
-        stream.train(layer.training)  # it was made while the model was in evaluation mode
+        trial.convert(conversion, preserving=start == "preserve")
     mark(model, conversion)
     if os.environ.get("RANK", "0") == "0":
         count = sum(map(len, conversion.anatomy))
@@ -93,61 +114,281 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
             message says by how much; `lossy=True` drops what they learnt.
     """
     conversion = conversion_of(model)
-    inputs, before = ({}, []) if lossy else probe(model, inputs)
-    with evaluating(model):
-        layers, streams = layers_of(model, conversion), streams_of(model, conversion)
-        restore(model, conversion)
-        after = [] if lossy else outputs(model, inputs)
-        if not lossy and (difference := change(before, after)) > tolerance(model, before):
-            rebuild(model, conversion, streams, layers)
-            raise InputError(
-                f"{type(model).__name__}: without its connections its outputs would change by {difference:.1e} of the "
-                "largest one; lossy=True drops them all the same"
-            )
+    if lossy:
+        restore(model, stack_in(model, conversion))
+    else:
+        with Trial(model, inputs, conversion) as trial, evaluating(model):
+            trial.unconvert()
     unmark(model)
     return model
 
 
-def expect_convertible(model: Any) -> None:
-    """Raise InputError for a model whose kind cannot be converted."""
+class Trial:
+    """The conversion of a plain model, or the way back of a converted one, which succeeds or changes nothing.
+
+        with Trial(model, inputs) as trial, evaluating(model):
+            conversion = trial.find(scheme)
+            trial.convert(conversion, preserving=True)
+
+    Every step keeps what it saw, and goes on unless `refusal` finds a reason in that.
+
+    conversion: how the model was converted, for the way back.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, inputs: Mapping[str, Any] | None = None, conversion: Conversion | None = None
+    ):
+        self.model = model
+        self.streams: list[LayerStream] = []  # new ones
+        self.ways: dict[str, Situation]
+        self.undo: Callable[[], None]
+        if conversion is None:
+            self.path, self.stack = convertible_stack(model)
+            self.images = "" if inputs is not None else image_argument(model, self.stack)
+            self.ways = situations(model, small_inputs(model, inputs))
+            self.undo = partial(restore, model, self.stack)
+        else:
+            self.images, self.stack = "", stack_in(model, conversion)
+            self.ways = {"": partial(outputs, model, small_inputs(model, inputs))}
+            self.undo = partial(rebuild, model, conversion, streams_of(model, conversion), layers_in(self.stack))
+        self.way = next(iter(self.ways))  # that in which every model must run
+        self.before: dict[str, list[Tensor]] = {}  # the outputs of the model as it is, in every way that it runs
+        self.layers: list[Observed] = []
+        self.error: Exception | None = None  # what the model or a layer raised
+        self.rebuilt = False
+        self.changed = ""  # the refusal of a change of the outputs
+        self.fits = True  # whether the scheme reads no later tokens than the model
+
+    def __enter__(self) -> "Trial":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.undo()
+        for layer, stream in zip(self.stack, self.streams):
+            stream.train(layer.training)  # it was made while the model was in evaluation mode
+
+    def find(self, scheme: Scheme) -> Conversion:
+        """Return how the model can be converted to `scheme`; its layers run over the plain residual then.
+
+        Raises:
+            InputError: it cannot.
+        """
+        self.run()
+        conversion = Conversion(scheme, self.path, self.observe())
+        plain = new_streams(self.model, replace(conversion, scheme=Residual()))
+        rebuild(self.model, conversion, plain)
+        self.compare(PLAIN, most=0)
+        self.streams = new_streams(self.model, conversion)
+        self.fits = not self.streams[0].looks_back or is_causal(plain, self.ways[self.way])
+        self.go_on()
+        return conversion
+
+    def convert(self, conversion: Conversion, *, preserving: bool) -> None:
+        """Give the layers the connections of the scheme, in the place of the plain residual.
+
+        Raises:
+            InputError: they change the outputs, and have to be `preserving`.
+        """
+        self.streams = new_streams(self.model, conversion)
+        exchange(self.stack, self.streams)
+        self.compare(PRESERVING, most=self.tolerance if preserving else inf)
+        self.undo = nothing
+
+    def unconvert(self) -> None:
+        """Give the layers of a converted model their own code back.
+
+        Raises:
+            InputError: that changes the outputs.
+        """
+        self.run()
+        restore(self.model, self.stack)
+        self.compare(BACK, most=self.tolerance)
+        self.undo = nothing
+
+    def run(self) -> None:
+        """Run the model as it is in every way that it can: some have no cache, or take no padding."""
+        for way, run in self.ways.items():
+            try:
+                self.before[way] = run()
+            except Exception as error:  # a model that needs other inputs raises anything
+                if not self.before:
+                    self.error = error
+                    break
+        self.go_on()
+
+    def observe(self) -> Anatomy:
+        """Return what every layer does with its residual, as it runs over the plain one.
+
+        A module that gets the residual reads it. If a layer does not fit so, the modules in it that read and have
+        parts of their own are opened: their parts read, as in blocks that add inside.
+        """
+        opened: list[set[str]] = [set() for _ in self.stack]
+        while True:
+            try:
+                self.layers = [Observed(layer, names) for layer, names in zip(self.stack, opened)]
+                self.ways[self.way]()
+                self.error = None
+            except Exception as error:  # whatever code of a layer raises that meets no tensor
+                self.error = error
+            finally:
+                release(self.stack)
+            last = max((i for i, layer in enumerate(self.layers) if layer.ran), default=0)
+            compound = self.layers[last].compound() - opened[last] if self.error else set()
+            if not compound:
+                break
+            opened[last] |= compound
+        self.go_on()
+        return tuple(layer.sublayers() for layer in self.layers)
+
+    def compare(self, refusal: str, *, most: float) -> None:
+        """Compare the outputs with those before: in every way if none may change, else on the small input.
+
+        most: how much they may change, relative to the largest; refusal: the words for a larger change.
+        """
+        self.rebuilt = True
+        for way in list(self.before)[: 1 if most else None]:
+            try:
+                amount = change(self.before[way], self.ways[way]())
+            except Exception as error:  # a keyword for the layers that the model hands to something else, and the like
+                self.error = error
+                break
+            if amount > most:
+                self.changed = refusal.format(way=way, amount=amount, most=most)
+                break
+        self.go_on()
+
+    @property
+    def tolerance(self) -> float:
+        """How much the outputs may change: as much as the narrowest of the model's dtypes allows."""
+        # Mamba in half precision returns logits in float32.
+        tensors = (*self.before[self.way], *self.model.parameters())
+        return max(TOLERANCE.get(x.dtype, 0.1) for x in tensors if x.is_floating_point())
+
+    def go_on(self) -> None:
+        """Raise InputError if there is a reason against this conversion."""
+        if not (reason := self.refusal()):
+            return
+        self.undo()
+        self.undo = nothing
+        with suppress(Exception):
+            if change(self.before[self.way], self.ways[self.way]()):
+                reason = "must give equal outputs for equal inputs, got different ones"
+        raise InputError(f"{type(self.model).__name__}: {reason}") from self.error
+
+    def refusal(self) -> str:
+        """Return why the model cannot be converted, by what was seen so far, and the remedy if there is one."""
+        line = first_line(self.error) if self.error else ""
+        if self.images:
+            return (
+                f"inputs must be given for a model whose layers take {self.images}, got none; give a small "
+                "batch with an image, or one without (inputs={'input_ids': ...}) to use it on text only"
+            )
+        if not self.before:
+            return f"could not run it on a small input: {line}"
+        if not any(x.isfinite().any() for x in self.before[self.way]):
+            return "must give finite numbers for a small input, got none"
+        if len(set(map(id, self.stack))) < len(self.stack):
+            return "must have layers of their own, found one that stands in several places"
+        if self.error or not all(layer.ran for layer in self.layers):
+            return f"{self._use(line)}{self._dialect}"
+        if self.changed:
+            return f"{self.changed}{'' if self.streams else self._dialect}"
+        if not self.fits:
+            return (
+                "connection must be a scheme that reads single tokens, got one that reads earlier ones; this model "
+                "reads in both directions"
+            )
+        return ""
+
+    def _use(self, line: str) -> str:
+        """Return how a layer uses its residual otherwise than the plain way; line: that of the error."""
+        use = self.error.use if isinstance(self.error, UnknownUse) else ""
+        if self.rebuilt:
+            return f"a layer {use or f'cannot run rebuilt: {line}'}"
+        if self.error and not use:
+            return f"a layer needs its residual as a tensor: {line}"
+        ran = [i for i, layer in enumerate(self.layers) if layer.ran]
+        i = max(ran, default=0) if self.error else min(set(range(len(self.layers))) - {*ran})
+        return f"layer {i} ({type(self.stack[i]).__name__}) {line or 'did not run'}"
+
+    @property
+    def _dialect(self) -> str:
+        """Where to look for a residual of a released model that is not the plain one."""
+        kind = self.model.config.get_text_config().model_type.removesuffix("_text")
+        return "; residua.models.dialects knows this residual and loads its parameters" if kind in DIALECTS else ""
+
+
+def nothing() -> None:
+    """Do nothing: there is nothing to undo."""
+
+
+def image_argument(model: PreTrainedModel, stack: nn.ModuleList) -> str:
+    """Return the argument by which a trunk adds features of images between its layers, which token ids do not show."""
+    *_, trunk = around(model, stack)
+    names = [name for name in inspect.signature(trunk.forward).parameters if name.startswith(VISION)]
+    return names[0] if names and "pixel_values" in inspect.signature(model.forward).parameters else ""
+
+
+def is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
+    """Return whether the residual before the last token ignores the last token, in a model over the plain residual.
+
+    Its gradient says so exactly; the numbers do not if tokens are computed in groups, as by experts.
+    """
+    ends: list[Tensor] = []
+
+    def begin(_: nn.Module, args: Any) -> Any:
+        ends.append(args[0].detach().requires_grad_())
+        return (ends[0], *args[1:])
+
+    parts: list[Any] = [streams[0].expand, streams[-1].collapse]
+    hooks = [
+        parts[0].register_forward_pre_hook(begin),
+        parts[1].register_forward_hook(lambda module, args, x: ends.append(x)),
+    ]
+    try:
+        with torch.enable_grad():
+            run()
+            x = ends[-1][:, :-1]
+            weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+            (gradient,) = torch.autograd.grad((x * weights).sum(), ends[0])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return not gradient[:, -1].any()
+
+
+def convertible_stack(model: Any) -> tuple[str, nn.ModuleList]:
+    """Return the list of the layers of a model that can be converted, and its name, as `stack_of`.
+
+    Raises:
+        InputError: the model is of a kind that cannot be converted.
+    """
     if not isinstance(model, PreTrainedModel):
         hint = "; open a folder with from_pretrained" if isinstance(model, (str, os.PathLike)) else ""
         hint = "; convert a model before PEFT wraps it" if hasattr(model, "get_base_model") else hint
         raise InputError(f"model must be a model of transformers, got {type(model).__name__}{hint}")
-    name = type(model).__name__
+    config, parameters = model.config, list(model.parameters())
+    halves = (model.get_encoder(), model.get_decoder()) if getattr(config, "is_encoder_decoder", False) else ()
+    quantised = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None
+    reason = ""
     if is_converted(model):
-        raise InputError(f"{name}: this model is converted already; residua.unconvert(model) first")
-    if getattr(model.config, "model_type", None) == "residua":
-        raise InputError(f"{name}: choose the connection in its ResiduaConfig; convert is for models without one")
-    halves = (model.get_encoder(), model.get_decoder()) if getattr(model.config, "is_encoder_decoder", False) else ()
-    if len({id(half) for half in (*halves, model)}) == 3:
-        raise InputError(
-            f"{name} must have one stack of layers, got an encoder and a decoder; convert one of them, "
+        reason = "this model is converted already; residua.unconvert(model) first"
+    elif getattr(config, "model_type", None) == "residua":
+        reason = "choose the connection in its ResiduaConfig; convert is for models without one"
+    elif len({id(half) for half in (*halves, model)}) == 3:
+        reason = (
+            "must have one stack of layers, got an encoder and a decoder; convert one of them, "
             "residua.convert(model.get_encoder(), ...)"
         )
-    quantised = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None
-    if quantised or not all(p.is_floating_point() or p.is_complex() for p in model.parameters()):
-        raise InputError(
-            f"{name} must have weights in floating point, got a quantised model; load it without quantisation"
+    elif quantised or not all(p.is_floating_point() or p.is_complex() for p in parameters):
+        reason = "must have weights in floating point, got a quantised model; load it without quantisation"
+    elif any(p.device.type == "meta" for p in parameters):
+        reason = "must have its weights in memory, got some on the meta device: not loaded, or offloaded"
+    elif any("forward" in vars(layer) for layer in stack_of(model)[1]):  # they would run without connections
+        reason = (
+            "must have layers that run the code of their class, got others, such as a hook of accelerate; convert the "
+            "model before it is dispatched to devices"
         )
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise InputError(
-            f"{name} must have its weights in memory, got some on the meta device: not loaded, or offloaded"
-        )
-    if any("forward" in vars(layer) for layer in stack_of(model)[1]):  # they would run as if they had no connections
-        raise InputError(
-            f"{name} must have layers that run the code of their class, got others, such as a hook of accelerate; "
-            "convert the model before it is dispatched to devices"
-        )
-
-
-def expect_text(model: PreTrainedModel) -> None:
-    """Raise InputError for a model that adds features of images between its layers, which token ids would not show."""
-    _, stack = stack_of(model)
-    trunk = next(module for module in model.modules() if stack in module.children())
-    names = [name for name in inspect.signature(trunk.forward).parameters if name.startswith(VISION)]
-    if names and "pixel_values" in inspect.signature(model.forward).parameters:
-        raise InputError(
-            f"{type(model).__name__}: inputs must be given for a model whose layers take {names[0]}, got none; "
-            "give a small batch with an image, or one without (inputs={'input_ids': ...}) to use it on text alone"
-        )
+    if reason:
+        raise InputError(f"{type(model).__name__}: {reason}")
+    return stack_of(model)

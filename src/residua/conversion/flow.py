@@ -283,15 +283,15 @@ class LayerStream(WideParts):
 
     def __init__(
         self,
+        layer: nn.Module,
         connections: Iterable[Connection],
         expand: nn.Module | None,
         collapse: nn.Module | None,
         *,
-        keywords: frozenset[str],
         looks_back: bool,
     ):
         super().__init__()
-        self.keywords = keywords
+        self.keywords = keywords_of(layer)
         self.looks_back = looks_back
         self.expand = expand
         self.connections = nn.ModuleList(connections)
@@ -403,73 +403,6 @@ def layer_streams(model: nn.Module) -> list[LayerStream]:
     stacks = (module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
     layers = {id(layer): layer for stack in stacks for layer in layers_in(stack)}
     return [getattr(layer, STREAM).itself for layer in layers.values()]
-
-
-class Borrowed(nn.Module):
-    """The model's own norm as the norm of a connection. It stays where it was: its parameters keep their names.
-
-    The connection holds it as a plain attribute (`lend`), so that no tool finds it among the modules. Asked itself it
-    names the parameters of the norm: a connection that computes its norm once more in the backward pass needs them.
-    What stands in the norm's place later, such as an adapter around it, is the norm then. A copy borrows from the copy
-    of the layer that is made with it, or from the same layer. `cast`: it reads in the dtype of its weights, whatever
-    that of the residual is.
-    """
-
-    def __init__(self, layer: nn.Module, name: str, *, cast: bool):
-        super().__init__()
-        layer.get_submodule(name)  # there is one
-        self._layer = [layer]  # a list does not register a submodule
-        self._path = name.split(".")
-        self.cast = cast
-
-    @property
-    def owner(self) -> Any:
-        module = self._layer[0]
-        for name in self._path:
-            child = module._modules.get(name)
-            module = child_of(module, name) if child is None else child
-        return module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Borrowed":
-        other = copy(self)
-        other._layer = [memo.get(id(layer), layer) for layer in self._layer]
-        return other
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        if recurse:
-            where = f"{prefix}.owner" if prefix else "owner"
-            yield from self.owner.named_parameters(where, remove_duplicate=remove_duplicate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        owner = self.owner
-        weight = next(owner.parameters(), None) if self.cast else None
-        if not isinstance(owner, Reader):  # it has run by itself too, on what the norm in it gave
-            name = ".".join(self._path)
-            raise UnknownUse(f"has another module in the place of {name}; put it there with setattr, or before convert")
-        return owner(x if weight is None else x.to(weight.dtype))
-
-    __call__ = forward  # hooks are on the norm
-
-
-def child_of(module: Any, name: str) -> Any:
-    """Return a child of a module that was put into a wrapper. Raises UnknownUse if there is none any more."""
-    if isinstance(child := getattr(module, name, None), nn.Module):  # wrappers of torch and PEFT pass attributes on
-        return child
-    child = next((part._modules[name] for part in module.modules() if part._modules.get(name) is not None), None)
-    if child is None:
-        raise UnknownUse(f"has no module {name} any more, by which it read its residual when it was converted")
-    return child
-
-
-def lend(stream: nn.Module) -> None:
-    """Take the borrowed norms out of the modules of a stream; they stay attributes of what calls them."""
-    for part in list(stream.modules()):
-        for name, child in list(part._modules.items()):
-            if isinstance(child, Borrowed):
-                del part._modules[name]
-                vars(part)[name] = child
 
 
 class Swapped:

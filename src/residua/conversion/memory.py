@@ -32,23 +32,23 @@ TEXT_AND_IMAGE_AXES = 4
 
 def attach(model: nn.Module, stack: nn.ModuleList) -> None:
     """Let the trunk around a stack hand out memories, and it and what holds it read out the states that they return."""
-    for module in _around(model, stack):
-        if stack in module.children():
-            module.register_forward_pre_hook(hand_memories, with_kwargs=True)
+    *outer, trunk = around(model, stack)
+    trunk.register_forward_pre_hook(hand_memories, with_kwargs=True)
+    for module in (*outer, trunk):
         module.register_forward_hook(read_out)
 
 
 def detach(model: nn.Module, stack: nn.ModuleList) -> None:
     """Undo `attach`."""
-    for module in _around(model, stack):
+    for module in around(model, stack):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in (hand_memories, read_out)]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _around(model: nn.Module, stack: nn.ModuleList) -> list[nn.Module]:
-    """Return the modules that hold a stack: its trunk, the model, and those between."""
+def around(model: nn.Module, stack: nn.ModuleList) -> list[nn.Module]:
+    """Return the modules that hold a stack, from the model to the trunk, which has it as a child."""
     return [module for module in model.modules() if module is not stack and stack in module.modules()]
 
 

@@ -53,13 +53,12 @@ def small_inputs(model: PreTrainedModel, inputs: Mapping[str, Any] | None) -> di
     return {**inputs}
 
 
-def situations(
-    model: PreTrainedModel, inputs: Mapping[str, Any], changed: Mapping[str, Tensor]
-) -> dict[str, Situation]:
+def situations(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Situation]:
     """Return the ways to run a model in which a conversion must change no bit, by what they are called in a message.
 
-    changed: values that take the place of some of its parameters in every run.
+    Its parameters that are constant run with some noise.
     """
+    changed = uneven(model)
     run = partial(outputs, model, changed=changed)
     ways: dict[str, Situation] = {"on a small input": partial(run, inputs)}
     if "input_ids" in inputs:

@@ -1,25 +1,24 @@
 """The connections in the layers of a model: built into them, found there, and taken out again."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from residua.connections import Stream
 from residua.connections.parts.memory import window_of
 from residua.conversion.anatomy import Conversion
 from residua.conversion.flow import (
     STREAM,
-    Borrowed,
     ConvertedLayer,
     LayerStream,
-    keywords_of,
+    Reader,
+    UnknownUse,
     layer_streams,
-    layers_in,
-    lend,
     let_read,
     release,
     swap,
@@ -50,8 +49,7 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     streams = []
     for i, (layer, sublayers) in enumerate(zip(stack, anatomy)):
         ends = whole.expand if i == 0 else None, whole.collapse if i == len(stack) - 1 else None
-        part, keywords = islice(connections, len(sublayers)), keywords_of(layer)
-        stream = LayerStream(part, *ends, keywords=keywords, looks_back=looks_back)
+        stream = LayerStream(layer, islice(connections, len(sublayers)), *ends, looks_back=looks_back)
         dtype = next(layer.parameters()).dtype
         streams.append(stream.to(_device_of(layer), torch.promote_types(dtype, torch.float32)))
     return streams
@@ -82,6 +80,73 @@ def _device_of(layer: nn.Module) -> torch.device:
     return devices.most_common(1)[0][0]
 
 
+class Borrowed(nn.Module):
+    """The model's own norm as the norm of a connection. It stays where it was: its parameters keep their names.
+
+    The connection holds it as a plain attribute (`lend`), so that no tool finds it among the modules. Asked itself it
+    names the parameters of the norm: a connection that computes its norm once more in the backward pass needs them.
+    What stands in the norm's place later, such as an adapter around it, is the norm then. A copy borrows from the copy
+    of the layer that is made with it, or from the same layer. `cast`: it reads in the dtype of its weights, whatever
+    that of the residual is.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, *, cast: bool):
+        super().__init__()
+        layer.get_submodule(name)  # there is one
+        self._layer = [layer]  # a list does not register a submodule
+        self._path = name.split(".")
+        self.cast = cast
+
+    @property
+    def owner(self) -> Any:
+        module = self._layer[0]
+        for name in self._path:
+            child = module._modules.get(name)
+            module = child_of(module, name) if child is None else child
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Borrowed":
+        other = copy(self)
+        other._layer = [memo.get(id(layer), layer) for layer in self._layer]
+        return other
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if recurse:
+            where = f"{prefix}.owner" if prefix else "owner"
+            yield from self.owner.named_parameters(where, remove_duplicate=remove_duplicate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        owner = self.owner
+        weight = next(owner.parameters(), None) if self.cast else None
+        if not isinstance(owner, Reader):  # it has run by itself too, on what the norm in it gave
+            name = ".".join(self._path)
+            raise UnknownUse(f"has another module in the place of {name}; put it there with setattr, or before convert")
+        return owner(x if weight is None else x.to(weight.dtype))
+
+    __call__ = forward  # hooks are on the norm
+
+
+def child_of(module: Any, name: str) -> Any:
+    """Return a child of a module that was put into a wrapper. Raises UnknownUse if there is none any more."""
+    if isinstance(child := getattr(module, name, None), nn.Module):  # wrappers of torch and PEFT pass attributes on
+        return child
+    child = next((part._modules[name] for part in module.modules() if part._modules.get(name) is not None), None)
+    if child is None:
+        raise UnknownUse(f"has no module {name} any more, by which it read its residual when it was converted")
+    return child
+
+
+def lend(stream: nn.Module) -> None:
+    """Take the borrowed norms out of the modules of a stream; they stay attributes of what calls them."""
+    for part in list(stream.modules()):
+        for name, child in list(part._modules.items()):
+            if isinstance(child, Borrowed):
+                del part._modules[name]
+                vars(part)[name] = child
+
+
 def rebuild(
     model: Any,
     conversion: Conversion,
@@ -92,12 +157,11 @@ def rebuild(
 
     streams: by default new ones; layers: if they are not what stands in the list of layers, but inside.
     """
-    streams = new_streams(model, conversion) if streams is None else streams
     stack = stack_in(model, conversion)
+    found: list[Any] = list(layers or stack)
+    exchange(found, new_streams(model, conversion) if streams is None else streams)
     attach(model, stack)
-    for layer, sublayers, stream in zip(layers or stack, conversion.anatomy, streams, strict=True):
-        stream.train(layer.training)
-        setattr(layer, STREAM, stream)
+    for layer, sublayers in zip(found, conversion.anatomy):
         swap(layer, ConvertedLayer)
         for sublayer in sublayers:
             for name in sublayer.readers:
@@ -105,9 +169,14 @@ def rebuild(
                 let_read(layer.get_submodule(parent), own_name, is_norm=sublayer.normed)
 
 
-def restore(model: nn.Module, conversion: Conversion) -> None:
-    """Undo `rebuild`."""
-    stack = stack_in(model, conversion)
+def exchange(layers: Iterable[Any], streams: Iterable[LayerStream]) -> None:
+    """Put parts of a stream into the layers, in the place of those that they have."""
+    for layer, stream in zip(layers, streams, strict=True):
+        setattr(layer, STREAM, stream.train(layer.training))
+
+
+def restore(model: nn.Module, stack: nn.ModuleList) -> None:
+    """Undo `rebuild`: give the layers their own code back."""
     detach(model, stack)
     release(stack)
 
@@ -115,11 +184,6 @@ def restore(model: nn.Module, conversion: Conversion) -> None:
 def streams_of(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     """Return the part of the stream of every layer of a converted model."""
     return layer_streams(stack_in(model, conversion))
-
-
-def layers_of(model: nn.Module, conversion: Conversion) -> list[Any]:
-    """Return the layers of a converted model, in order, in whatever wrappers they stand."""
-    return layers_in(stack_in(model, conversion))
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from residua.conversion.configuration import (
     expect_weights,
     mark,
 )
-from residua.conversion.convert_model import Model, expect_convertible
+from residua.conversion.convert_model import Model, convertible_stack
 from residua.conversion.flow import STREAM
 from residua.conversion.rebuild import is_converted, new_streams, rebuild, streams_of
 from residua.errors import InputError, extra, first_line, shown
@@ -78,7 +78,7 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     plain = not is_converted(model)
     another = f"{folder}: these connections are another model's"
     if plain:
-        expect_convertible(model)
+        convertible_stack(model)
         try:
             streams = new_streams(model, conversion)
         except (AttributeError, KeyError, ValueError) as error:
