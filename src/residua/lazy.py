@@ -1,11 +1,11 @@
 """Packages that load nothing until a name in them is used (PEP 562).
 
-Their names stand once, in a stub that imports each of them, as type checkers need it:
+Their names stand once, in a stub, because type checkers need one and a second list would differ from it some day:
 
     from residua.connections.parts.norm import RMSNorm as RMSNorm
 """
 
-import re
+import ast
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -40,6 +40,21 @@ def offered(package: str) -> dict[str, str]:
 
     "." stands for the package, of which the name is a module.
     """
-    stub = Path(__file__).parent.joinpath(*package.split(".")[1:], "__init__.pyi")
-    text = stub.read_text(encoding="utf-8") if stub.is_file() else ""
-    return {name: module for module, name in re.findall(r"(?m)^from (\S+) import (\w+) as", text)}
+    stub = _folder(package) / "__init__.pyi"
+    return _imported(stub) if stub.is_file() else {}
+
+
+def _imported(file: Path) -> dict[str, str]:
+    """Return the names that a file imports, and their modules; for `*` those that the package itself imports."""
+    places: dict[str, str] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                everything = alias.name == "*"
+                places |= _imported(_folder(module) / "__init__.py") if everything else {alias.name: module}
+    return places
+
+
+def _folder(package: str) -> Path:
+    return Path(__file__).parent.joinpath(*package.split(".")[1:])

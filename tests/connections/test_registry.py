@@ -1,11 +1,14 @@
 """Names for schemes that are not the library's: registered ones, and those of an installed package."""
 
 import enum
+import inspect
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,6 +19,7 @@ import residua
 from residua import Residual, Scheme
 from residua.commands.cli import main
 from residua.connections import describe, registry, resolve
+from residua.connections import schemes as papers
 from residua.connections.names import canonical
 
 MODULE = """
@@ -383,6 +387,21 @@ def scheme_with(declared: Any, default: Any, init: bool = True, **methods: Any) 
     body |= {"__post_init__": lambda self: None, **methods}
     body["option"] = field(default=default, init=init)
     return dataclass(frozen=True)(type("Odd", (Residual,), body))
+
+
+@pytest.mark.parametrize("module", [part.name for part in pkgutil.iter_modules(papers.__path__)])
+def test_every_scheme_has_a_name_a_preset_and_a_second_implementation(module):
+    """What `names.py`, the listing of the package and the tests lack of a file in `connections/schemes`."""
+    path = f"{papers.__name__}.{module}"
+    classes = [
+        kind for kind in vars(import_module(path)).values() if isinstance(kind, type) and kind.__module__ == path
+    ]
+    kinds = [kind for kind in classes if issubclass(kind, Scheme) and not inspect.isabstract(kind)]
+    for kind in kinds:
+        assert kind in registry.SCHEMES.values(), "names.SCHEMES"
+        assert any(type(preset) is kind for preset in registry.PRESETS.values()), "names.PRESETS"
+        assert getattr(residua, kind.__name__, None) is kind, "connections/schemes/__init__.py"
+        assert Path(__file__).with_name("schemes").joinpath(f"test_{module}.py").is_file()
 
 
 @pytest.mark.usefixtures("names")

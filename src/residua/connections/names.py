@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "residua.schemes"
 RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
 
-SCHEMES = {  # the name of a class in files: its module here, and the class
-    "residual": "residual:Residual",
-    "lambdas": "lambdas:Lambdas",
-    "siamese": "siamese:SiameseNorm",
-    "gated_orthogonal": "gated_orthogonal:GatedOrthogonal",
-    "gated_delta": "gated_delta:GatedDelta",
-    "deep_delta": "deep_delta:DeepDelta",
-    "hyper": "hyper:HyperConnections",
-    "frac": "frac:FracConnections",
-    "mhc": "mhc:ManifoldHyperConnections",
-    "mhc_deepseek": "mhc_deepseek:DeepSeekHyperConnections",
-    "krom": "krom:KroneckerHyperConnections",
-    "ihc": "ihc:IndependentHyperConnections",
-    "gated_residual": "gated_residual:GatedResidual",
-    "jpmhc": "jpmhc:JacobianHyperConnections",
-    "edelta": "edelta:EDelta",
-    "edelta_stream": "edelta:EDeltaStream",
-    "pooled_householder": "pooled_householder:PooledHouseholder",
-    "attnres": "attnres:AttentionResiduals",
-    "attnres_inkling": "attnres_inkling:InklingAttentionResiduals",
-    "altup": "altup:AlternatingUpdates",
-    "delta_attnres": "delta_attnres:DeltaAttentionResiduals",
-    "denseformer": "denseformer:DenseFormer",
-    "mudd": "mudd:MultiwayDynamicDense",
-    "wide": "wide:WideResidual",
+SCHEMES = {  # the name of a class in files: the class, a name of `connections.schemes`
+    "residual": "Residual",
+    "lambdas": "Lambdas",
+    "siamese": "SiameseNorm",
+    "gated_orthogonal": "GatedOrthogonal",
+    "gated_delta": "GatedDelta",
+    "deep_delta": "DeepDelta",
+    "hyper": "HyperConnections",
+    "frac": "FracConnections",
+    "mhc": "ManifoldHyperConnections",
+    "mhc_deepseek": "DeepSeekHyperConnections",
+    "krom": "KroneckerHyperConnections",
+    "ihc": "IndependentHyperConnections",
+    "gated_residual": "GatedResidual",
+    "jpmhc": "JacobianHyperConnections",
+    "edelta": "EDelta",
+    "edelta_stream": "EDeltaStream",
+    "pooled_householder": "PooledHouseholder",
+    "attnres": "AttentionResiduals",
+    "attnres_inkling": "InklingAttentionResiduals",
+    "altup": "AlternatingUpdates",
+    "delta_attnres": "DeltaAttentionResiduals",
+    "denseformer": "DenseFormer",
+    "mudd": "MultiwayDynamicDense",
+    "wide": "WideResidual",
 }
 
 PRESETS = {  # a scheme's name in files, and the options that differ from its defaults
@@ -165,7 +165,7 @@ def _meanings() -> dict[str, str]:
     firsts: dict[str, str] = {}
     for preset, text in PRESETS.items():
         firsts.setdefault(named(text)[0], preset)
-    schemes = {name: firsts[scheme] for scheme, place in SCHEMES.items() for name in (scheme, place.split(":")[1])}
+    schemes = {name: firsts[scheme] for scheme, kind in SCHEMES.items() for name in (scheme, kind)}
     return {key(name): meaning for name, meaning in (schemes | ALIASES | dict(zip(PRESETS, PRESETS))).items()}
 
 

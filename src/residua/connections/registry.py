@@ -4,7 +4,6 @@ A configuration holds names and plain options. A name refers to a scheme of `nam
 or to one that an installed package declares in the entry-point group `residua.schemes`. A configuration never names a
 module to import. The description of a scheme that is not ours names the top-level module that it comes from.
 """
-# ruff: noqa: F401  # every class is imported by its name, so that exported code brings it along
 
 import json
 import warnings
@@ -13,32 +12,10 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from residua.connections import names
+from residua.connections import schemes as papers
 from residua.connections.base import Norm, Scheme, Stream
 from residua.connections.names import RESERVED, entry_points, package_of
 from residua.connections.parts.options import check_options, named
-from residua.connections.schemes.altup import AlternatingUpdates
-from residua.connections.schemes.attnres import AttentionResiduals
-from residua.connections.schemes.attnres_inkling import InklingAttentionResiduals
-from residua.connections.schemes.deep_delta import DeepDelta
-from residua.connections.schemes.delta_attnres import DeltaAttentionResiduals
-from residua.connections.schemes.denseformer import DenseFormer
-from residua.connections.schemes.edelta import EDelta, EDeltaStream
-from residua.connections.schemes.frac import FracConnections
-from residua.connections.schemes.gated_delta import GatedDelta
-from residua.connections.schemes.gated_orthogonal import GatedOrthogonal
-from residua.connections.schemes.gated_residual import GatedResidual
-from residua.connections.schemes.hyper import HyperConnections
-from residua.connections.schemes.ihc import IndependentHyperConnections
-from residua.connections.schemes.jpmhc import JacobianHyperConnections
-from residua.connections.schemes.krom import KroneckerHyperConnections
-from residua.connections.schemes.lambdas import Lambdas
-from residua.connections.schemes.mhc import ManifoldHyperConnections
-from residua.connections.schemes.mhc_deepseek import DeepSeekHyperConnections
-from residua.connections.schemes.mudd import MultiwayDynamicDense
-from residua.connections.schemes.pooled_householder import PooledHouseholder
-from residua.connections.schemes.residual import Residual
-from residua.connections.schemes.siamese import SiameseNorm
-from residua.connections.schemes.wide import WideResidual
 from residua.errors import did_you_mean
 
 
@@ -47,7 +24,7 @@ def _preset(text: str) -> Scheme:
     return SCHEMES[scheme](**options)
 
 
-SCHEMES: dict[str, type[Scheme]] = {name: globals()[place.partition(":")[2]] for name, place in names.SCHEMES.items()}
+SCHEMES: dict[str, type[Scheme]] = {name: getattr(papers, kind) for name, kind in names.SCHEMES.items()}
 PRESETS: dict[str, Scheme] = {name: _preset(text) for name, text in names.PRESETS.items()}
 
 
