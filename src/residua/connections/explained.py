@@ -47,9 +47,9 @@ def meaning(kind: type[Scheme], option: str) -> str:
 
 
 def meanings(kind: type[Scheme]) -> dict[str, str]:
-    """Return the text on each option that has its own line in the docstring of `kind`."""
+    """Return the text on each option that has its own line in the docstring of `kind`, two spaces after its name."""
     options = "|".join(field.name for field in fields(kind)) or "(?!)"
-    pattern = rf"(?m)^((?:{options})(?:, (?:{options}))*) +(\S.*(?:\n +\S.*)*)"
+    pattern = rf"(?m)^((?:{options})(?:, (?:{options}))*) {{2,}}(\S.*(?:\n +\S.*)*)"
     lines = re.findall(pattern, docstring(kind))
     return {name: " ".join(text.split()) for names, text in lines for name in names.split(", ")}
 

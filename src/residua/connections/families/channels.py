@@ -36,7 +36,7 @@ class ChannelScheme(CompressingScheme, RecomputingScheme):
     value_channels   d_v, the rows of the state; 1 for a single residual stream
     compress         how x_in is read from d_v > 1 channels: "token" (a causal convolution over the second axis, the
                      tokens) or "channel" (pointwise); None means "token" for d_v > 1 and no compression otherwise
-    compress_kernel  number of taps; None means 4 for "token", value_channels for "channel"
+    compress_kernel  taps of the convolution of `compress`; None means 4 for "token", value_channels for "channel"
     compress_form    "read": convolution and read vector (the code), "direct": one weight per channel (the paper)
     compress_causal  the channel convolution sees only channels up to its own (form "read")
     """
@@ -87,8 +87,12 @@ class ChannelScheme(CompressingScheme, RecomputingScheme):
         self, dim: int, num_sublayers: int, compressor: Callable[[int], Compressor], connection: Callable[..., Any]
     ) -> Stream:
         """Return the stream of `connection(i, compress)` for each sublayer; `compressor(j)` makes compressor j."""
+
+        def unread(_: nn.Module) -> nn.Module:
+            return Same()
+
         if not self.has_stream_axis:
-            return self.stack(Same(), dim, num_sublayers, compressor, connection, lambda _: Same())
+            return self.stack(Same(), dim, num_sublayers, compressor, connection, unread)
         expand: nn.Module = Repeat(self.value_channels)
         if self.expand == "conv":
             expand = TokenConv(dim, self.expand_kernel, self.value_channels)

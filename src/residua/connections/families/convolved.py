@@ -37,15 +37,15 @@ class CompressingConnection(Connection):
 class CompressingScheme(Scheme):
     """A scheme with the convolutions of Deep Delta Learning over the tokens: before, behind and beside its sublayers.
 
-    branch            None: a sublayer's output is written as it is; "conv": with a causal convolution of it over the
-                      tokens added, which starts at 0
-    branch_kernel     taps of that convolution
+    branch            None: a sublayer's output is written as it is; "conv": plus a causal convolution of it over the
+                      tokens, which starts at 0
+    branch_kernel     taps of the convolution of `branch`
     branch_sublayers  the sublayers that have it: "all", or those of even ("attention") or odd ("mlp") numbers
     compress_sharing  one compressor for the two sublayers of a "block", or "separate" ones
     expand            "repeat" the embedding; "conv": a causal convolution of it that starts as "repeat"; "smear":
                       repeat it with a gated copy of that of the token before, as in nanochat. The gate reads 24
                       features, and the copy has a factor that starts at 0
-    expand_kernel     taps of that convolution
+    expand_kernel     taps of the convolution of `expand`
     """
 
     branch: Literal["conv"] | None = None
@@ -109,7 +109,7 @@ class SingleStreamScheme(CompressingScheme):
     compress          None: a sublayer reads the stream; "token": it reads a causal convolution of it over the tokens,
                       as does the readout, and writes to the stream itself. The Canon layers of arXiv 2512.17351 before
                       attention and MLP are such convolutions behind the norm, one for each sublayer
-    compress_kernel   taps of that convolution
+    compress_kernel   taps of the convolution of `compress`
     """
 
     compress: Literal["token"] | None = None

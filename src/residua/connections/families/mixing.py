@@ -39,7 +39,7 @@ class MixingScheme(RecomputingScheme):
     """A scheme that reads, mixes and writes the rows of the state by `MixingCoefficients`.
 
     implementation  of reads, writes and Sinkhorn's iteration, if they have a kernel: "reference" (PyTorch), "triton"
-                    (CUDA; see `ops.dispatch`), or "auto", which picks triton if it can run. On a GPU the kernels were
+                    (CUDA), or "auto", which picks triton if it can run. On a GPU the kernels were
                     only timed in isolation, not in a model, so the default is "reference"
     """
 

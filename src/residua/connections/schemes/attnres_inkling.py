@@ -38,10 +38,10 @@ class InklingCoefficients(NamedTuple):
 class InklingAttentionResiduals(SourcesScheme):
     """Inkling-2's AttnRes. Does not start as the residual: the mean of normalised sources forgets how large each is.
 
-    Sublayers of even index are attention, as in every model here.
+    The sublayers 0, 2, 4, ... must be attention, as in every model here.
 
     block_size      how many outputs are summed into one source; 12 are Inkling-2's six layers
-    separate_every  every how many layers the attention reads queries, keys and values separately; 1 in all, 0 in none
+    separate_every  k: the attention of every k-th layer reads queries, keys and values separately; 0: of none
     """
 
     title = "Attention residuals of Inkling-2"

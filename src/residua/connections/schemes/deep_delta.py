@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
-from residua.connections.families.channels import ChannelConnection, ChannelScheme
+from residua.connections.families.channels import ChannelConnection, ChannelScheme, Compressor
 from residua.connections.parts.delta_maps import Direction, Gate, Pool, Value
 from residua.connections.parts.facts import GateFacts, RankOne
 from residua.connections.parts.memory import Memory, current, remembered
@@ -45,11 +45,12 @@ class DeepDelta(ChannelScheme):
     for each value channel. beta: the gate between 0 (keeps), 1 (replaces) and 2 (mirrors). The defaults follow the
     authors' code, but for the `start`. docs/deviations.md lists every choice.
 
-    map              "k": the sublayer gives the direction, so that with "unit" the size of its output has no effect
-                     (LayerScale, DropPath's 1/keep, depth-scaled initialisation), and a zero skips it;
-                     "v": the sublayer gives the value
-    k_norm           how the direction is divided by its norm, see `ops.unit`
-    k_eps            the eps of that norm, which keeps a direction of zero finite
+    map              "k": the sublayer gives the direction. With operator="unit" the size of its output then has no
+                     effect, nor have LayerScale, DropPath's 1/keep and depth-scaled initialisation; an output of zero
+                     changes nothing. "v": the sublayer gives the value
+    k_norm           the length m by which the direction k~ is divided: "rms", sqrt(|k~|^2 + k_eps^2); "add",
+                     |k~| + k_eps; "clamp", max(|k~|, k_eps); "rms_d", sqrt(|k~|^2 + dim k_eps^2)
+    k_eps            the eps in that length, which keeps a direction of zero finite
     k_proj           the direction is a linear map of the sublayer's output
     operator         "unit": I - beta k k^T with unit k; "v1_eps": as in the first version, with raw k
     beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6
@@ -62,7 +63,8 @@ class DeepDelta(ChannelScheme):
     v_constant       the value of "constant"
     v_bias           whether the value map has a bias
     v_input          k-Map: input of the value, "x_in" without a norm or the "context"
-    phi_k            v-Map: "mlp", "linear", "pool_mlp", "flatten_mlp" or "attention", see `branches.Direction`
+    phi_k            v-Map: the map that gives the direction: "linear" and "mlp" of phi_k_input, "pool_mlp" of the mean
+                     of the channels, "flatten_mlp" of all of them, or "attention" over them
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
     phi_k_hidden     v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
     start            "average": compressors average and gates start at beta_init; "authors": as their first code draws
@@ -109,12 +111,13 @@ class DeepDelta(ChannelScheme):
         return {"beta": GateFacts((0.0, 2.0), self.beta_init if self.start == "average" else None)}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        return self.stream(
-            dim,
-            num_sublayers,
-            lambda _: self.build_compress(dim, self.start),
-            lambda i, compress: DeltaConnection(self, dim, norm(i), compress, norm_eps=norm_eps),
-        )
+        def compressor(_: int) -> Compressor:
+            return self.build_compress(dim, self.start)
+
+        def connection(i: int, compress: nn.Module) -> DeltaConnection:
+            return DeltaConnection(self, dim, norm(i), compress, norm_eps=norm_eps)
+
+        return self.stream(dim, num_sublayers, compressor, connection)
 
 
 class DeltaConnection(ChannelConnection):

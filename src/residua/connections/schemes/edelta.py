@@ -57,9 +57,9 @@ class EDeltaCoefficients(NamedTuple):
 class _Hybrid(Scheme):
     """The options of both variants.
 
-    num_streams   rows of the state, at least 2; of `EDelta` those that dim is cut into
+    num_streams   rows of the state, at least 2; `edelta` cuts the width into them
     context       input of the coefficients: each "token", the "cumulative" mean up to it, or the "sequence" (published)
-    hidden        width of the nets of u, v, k and beta, or of the one net of `EDeltaStream`; None means dim / 4
+    hidden        width of the nets of u, v, k and beta, or of the one net of `edelta-stream`; None means dim / 4
     gamma_init    gamma of every token at the start, in (0, 1); 1 rotates, 0 reflects; published 0.5
     cayley_init   beta at the start, which is nearly the rotation angle, as u and v start orthonormal; published 0.693,
                   with u and v nearly 0
@@ -90,9 +90,9 @@ class EDelta(_Hybrid):
 
         x <- g + H_post F(H_pre norm(g)),   g = (gamma Q + (1 - gamma) H) x
 
-    As published: coefficients from the mean of the sequence, which is not causal; gamma starts at 0.5, where the
-    shortcut is singular and training is slow; the Cayley angle starts at about 1e-9, where its gradient vanishes too;
-    and H_pre, H_post are meant to start as the identity, but are overwritten with N(0, 0.02^2).
+    The published version differs. Its coefficients come from the mean of the sequence, which is not causal. Its gamma
+    starts at 0.5, where the shortcut is singular and training is slow. Its Cayley angle starts at about 1e-9, where the
+    gradient vanishes too. H_pre and H_post should start as the identity there, but are overwritten with N(0, 0.02^2).
 
     projections   whether the sublayer has the dense dim x dim maps H_pre and H_post, which start as the identity
     """
@@ -121,9 +121,9 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     One net computes all coefficients from the normalised context of the whole state. The router is the one in JPmHC
     (arXiv 2602.18308): H_pre = softmax(P, -1) and H_post = softmax(R, -2), for each token from its own g.
 
-    As published: context "sequence", gamma_init 0.5, and no penalty, because their training loop never adds it for this
-    variant (`penalty=0.0`). Their state is made and read by linear maps of width num_streams * dim; here the embedding
-    is repeated and the rows are averaged, so the last H_post could not change anything and is omitted.
+    The published version has `context="sequence"`, `gamma_init=0.5` and `penalty=0.0`, because its training loop never
+    adds the penalty for this variant. Linear maps of width num_streams * dim make its state and read it out. Here the
+    embedding is repeated and the rows are averaged, so the last H_post could not change anything and is omitted.
 
     start         "published": u, v and k are drawn; "residual": they start orthogonal to the mean of at least 3 rows,
                   the same for all tokens, so that Q and H keep the mean, which is then exactly the plain residual

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
-from residua.connections.families.channels import ChannelConnection, ChannelScheme
+from residua.connections.families.channels import ChannelConnection, ChannelScheme, Compressor
 from residua.connections.parts.delta_maps import Gate, Value
 from residua.connections.parts.facts import GateFacts, RankOne
 from residua.connections.parts.gates import TokenGate
@@ -55,20 +55,20 @@ class GatedDelta(ChannelScheme):
 
     With several value channels the compressor of each block starts as one channel, another in every block, because
     channels that are read alike would stay equal. DDL itself is `erase="coupled", write="value"`, and its write-only
-    control X + beta k v^T is `erase="none", write="value"`; their compressors start as the average, as in `DeepDelta`.
+    control X + beta k v^T is `erase="none", write="value"`; their compressors start as the average, as in `ddl`.
 
     erase         e for each token, from the normalised context c: "signed", scale tanh(w . c + b), where e < 0 enlarges
                   the component of X along k; "positive", the larger of that and 0; "none", e = 0, the write-only
                   control, which without a write gate is the plain residual; "coupled", e = beta with `write="value"`
     scale         range of e: (-scale, scale), or [0, scale) if positive; at most 2, where e reflects
-    channel_gates a gate of erasing for each value channel in place of one for all
-    write         w: "output", |h|, so that h is written; "value", beta v with the gate and the value of `DeepDelta`
+    channel_gates  a gate of erasing for each value channel in place of one for all
+    write         w: "output", |h|, so that h is written; "value", beta v with the gate and the value of `ddl`
     write_gate    whether w of "output" has gates, 1 + tanh(W c + b) in (0, 2) for each value channel
     v_activation  of "value": "scaled_sigmoid", 4 sigmoid(W x_in + b), or "linear"
-    rank          directions k_r = a_r h / |a_r h| of each write, one after the other as in `ops.compose`; the learned
-                  a_r start as parts of 1: of every `rank` neighbouring features each direction has one
+    rank          directions k_r = a_r h / |a_r h| of each write, written one after the other; at the start each of the
+                  learned a_r selects one of every `rank` neighbouring features
     heads         groups of features with a direction and gates each; 1 for the whole state
-    k_eps         guard of |h|: k = h / sqrt(|h|^2 + k_eps^2), as in `DeepDelta`
+    k_eps         guard of |h|: k = h / sqrt(|h|^2 + k_eps^2), as in `ddl`
     """
 
     title = "Gated delta"
@@ -121,12 +121,14 @@ class GatedDelta(ChannelScheme):
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         head_dim = dim // self.heads
         require_option(self, "rank", self.rank <= head_dim, f"at most the {head_dim} features of a head")
-        return self.stream(
-            dim,
-            num_sublayers,
-            lambda j: self.build_compress(dim, "average" if self.write == "value" else j % self.value_channels),
-            lambda i, compress: GatedDeltaConnection(self, dim, norm(i), compress),
-        )
+
+        def compressor(j: int) -> Compressor:
+            return self.build_compress(dim, "average" if self.write == "value" else j % self.value_channels)
+
+        def connection(i: int, compress: nn.Module) -> GatedDeltaConnection:
+            return GatedDeltaConnection(self, dim, norm(i), compress)
+
+        return self.stream(dim, num_sublayers, compressor, connection)
 
 
 class Parts(SelfStarting):

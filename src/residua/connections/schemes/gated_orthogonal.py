@@ -68,11 +68,11 @@ class GatedOrthogonal(SingleStreamScheme):
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
         gated = {"all": (0, 1), "attention": (0,), "mlp": (1,)}[self.sublayers]
-        return self.stream(
-            dim,
-            num_sublayers,
-            lambda i, compress: OrthogonalConnection(self, dim, norm(i), compress, gated=i % 2 in gated),
-        )
+
+        def connection(i: int, compress: nn.Module) -> OrthogonalConnection:
+            return OrthogonalConnection(self, dim, norm(i), compress, gated=i % 2 in gated)
+
+        return self.stream(dim, num_sublayers, connection)
 
 
 class OrthogonalConnection(CompressingConnection):

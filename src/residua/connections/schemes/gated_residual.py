@@ -32,7 +32,7 @@ from residua.ops.precision import linear, promote
 class GatedResidual(ExpandingScheme, MixingScheme):
     """The gated residual. Starts near the pre-norm residual: gates near 1/2 halve the normalised input.
 
-    gate_rank       of the gates: D is (rank, n dim) and U is (n dim, rank); 320 in Qwen4-Exp, at width 2560
+    gate_rank       rank of the gates, the number of rows of D; 320 in Qwen4-Exp, at width 2560
     weight_std      standard deviation of the initial D, U and B, with start="published"
     head            the readout: "gated", its own gated read, normalised (Qwen4-Exp), or "mean" of the streams
     start           "published": w = 0, and D, U, B are drawn (Qwen4-Exp); "residual": U and B are 0, and 1 + w is 2 on

@@ -22,8 +22,8 @@ from residua.connections.parts.options import Rows
 class HyperConnections(ExpandingScheme, WeightedScheme):
     """Hyper-Connections. Starts as the pre-norm residual in n equal streams; the final norm cancels the factor n.
 
-    With `dynamic` the weights are DHC in the paper, without it SHC. The paper's sublayers also start with output maps
-    sqrt(n) times as large (section 4), which is up to the model that they belong to.
+    With `dynamic` the weights are DHC in the paper, without it SHC. The paper also starts the output maps of the
+    sublayers sqrt(n) times as large (section 4), which is left to your model.
 
     num_streams     n; with 1 there is nothing to mix, but the weights still scale
     head            the readout: "sum" of the streams (the paper) or "mean"

@@ -33,7 +33,7 @@ class JacobianMatrices(NamedTuple):
 class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     """JPmHC. The mean of the streams starts as the pre-norm residual; the streams differ from the first write on.
 
-    In the paper one linear map makes the n streams and another reads them. Here the embedding is repeated and the
+    In the paper one linear map makes the n streams and another reads them out. Here the embedding is repeated and the
     streams are averaged, as in the other schemes.
 
     alpha           factor on W: how far it rotates the streams

@@ -60,15 +60,16 @@ class Lambdas(SingleStreamScheme):
     r, r_last      start of the scale of the state at the first and the last place, linear in between; r=None: no such
                    scale; r_last=None: as r
     r_every        places of r: before the first sublayer of each "block" of two, or at each "sublayer"
-    z, z_last      start of the scale of the embedding, likewise; z=None: the embedding is not kept
-    z_every        places of z, likewise
+    z, z_last      start of the scale of the embedding at the first and the last place, linear in between; z=None: the
+                   embedding is not kept; z_last=None: as z
+    z_every        places of z, as those of r
     when           "read": a sublayer reads r x + z x0; "write": it reads x, and r x + z x0 + p h is written
     p              start of the scale of a sublayer's output; None: no such scale
     per_feature    a number for each feature in place of one for the state
     bias           True: r (x + s) + p (h + t) is written, as in ZAYA1, with vectors s and t that are learned for each
                    sublayer and start at 0; with when="write", r_every="sublayer" and p
     backout        start of b; x_mid is the state after block L // 2 of L, counted from 0, or before the last sublayer
-                   where that comes first; None: no backout
+                   if that comes first; None: no backout
     norm           "pre": before a sublayer; "post": DeepNorm, x <- norm(alpha x + p h) with the constant alpha =
                    num_sublayers^(1/4), without r, z and backout; the sublayers' own small start is up to the model
     gate           "token": p h is written less the share e of its part along r x + z x0, e = tanh(w . c + b) of
@@ -126,13 +127,10 @@ class Lambdas(SingleStreamScheme):
         return {**present, "r_last": None, "z_last": None}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        return self.stream(
-            dim,
-            num_sublayers,
-            lambda i, compress: ScaledConnection(self, dim, i, num_sublayers, norm(i), compress),
-            copies=self.kept,
-            readout=partial(Backout, self),
-        )
+        def connection(i: int, compress: nn.Module) -> ScaledConnection:
+            return ScaledConnection(self, dim, i, num_sublayers, norm(i), compress)
+
+        return self.stream(dim, num_sublayers, connection, copies=self.kept, readout=partial(Backout, self))
 
     def starts(self, dim: int, index: int, num_sublayers: int) -> dict[str, float | None]:
         """Return the initial r, z and p of sublayer `index`; None for a missing scale."""

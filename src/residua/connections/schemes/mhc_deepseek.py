@@ -32,12 +32,12 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
     """mHC of DeepSeek-V4 (`head="sigmoid"`) and GLM-5.3 (`head="mean"`). Starts by averaging the streams, not as the
     residual: C starts near 1/n everywhere, and the streams are read with 1/2 each.
 
-    iterations      of `guarded_sinkhorn`: pairs of divisions by row and column sums; the first division is a softmax
+    iterations      pairs of divisions of C by its row and column sums; the first division is a softmax
     gate_eps        the constant added to the read weights, to the softmax, and to every sum that C is divided by
     head            the readout: "sigmoid", its own weights from all streams (DeepSeek-V4), or "mean" (GLM-5.3); with
                     pre="previous" the h_pre of the last sublayer reads out
-    pre             whose h_pre reads for a sublayer: "own", or that of the "previous" one, and stream 0 for the first
-                    (DeepSeek-V4.1); the state then holds the x that was read beside the streams
+    pre             the h_pre that reads for a sublayer: its "own", or that of the "previous" one (DeepSeek-V4.1), where
+                    the first sublayer reads stream 0, and the state holds the streams and the x that was read
     start           "published": W is drawn and the biases are 0 (both models in transformers); "residual": W is 0, C is
                     near the identity, each sublayer prefers one stream, and the biases make up for what `gate_eps`
                     takes from the state, so that the stream computes exactly the plain residual

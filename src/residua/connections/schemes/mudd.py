@@ -48,8 +48,8 @@ class MultiwayDynamicDense(BlocksScheme):
     ways             "qkvr": one average each for queries, keys, values and the residual; "vr": for values and the
                      residual, while queries and keys read the last output; "r": one for all
     layers           None: averages begin every block but the first, and read out; k: only the last k of these
-    sources          None: averages take all outputs; else those that are named here (0 is the embedding, j the output
-                     of block j), and always the last one
+    sources          None: averages take all outputs; a list: only these (0 is the embedding, j the output of block j),
+                     and always the last one
     write_gate      whether both sublayers of a block that begins with averages write g_1 x + g_2 y, by gates for each
                      token that start at 1: those of attention come from the map of the averages, those of the MLP from
                      one of the same kind
@@ -57,7 +57,7 @@ class MultiwayDynamicDense(BlocksScheme):
                      normalised again (a gain that starts at 0.001), and the last output is added to every average; the
                      publication needs it for deep and narrow models
     hidden_multiple  the hidden width, ways times sources, is rounded up to the next multiple; 1 leaves it
-    readout_multiple factor on the hidden width of the readout, which has one way
+    readout_multiple  factor on the hidden width of the readout, which has one way
     """
 
     title = "MUDD connections"

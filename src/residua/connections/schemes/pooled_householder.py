@@ -38,7 +38,7 @@ class PooledHouseholder(Scheme):
     """The "DDL" of the comparison in arXiv 2605.06729. It is not Deep Delta Learning, which writes beta k v^T.
 
     The state is erased along a direction k of a pooled context, and the sublayer's output is added, not written along
-    k. Use `DeepDelta` for Deep Delta Learning.
+    k. Deep Delta Learning is `ddl`.
 
     context     input of k and beta: the "cumulative" mean of the tokens so far, each "token", or the "sequence"
                 (as published; every token then depends on later ones)

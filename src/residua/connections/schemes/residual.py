@@ -63,7 +63,7 @@ class GatedWriteConnection(ResidualConnection):
 
 @dataclass(frozen=True)
 class Residual(SingleStreamScheme):
-    """The scheme of plain residual connections.
+    """The plain residual: the output of a sublayer is added to its input. The baseline of every comparison.
 
     write_gate    whether the output of a sublayer is multiplied by a gate for each token, in (0, 2), which starts at 1
     """

@@ -30,8 +30,8 @@ class SiameseCoefficients(NamedTuple):
 class SiameseNorm(Scheme):
     """SiameseNorm. Does not start as the residual: a sublayer sees a bounded stream as much as the plain one.
 
-    Both streams start as the embedding. Y is the plain residual's; X is replaced by norm_x(X) before every sublayer,
-    which adds its output to both. l is the block of two sublayers, from 0.
+    Both streams start as the embedding. Y is the plain residual stream. X is replaced by norm_x(X) before every
+    sublayer. The output of a sublayer is added to both. l is the block of two sublayers, from 0.
 
     depth_scaling     divides the update of X by sqrt(2 (l + 1)) ("code"), sqrt(l + 1) ("paper") or nothing
                       ("none")
