@@ -17,7 +17,17 @@ from residua.connections.parts.memory import whole_sequence
 from residua.testing import check_scheme
 from residua.testing.contract import DIM, SUBLAYERS
 from support.tolerances import assert_close
-from support.variants import ALL, ASSEMBLED, DEEP_DELTA, KERNELS, NON_CAUSAL, bare_sublayers, normal, perturbed
+from support.variants import (
+    ALL,
+    ASSEMBLED,
+    DEEP_DELTA,
+    KERNELS,
+    LOOKING_BACK,
+    NON_CAUSAL,
+    bare_sublayers,
+    normal,
+    perturbed,
+)
 
 every_scheme = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.variant if name in ASSEMBLED else ()) for name in ALL]
@@ -85,7 +95,7 @@ def test_coefficients_are_telemetry():
         assert ((carry.coefficients.beta > 0) & (carry.coefficients.beta < 2)).all()
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if getattr(ALL[name], "context", None) != "cumulative"])
+@pytest.mark.parametrize("name", [name for name in LOOKING_BACK if getattr(ALL[name], "context", None) != "cumulative"])
 def test_the_window_is_as_long_as_the_look_back(name):
     """Cut to its last `window` + 1 tokens, the input of every connection gives the same reading of the last token. A
     running mean looks back on everything, with a window of one sum."""

@@ -17,7 +17,10 @@ from support.variants import ALL, LOOKING_BACK, bare_sublayers, normal, perturbe
 
 DIM, SUBLAYERS = 8, 4
 looking_back = pytest.mark.parametrize("name", LOOKING_BACK)
-each_way_to_look_back = pytest.mark.parametrize("name", ["ddl-tc", "ddl-ec", "beta-conv-dv1", "pooled-householder"])
+# A scheme for each part that looks back: for what the memory does, whichever scheme it serves.
+each_way_to_look_back = pytest.mark.parametrize(
+    "name", ["ddl-tc", "ddl-ec", "beta-conv-dv1", "residual-branch4", "residual-smear", "pooled-householder"]
+)
 SUB = bare_sublayers(DIM, SUBLAYERS)
 
 
@@ -27,7 +30,7 @@ def build(name):
 
 
 @torch.no_grad()
-@looking_back
+@each_way_to_look_back
 def test_a_loop_over_the_connections_of_ones_own(name):
     """As in somebody else's decoder, whose layers call one connection each."""
     stream, x, memory = build(name), normal(2, 6, DIM), StreamMemory()
@@ -55,7 +58,7 @@ def test_a_single_token_without_a_memory_is_refused(name):
 
 
 @torch.no_grad()
-@looking_back
+@each_way_to_look_back
 def test_a_loop_over_the_phases_is_guarded_as_calls_are(name):
     """Each part that looks back needs its memory, whoever calls it; with all of them the tokens are the whole."""
     stream, x = build(name), normal(2, 4, DIM)
@@ -96,7 +99,7 @@ COPIES = {"copied": copy.deepcopy, "pickled": lambda what: pickle.loads(pickle.d
 
 
 @torch.no_grad()
-@looking_back
+@each_way_to_look_back
 @pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
 def test_a_memory_goes_on_with_its_stream_or_is_refused(name, again):
     """Copied with its stream, in either order, or alone. Another stream would begin anew without a word."""
@@ -151,7 +154,7 @@ def test_a_part_that_missed_a_piece_or_gets_one_twice_is_refused():
 
 
 @torch.no_grad()
-@looking_back
+@each_way_to_look_back
 def test_a_copy_goes_on_by_itself_and_a_reset_forgets(name):
     stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
     expected = stream(x, SUB)
@@ -164,14 +167,14 @@ def test_a_copy_goes_on_by_itself_and_a_reset_forgets(name):
 
 
 @torch.no_grad()
-@looking_back
+@each_way_to_look_back
 def test_a_piece_without_tokens_changes_nothing(name):
     stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
     pieces = [stream(piece, SUB, memory=memory) for piece in x.split([3, 0, 2], 1)]
     assert_close(torch.cat(pieces, 1), stream(x, SUB))
 
 
-@looking_back
+@each_way_to_look_back
 def test_a_mask_of_other_tokens_than_those_of_the_call_is_refused(name):
     """Such as one that grows as that of a cache does, or one row for the whole batch."""
     stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
@@ -182,7 +185,7 @@ def test_a_mask_of_other_tokens_than_those_of_the_call_is_refused(name):
 
 
 @torch.no_grad()
-@looking_back
+@each_way_to_look_back
 def test_beams_are_reordered(name):
     stream, x, memory = build(name), normal(3, 5, DIM), StreamMemory()
     stream(x[:, :3], SUB, memory=memory)
@@ -315,12 +318,10 @@ def test_what_is_told_may_be_written_over_before_the_backward_pass(name, told):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*LOOKING_BACK, "pooled-householder", "edelta-cumulative"])
+@each_way_to_look_back
 def test_numbers_of_documents_may_come_again_in_any_order(name):
     """Neighbours with one number are one document, and its padding may stand between documents."""
     stream, x = perturbed(ALL[name].build(DIM, SUBLAYERS).double()), normal(1, 7, DIM)
-    if not all(getattr(part, "separates_documents", True) for part in stream.parts if getattr(part, "window", 0)):
-        pytest.skip("the scheme keeps no documents apart")
     apart = torch.cat([stream(piece, SUB, memory=StreamMemory()) for piece in x.split([2, 1, 3, 1], 1)], 1)
     for numbers in ([0, 0, 1, 0, 0, 0, 1], [5, 5, -3, 2, 2, 2, -3], [9, 9, 4, 4.5, 4.5, 4.5, 4]):
         assert_close(stream(x, SUB, documents=torch.tensor([numbers])), apart)

@@ -54,7 +54,6 @@ def test_reads_start_even_and_symmetric_with_sum_one(num_streams):
 
 def test_the_preserving_form_forgets_nothing():
     assert WideResidual(retention=0.99).preserving() == WideResidual()
-    assert_close(*output_beside_residual(WideResidual(retention=0.99).preserving()))
 
 
 MIRRORED = {"hc": HyperConnections, "ihc": IndependentHyperConnections, "wide": WideResidual}
