@@ -26,12 +26,19 @@ EXAMPLES = (
     "custom_scheme/use.py",
     "check_module.py",
 )
+OUTSIDE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "resbench/methods.md": "resbench-methods.md",
+    "resbench/evidence.md": "resbench-evidence.md",
+    "experiments/speed.md": "speed-tables.md",
+    "experiments/geometry/details.md": "geometry-tables.md",
+}
+"""The pages of the repository outside docs/, and their names in the site."""
 FOLDERS = {
     "../examples": "examples.md",
     "../resbench/records/main": "resbench-report.html",
-    "../CONTRIBUTING.md": "contributing.md",
 }
-"""In place of folders and pages of the repository that pages link to."""
+"""The folders of the repository that pages link to, and the pages in their place."""
 BUTTONS = (
     "[Try it live](explorer/index.html){ .md-button .md-button--primary }\n"
     "[DDL in ten minutes](tutorial.md){ .md-button }\n"
@@ -96,13 +103,12 @@ def on_files(files, config):
     """Add the generated pages, and every file outside docs/ that a page links to."""
     pages = {
         "index.md": home(),
-        "contributing.md": from_outside("CONTRIBUTING.md"),
-        "resbench-methods.md": from_outside("resbench/methods.md"),
         "examples.md": examples(),
         "explorer/index.html": explorer(),
         "anchors.js": anchors(),
         FOLDERS["../resbench/records/main"]: study_page(payload(scheme_pages.resbench())),
     }
+    pages |= {page: from_outside(name) for name, page in OUTSIDE.items()}
     pages |= {f"schemes/{name}.md": scheme_pages.page(name) for name in scheme_pages.names()}
     files.remove(files.get_file_from_path("deviations.md"))
     pages["deviations.md"] = scheme_pages.index()
@@ -225,11 +231,11 @@ def dedented(block: str) -> str:
 def outside() -> set[str]:
     """Return the files of the repository outside docs/ that its pages link to, from the root."""
     texts = [
-        *map(from_outside, ("README.md", "CONTRIBUTING.md", "resbench/methods.md")),
+        *map(from_outside, ("README.md", *OUTSIDE)),
         *(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")),
     ]
     links = {target for text in texts for target in LINK.findall(text) if target.startswith("../")}
-    targets = {target.removeprefix("../") for target in links}
+    targets = {target.removeprefix("../") for target in links} - OUTSIDE.keys()
     return {target for target in targets if (ROOT / target).is_file()}
 
 
@@ -243,4 +249,6 @@ def inside(target: str) -> str:
     if target in FOLDERS:
         return FOLDERS[target]
     file = target.removeprefix("../")
+    if target != file and file in OUTSIDE:
+        return OUTSIDE[file]
     return copied(file) if target != file and (ROOT / file).is_file() else target

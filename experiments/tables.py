@@ -105,22 +105,24 @@ def spread(ratio: dict[str, Any], form: str) -> str:
     return f"{Quartiles(**ratio):{form}}"
 
 
-def speed_table() -> str:
-    """Give the time of a step, eager and compiled, and what it keeps, as `residua cost step` measured them."""
+def speed_table(*, replay: bool = True) -> str:
+    """Give the time of a step, eager and compiled, and the vectors that it keeps, as `residua cost step` measured them.
+
+    replay: of schemes as they are; else of those that keep all states, which no step was compiled with
+    """
     from residua.connections.names import label
 
     found = records("bench-steps.jsonl")
     compiled = {record["scheme"]: record for record in found if record["train"]["compile"]}
     rows = []
     for record in found:
-        if record["train"]["compile"]:
-            continue
         name = record["scheme"]
-        times = [step_ratio(record), step_ratio(compiled[name]) if name in compiled else ""]
-        milliseconds = f"{record['step_seconds'] * 1000:.0f}"
-        rows.append([f"`{label(name)}`", milliseconds, *times, kept_above(record, found), f"{record['parameters']:,}"])
-    header = ["scheme", "ms per step", "times `residual` [quartiles]", "both compiled", "vectors kept above it"]
-    return markdown([*header, "parameters"], rows)
+        if record["train"]["compile"] or replay == name.endswith("recompute=none"):
+            continue
+        both = [step_ratio(compiled[name]) if name in compiled else ""] if replay else []
+        rows.append([f"`{label(name)}`", step_ratio(record), *both, kept_above(record, found)])
+    header = ["scheme", "times `residual` [quartiles]", *["both compiled"] * replay, "vectors kept above it"]
+    return markdown(header, rows)
 
 
 def step_ratio(record: dict[str, Any]) -> str:
@@ -234,7 +236,7 @@ def connections_table() -> str:
 
 
 def peers_table() -> str:
-    """Say of every package whether it computes the paper's scheme; if so, its time and memory beside ours."""
+    """Give the time and memory of the packages that compute the paper's scheme, beside ours."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for record in records("bench-peers-cpu.jsonl"):
         who = f"{record['package']} {record['version']}", record["name"]
@@ -242,13 +244,12 @@ def peers_table() -> str:
     rows = []
     for (package, name), by in found.items():
         wide, narrow = by["float32"], by["bfloat16"]
-        cells = [f"no: {wide['differs']}", "", "", ""]
         if wide["agrees"]:
             kept = wide["kept_vectors"]
-            cells = ["yes", quartiles(wide), quartiles(narrow), f"{kept['theirs']:.1f}, ours {kept['ours']:.1f}"]
-        rows.append([package, f"`{name}`", f"`{wide['preset']}`", *cells])
+            cells = [quartiles(wide), quartiles(narrow), f"{kept['theirs']:.1f}, ours {kept['ours']:.1f}"]
+            rows.append([package, f"`{name}`", f"`{wide['preset']}`", *cells])
     times = ["time over ours, float32 [quartiles]", "under bfloat16 autocast"]
-    return markdown(["package", "name", "scheme", "computes it", *times, "kept, d-vectors"], rows)
+    return markdown(["package", "name", "scheme", *times, "kept, d-vectors"], rows)
 
 
 GEOMETRY = {
@@ -847,13 +848,16 @@ PAGES: dict[str, Blocks] = {
     "docs/transformers.md": {"engines": engines_table},
     "docs/speed.md": {
         "speed": speed_table,
-        "connections": connections_table,
         "peers": peers_table,
-        "memory-depth": memory_depth_table,
-        "memory-converted": memory_converted_table,
         "memory-small": memory_small_table,
         "generation": generation_table,
         "state-dtype": state_dtype_table,
+    },
+    "experiments/speed.md": {
+        "speed-kept": partial(speed_table, replay=False),
+        "connections": connections_table,
+        "memory-depth": memory_depth_table,
+        "memory-converted": memory_converted_table,
         "kernel-times": kernel_times_table,
         "kernels": kernels_table,
     },
@@ -879,10 +883,12 @@ PAGES: dict[str, Blocks] = {
         "ours": partial(sequences_table, "ours"),
         "references": partial(sequences_table, "reference"),
         "published": published_losses_table,
+    },
+    "experiments/geometry/details.md": {
+        "reflection": reflection_table,
         "sizes": full_references_table,
         "penalty": penalty_table,
         "starts": starts_table,
-        "reflection": reflection_table,
         "vectors": vectors_table,
     },
 }

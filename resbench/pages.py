@@ -27,7 +27,7 @@ from tables import (
 PAGES: dict[str, Blocks] = {
     "docs/field.md": {"ours": field_table},
     "docs/resbench.md": {"resbench": resbench_table},
-    "resbench/methods.md": {
+    "resbench/evidence.md": {
         "copying": copying_table,
         "remaining": partial(split_table, "0.3M"),
         "million": partial(split_table, "1M"),

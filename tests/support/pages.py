@@ -24,7 +24,8 @@ def script(name: str, folder: Path = EXPERIMENTS) -> ModuleType:
 
 def pages() -> dict[str, str]:
     """The text of README.md and of every page, by its path."""
-    paths = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), RESBENCH / "methods.md"]
+    outside = EXPERIMENTS / "speed.md", EXPERIMENTS / "geometry/details.md", RESBENCH / "evidence.md"
+    paths = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), RESBENCH / "methods.md", *outside]
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
