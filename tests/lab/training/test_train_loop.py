@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from residua.errors import InputError, RunError
 from residua.files import durable
@@ -72,7 +73,11 @@ def test_a_run_leaves_what_others_read(tmp_path, fit, rows):
     assert last["tokens"] == 12 * BATCH * LENGTH, "not the tokens that the evaluation counted"
     assert result == last | {"interrupted": False, "checkpoint": str(folder / "checkpoints" / "step-12")}
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-12", "step-9"]
-    assert list((folder / "tensorboard").iterdir())
+    (events,) = (folder / "tensorboard").iterdir()
+    written = {(event.step, value.tag): value.simple_value
+               for event in LegacyEventFileLoader(str(events)).Load() for value in event.summary.value}  # fmt: skip
+    numbers = {(row["step"], name): row[name] for row in rows(folder) for name in row if name != "step"}
+    assert {place: written[place] for place in numbers} == pytest.approx(numbers)
 
     facts = json.loads((folder / "facts.json").read_text())
     assert facts["data"] == {"fingerprint": "abc", "tokens": 7}

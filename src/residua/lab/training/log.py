@@ -1,10 +1,13 @@
 """Logging of a run: rows in metrics.jsonl, TensorBoard and Weights & Biases, and the display of its progress."""
 
-import threading
+import os
+import socket
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,11 +47,9 @@ class RunLog:
             stack.callback(self._wandb.finish)
         paths = [run.metrics, *([run.connections] if gates else [])]
         self._files = [stack.enter_context(JsonLines(path, keep=partial(_until, step, path))) for path in paths]
-        if config.tensorboard:
-            stack.enter_context(_errors_of_threads_raised_once())
-        self._events = _event_writer(unlinked(run.tensorboard), step) if config.tensorboard else None
+        self._events = _Events(unlinked(run.tensorboard), step) if config.tensorboard and _has_tensorboard() else None
         if self._events:
-            stack.callback(self._close_events)
+            stack.callback(self._events.close)
         name = run.path.resolve().name
         self._bar = stack.enter_context(Progress(name, config.steps, done=step, enabled=progress is True))
 
@@ -57,8 +58,7 @@ class RunLog:
         step, numbers = row["step"], {name: value for name, value in row.items() if name != "step"}
         self._files[0].write(row)
         if self._events:
-            for name, value in numbers.items():
-                self._events.add_scalar(name, value, step)
+            self._events.write(numbers, step)
         if self._wandb:
             self._wandb.log(numbers, step=step)
         if self._report is not None:
@@ -78,40 +78,51 @@ class RunLog:
         for file in self._files:
             file.sync()
 
-    def _close_events(self) -> None:
-        try:
-            self._events.close()
-        except OSError as error:  # must not hide the error that ended the run
-            say(f"the last TensorBoard events could not be written: {error}")
-
 
 def _until(last: int, path: Path, row: Mapping[str, Any]) -> bool:
     return step_of(row, path) <= last
 
 
-@contextmanager
-def _errors_of_threads_raised_once() -> Iterator[None]:
-    """Print no traceback of an OSError in a thread: TensorBoard raises it again where the next number is added."""
-    printing = threading.excepthook
-
-    def print_others(failure: threading.ExceptHookArgs) -> None:
-        if not isinstance(failure.exc_value, OSError):
-            printing(failure)
-
-    threading.excepthook = print_others
-    try:
-        yield
-    finally:
-        threading.excepthook = printing
+def _has_tensorboard() -> bool:
+    """Return whether tensorboard is installed; tell the user if it is not."""
+    if find_spec("tensorboard"):
+        return True
+    say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
+    return False
 
 
-def _event_writer(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
-        return None
-    return SummaryWriter(str(folder), purge_step=step + 1)
+class _Events:
+    """A file of TensorBoard events with scalars. Unlike `SummaryWriter`, whose thread prints the errors of a full disk,
+    it writes in this thread: every method may raise OSError.
+
+    step: the last step that remains valid; TensorBoard drops later ones that earlier files of the folder have.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter((folder / name).open("xb", buffering=0))
+        self._write(file_version="brain.Event:2")
+        self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, numbers: Mapping[str, float], step: int) -> None:
+        """Append numbers of a step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._write(step=step, summary=Summary(value=values))
+
+    def _write(self, **parts: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **parts).SerializeToString())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()
 
 
 def _wandb_run(run: RunFolder, project: str) -> Any:
