@@ -7,7 +7,7 @@ from residua.errors import Count, NotNegative, Positive, Share, at_most, check_t
 
 # Far beyond what any machine holds, and small enough that sizes multiply without overflow.
 MOST_LAYERS, MOST_ROWS = 2**14, 2**28
-Size = Annotated[Count, at_most(MOST_ROWS)]
+BoundedCount = Annotated[Count, at_most(MOST_ROWS)]
 
 
 def setting(default: Any, explanation: str) -> Any:
@@ -19,15 +19,15 @@ def setting(default: Any, explanation: str) -> Any:
 class ModelFields:
     """The sizes and options of a language model. Raises InputError for a value of the wrong type or out of range."""
 
-    vocab_size: Size | None = setting(None, "rows of the embedding; null for the tokenizer's, rounded up")
-    hidden_size: Size = setting(768, "width d")
+    vocab_size: BoundedCount | None = setting(None, "rows of the embedding; null for the tokenizer's, rounded up")
+    hidden_size: BoundedCount = setting(768, "width d")
     num_hidden_layers: Annotated[Count, at_most(MOST_LAYERS)] = setting(
         12, "blocks of attention and MLP, two sublayers each"
     )
-    num_attention_heads: Size = setting(6, "heads")
+    num_attention_heads: BoundedCount = setting(6, "heads")
     head_dim: int | None = setting(None, "width of a head; null for hidden_size / num_attention_heads")
-    intermediate_size: Size | None = setting(None, "width of the SwiGLU; null for floor(8 hidden_size / 3)")
-    max_position_embeddings: Size = setting(1024, "longest sequence the model is meant for")
+    intermediate_size: BoundedCount | None = setting(None, "width of the SwiGLU; null for floor(8 hidden_size / 3)")
+    max_position_embeddings: BoundedCount = setting(1024, "longest sequence the model is meant for")
     connection: str | dict = setting(
         "ddl",
         "the residual scheme: a preset's name (`residua schemes` lists them, and the paper's names beside them), or "

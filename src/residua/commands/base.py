@@ -10,7 +10,7 @@ from residua.lab.records.terminal import one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses. After a signal, 128 is added to its number, as shells do."""
-Checkpoint = Natural | Literal["best"]
+CheckpointChoice = Natural | Literal["best"]
 
 
 def expect_path(path: str, expected: str = "a run folder or one with a model of transformers") -> None:

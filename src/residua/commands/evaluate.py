@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from residua.commands.base import Checkpoint, expect_path
+from residua.commands.base import CheckpointChoice, expect_path
 from residua.commands.signature import Output
 from residua.errors import Count, InputError, between, require
 from residua.lab.records.terminal import one_line
@@ -47,7 +47,7 @@ class Scoring:
 def evaluate(
     run: str,
     *,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: CheckpointChoice | None = None,
     data: str | None = None,
     text_column: str = "text",
     scoring: Scoring,
@@ -113,7 +113,7 @@ def evaluate(
     return Output(report.to_json(rows), [report.table(rows), *notes])
 
 
-def _validated(run: str, checkpoint: Checkpoint | None, data: str | None, text_column: str) -> Output:
+def _validated(run: str, checkpoint: CheckpointChoice | None, data: str | None, text_column: str) -> Output:
     from residua.lab.experiment import evaluate, is_model_folder, open_model, open_run
 
     if is_model_folder(run):

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from residua.commands.base import Checkpoint, expect_path
+from residua.commands.base import CheckpointChoice, expect_path
 from residua.commands.signature import Output
 from residua.errors import InputError, require
-
-PAGE = "explorer.html"
 
 
 def explore(
@@ -18,7 +16,7 @@ def explore(
     json: bool = False,
     prompt: str | None = None,
     tokens: int | None = None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: CheckpointChoice | None = None,
     data: str | None = None,
 ) -> Output:
     """See what connections do, as tables and as a page to play with.
@@ -67,6 +65,8 @@ def _page_file(out: str | None, no_page: bool, json: bool) -> Path | None:
         raise InputError("--out is not allowed with --no-page")
     if no_page or (json and out is None):
         return None
+    from residua.lab.explorer.page import PAGE
+
     file = Path(out or PAGE)
     require(not file.is_dir() and file.parent.is_dir(), "--out", "a file in a folder that exists", out)
     return file

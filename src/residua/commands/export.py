@@ -1,11 +1,11 @@
 """The command `residua export`."""
 
-from residua.commands.base import Checkpoint, expect_path
+from residua.commands.base import CheckpointChoice, expect_path
 from residua.lab.records.folder import new_folder
 from residua.lab.records.terminal import one_line
 
 
-def export(run: str, out: str, *, checkpoint: Checkpoint | None = None, remote_code: bool = False) -> None:
+def export(run: str, out: str, *, checkpoint: CheckpointChoice | None = None, remote_code: bool = False) -> None:
     """Write a run as a Hugging Face folder.
 
     Examples:

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from residua.commands.base import Checkpoint, expect_path
+from residua.commands.base import CheckpointChoice, expect_path
 from residua.errors import Count, Natural, Range
 from residua.lab.records.progress import say
 from residua.lab.records.terminal import printable
@@ -28,7 +28,7 @@ def generate(
     top_k: Natural = 0,
     greedy: bool = False,
     seed: int = 0,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: CheckpointChoice | None = None,
 ) -> None:
     """Let the model of a run, or any Hugging Face model, write text.
 

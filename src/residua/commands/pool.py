@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolOptions:
     """Where runs are made.
 
     Args:

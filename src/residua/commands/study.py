@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from residua.commands.pool import Pool
+from residua.commands.pool import PoolOptions
 from residua.commands.signature import Output
 from residua.errors import Natural, Positive, Range
 from residua.lab.records.terminal import one_line
@@ -16,7 +16,7 @@ def run(
     data: str | None = None,
     schemes: tuple[str, ...] | None = None,
     sizes: tuple[str, ...] | None = None,
-    pool: Pool,
+    pool: PoolOptions,
     dry_run: bool = False,
     teraflops: Positive | None = None,
     no_costs: bool = False,

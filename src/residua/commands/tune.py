@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from residua.commands.configuration import Configuration
-from residua.commands.pool import Pool
+from residua.commands.pool import PoolOptions
 from residua.commands.signature import Output
 from residua.errors import Count, InputError
 
@@ -15,7 +15,7 @@ def tune(
     seeds: Count = 1,
     neighbours: bool = False,
     finalists: Count | None = None,
-    pool: Pool,
+    pool: PoolOptions,
     keep_runs: bool = False,
     configuration: Configuration,
 ) -> Output | None:

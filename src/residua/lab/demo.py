@@ -14,6 +14,7 @@ from residua.lab.evaluation.plots import draw
 from residua.lab.experiment import open_or_prepare, open_run, run
 from residua.lab.explorer import write_page
 from residua.lab.explorer.collect import collect, page_of
+from residua.lab.explorer.page import PAGE
 from residua.lab.jobs.pool import Job, Records, run_jobs
 from residua.lab.records.folder import settings_of
 from residua.lab.records.progress import say
@@ -21,11 +22,10 @@ from residua.lab.training import RunConfig, load_config
 
 RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual+tc": "nano-residual-tc"}
 """The recipe of each run. They differ only in the connection and the settings tuned for it."""
-EARLIER = {"residual+tc": "residual-tc"}
+EARLIER_NAMES = {"residual+tc": "residual-tc"}
 """Names that folders of runs had before; such a folder stays in use."""
 PROMPT = "The function returns"
 SAMPLE_TOKENS = 80
-PAGE = "explorer.html"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
 
 def place_of(out: Path, name: str) -> Path:
     """Return the folder of a run."""
-    earlier = out / EARLIER.get(name, name)
+    earlier = out / EARLIER_NAMES.get(name, name)
     return earlier if earlier.exists() else out / name
 
 

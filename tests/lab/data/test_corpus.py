@@ -23,7 +23,7 @@ from residua.lab.data import prepare
 from residua.lab.data.corpus import Document
 from residua.lab.data.formats import PIECE
 from residua.lab.data.sources import open_corpus
-from residua.lab.data.split import Share, share_of, split_documents
+from residua.lab.data.split import HeldOutShare, share_of, split_documents
 
 
 def texts(source):
@@ -339,7 +339,7 @@ def test_a_share_keeps_all_text_and_separates_copies(found, fraction):
 def test_documents_go_by_their_own_keys_if_that_comes_close():
     many = documents(*(f"text {n}" for n in range(20_000)))
     assert share_of(lambda: many, 0.05) is None
-    assert isinstance(share_of(lambda: many, 0.05, always=True), Share)
+    assert isinstance(share_of(lambda: many, 0.05, always=True), HeldOutShare)
 
 
 # Recorded before shares were measured, and before there were more formats.

@@ -16,7 +16,7 @@ from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.data import byte_tokenizer
 from residua.lab.evaluation.harness import score
-from residua.lab.evaluation.published import TASKS, rows
+from residua.lab.evaluation.published import PAPER_TASKS, rows
 from residua.lab.experiment import run
 from residua.models import ResiduaForCausalLM
 from support.tiny_models import tiny_config
@@ -64,7 +64,7 @@ def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     lines = [json.dumps({"question": q, "choices": c, "answer": a}) for q, c, a in QUESTIONS]
     (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
-    for name in TASKS:
+    for name in PAPER_TASKS:
         metrics = ["acc"] if name in ("social_iqa", "winogrande") else ["acc", "acc_norm"]
         listed = "\n".join(f"  - metric: {m}\n    aggregation: mean\n    higher_is_better: true" for m in metrics)
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder, metrics=listed))
@@ -114,7 +114,7 @@ def test_the_batch_size_changes_nothing(tasks, shots):
     model, tokenizer = build(), byte_tokenizer()
     one, many = (score(model, tokenizer, name="m", num_fewshot=shots, batch_size=b, include_path=tasks) for b in (1, 7))
     assert one == many
-    assert [found.task for found in one.scores] == list(TASKS)
+    assert [found.task for found in one.scores] == list(PAPER_TASKS)
     assert {found.num_fewshot for found in one.scores} == {shots}
 
 
@@ -135,7 +135,7 @@ def test_a_converted_model_scores_as_the_model_that_it_was(tasks):
 def test_the_table_never_mixes_ours_and_published(tasks):
     found = score(build(), byte_tokenizer(), name="mine", include_path=tasks, limit=2)
     header, table = found.table(rows("small", 1))
-    assert header == ["", "source", *TASKS.values(), "Avg"]
+    assert header == ["", "source", *PAPER_TASKS.values(), "Avg"]
     assert [row[1].partition(":")[0] for row in table] == ["ours"] * 2 + ["published"] * 6
     assert table[2][:3] == ["residual", "published: arXiv 2601.00417v2", "29.01"]
     assert {score.documents for score in found.scores} == {2}

@@ -6,9 +6,9 @@ from residua.commands.cli import main
 from residua.lab.evaluation.compare import compare, published_beside, published_losses
 from residua.lab.evaluation.plots import (
     RESIDUAL_COLOUR,
-    _differences,
-    _losses,
-    _repeats,
+    _difference_figure,
+    _loss_figure,
+    _repeat_figure,
     _styles,
     draw,
     draw_published,
@@ -40,7 +40,7 @@ def test_labels_that_repeat_and_others_have_a_panel_each(make_run, tmp_path):
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     comparison = compare(runs)
     assert_pictures(draw(comparison, tmp_path / "out"), ["loss.png", "difference.png", "repeats.png"])
-    for panel, sign in zip(_repeats(comparison).axes, (-1, 1), strict=True):
+    for panel, sign in zip(_repeat_figure(comparison).axes, (-1, 1), strict=True):
         assert [line.get_label() for line in panel.lines] == ["residual", "ddl"]
         for line, run in zip(panel.lines, comparison.runs, strict=True):
             assert line.get_xdata().tolist() == [point.step for point in run.validation]
@@ -63,7 +63,7 @@ def test_a_run_with_one_validation_shows_its_training_losses_too(make_run):
     run = make_run("a")
     *rows, last = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([*(row for row in rows if "val_loss" not in row), last]) + "\n")
-    low, high = _losses(compare([run])).axes[0].get_ylim()
+    low, high = _loss_figure(compare([run])).axes[0].get_ylim()
     assert low < 4 + 3 / 100 < 4 + 3 / 50 < high
 
 
@@ -79,7 +79,7 @@ def test_a_group_looks_the_same_in_every_panel_of_every_picture(make_run):
         comparison = compare(runs, baseline=baseline)
         shown = {
             (line.get_label().removesuffix(" (baseline)"), line.get_color())
-            for figure in (_losses(comparison), _differences(comparison))
+            for figure in (_loss_figure(comparison), _difference_figure(comparison))
             for panel in figure.axes
             for line in panel.lines
             if not line.get_label().startswith("_")
@@ -90,7 +90,7 @@ def test_a_group_looks_the_same_in_every_panel_of_every_picture(make_run):
 def test_who_has_nothing_in_common_is_said_below_a_panel_or_in_place_of_its_axis(make_run):
     """At 6 seconds a step, a run begins where the others have ended."""
     runs = [make_run("a"), make_run("slow", connection="ddl", seconds_per_step=6.0), make_run("c", connection="mhc")]
-    steps, seconds = _differences(compare(runs)).axes
+    steps, seconds = _difference_figure(compare(runs)).axes
     assert steps.get_xlabel() == "Training step"
     assert seconds.get_xlabel().splitlines() == [
         "Wall-clock time of the training steps (seconds)",
@@ -99,7 +99,7 @@ def test_who_has_nothing_in_common_is_said_below_a_panel_or_in_place_of_its_axis
     ]
     assert not seconds.texts
     assert len(seconds.get_xticks()) > 0
-    steps, seconds = _differences(compare(runs[:2])).axes
+    steps, seconds = _difference_figure(compare(runs[:2])).axes
     assert not steps.texts
     assert [text.get_text() for text in seconds.texts] == ["No common seconds with residual"]
     assert len(seconds.get_xticks()) == 0
@@ -108,7 +108,9 @@ def test_who_has_nothing_in_common_is_said_below_a_panel_or_in_place_of_its_axis
 
 @pytest.mark.parametrize(("pace", "said"), [(0.5, False), (0.52, False), (0.6, True), (0.3, False)])
 def test_at_equal_seconds_a_slower_run_is_said_to_be_earlier_in_its_schedule(make_run, pace, said):
-    steps, seconds = _differences(compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=pace)])).axes
+    steps, seconds = _difference_figure(
+        compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=pace)])
+    ).axes
     assert ("earlier in its learning-rate schedule" in seconds.get_xlabel()) is said
     assert steps.get_xlabel() == "Training step"
 
@@ -116,18 +118,18 @@ def test_at_equal_seconds_a_slower_run_is_said_to_be_earlier_in_its_schedule(mak
 def test_who_cannot_be_compared_is_said_in_both_pictures(make_run):
     runs = [make_run("a", sequence_length=8), make_run("b", connection="ddl", sequence_length=8)]
     comparison = compare([*runs, make_run("c", connection="mhc", sequence_length=16)])
-    steps, _ = _differences(comparison).axes
+    steps, _ = _difference_figure(comparison).axes
     assert steps.get_xlabel().splitlines()[1] == "Cannot be compared with residual: mhc"
-    assert "mhc (cannot be compared)" in {line.get_label() for line in _losses(comparison).axes[0].lines}
+    assert "mhc (cannot be compared)" in {line.get_label() for line in _loss_figure(comparison).axes[0].lines}
 
 
 def test_a_picture_begins_where_the_runs_begin(make_run):
     runs = [make_run("a", steps=20), make_run("b", connection="ddl", steps=20)]
-    assert {panel.get_xlim()[0] for panel in _differences(compare(runs)).axes} == {0}
+    assert {panel.get_xlim()[0] for panel in _difference_figure(compare(runs)).axes} == {0}
 
 
 def test_the_baseline_is_within_the_frame_however_far_the_others_are(make_run):
-    for panel in _differences(compare([make_run("a"), make_run("b", connection="ddl", offset=-0.5)])).axes:
+    for panel in _difference_figure(compare([make_run("a"), make_run("b", connection="ddl", offset=-0.5)])).axes:
         low, high = panel.get_ylim()
         assert low < -0.5 < 0 < high
 

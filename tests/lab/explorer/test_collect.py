@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from residua.commands.cli import main
-from residua.lab.explorer.collect import PAGE, QUANTILES, Source, collect, page_of
+from residua.lab.explorer.collect import DRAWN, PAGE_BYTES, Source, collect, page_of
 from support import planted
 
 
@@ -64,9 +64,9 @@ def test_beta_stays_exact_and_the_rest_gives_way_where_a_page_would_be_too_large
         atol=1e-3,
     )
     assert np.isfinite(arrays["0.change_norm"]).all()  # too large for 16 bits
-    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE
+    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE_BYTES
     payload, arrays = page_of([Source(str(number), trace) for number in range(12)])
-    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE
+    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE_BYTES
 
 
 def test_weights_over_depth_keep_their_mean_where_they_are_too_large():
@@ -77,7 +77,7 @@ def test_weights_over_depth_keep_their_mean_where_they_are_too_large():
     for number in range(4):
         assert "depth_weights" not in payload["traces"][number]["arrays"]
         np.testing.assert_array_equal(arrays[f"{number}.depth_mean"], trace.values["depth_mean"])
-    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE
+    assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE_BYTES
 
 
 def test_what_was_checked_is_what_the_trace_has():
@@ -106,7 +106,7 @@ def test_what_was_checked_is_what_the_trace_has():
 
 
 def test_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(run):
-    rows = ({"step": step, "beta": {key: [1, end] for key in QUANTILES}} for step, end in ((1, 1), (2, None)))
+    rows = ({"step": step, "beta": {key: [1, end] for key in DRAWN}} for step, end in ((1, 1), (2, None)))
     (run / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"ste')
     _, arrays = page_of(*collect([run]))
     np.testing.assert_array_equal(arrays["0.training.beta.mean"], [[1, 1], [1, np.nan]])

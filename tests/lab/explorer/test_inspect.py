@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("plotly")
 
-from residua.lab.explorer.collect import QUANTILES, Source, page_of
+from residua.lab.explorer.collect import DRAWN, Source, page_of
 from residua.lab.explorer.page import write_page
 from residua.lab.inspection.trace import Trace
 from support import planted
@@ -611,7 +611,7 @@ def test_gates_of_any_name_over_training_come_from_the_telemetry(open_page, tmp_
     rows = [
         {
             "step": step,
-            **{gate: {key: [0.1 * i + step / 100 for i in range(SUBLAYERS)] for key in QUANTILES} for gate in GATES},
+            **{gate: {key: [0.1 * i + step / 100 for i in range(SUBLAYERS)] for key in DRAWN} for gate in GATES},
         }
         for step in (10, 20, 30)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from residua.commands.pool import Pool
+from residua.commands.pool import PoolOptions
 from residua.errors import InputError, RunError
 from residua.lab.jobs import slurm
 from residua.lab.jobs.pool import Job, open_runs, run_jobs
@@ -170,7 +170,7 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "QUEUE_SECONDS", 0.02)
     monkeypatch.setattr(slurm, "SETTLE_SECONDS", 0.1)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    return Pool(executor="slurm", slurm=("time=60",)).executor_of_jobs()
+    return PoolOptions(executor="slurm", slurm=("time=60",)).executor_of_jobs()
 
 
 def begun(out, *rows, jobs=(), prints_into=None):
@@ -332,7 +332,7 @@ def test_the_numbers_of_jobs_are_short():
 
 def test_slurm_gets_the_options_and_a_cancelled_job_ends_and_cancels_all(cluster, tmp_path):
     options = ("time=60", "partition=gpu", "exclusive=true", "mem=16G", "setup=[module load x]")
-    executor = Pool(executor="slurm", slurm=options).executor_of_jobs()
+    executor = PoolOptions(executor="slurm", slurm=options).executor_of_jobs()
     with pytest.raises(RunError, match=r"the job of 1 ended as CANCELLED; see .*12_0_0_log\.err"):
         run(tmp_path / "out", [Job(n, square, (n,)) for n in (1, 2)], executor=executor)
     script = (tmp_path / "sbatch.log").read_text().splitlines()

@@ -18,7 +18,7 @@ from residua.lab.training import RunConfig, TrainConfig
 from residua.lab.training.distributed import BatchShard, Ranks
 from residua.models import ResiduaConfig
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["CostEstimate", "estimate"]
 
 GIB = 2**30
 GPU_MEMORY: Mapping[str, float] = {"h200": 139, "h100": 79, "b200": 179, "a100": 79, "rtx4090": 23.5}
@@ -26,7 +26,7 @@ GPU_MEMORY: Mapping[str, float] = {"h200": 139, "h100": 79, "b200": 179, "a100":
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """The result of `estimate`. Memory is in bytes per GPU, for each way to keep the states of a scheme."""
 
     parameters: Mapping[str, int]
@@ -61,7 +61,7 @@ class Estimate:
             yield f"note: this does not fit into {self.gpu_memory / GIB:.0f} GiB; lower train.batch_size"
 
 
-def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus: int = 1) -> Estimate:
+def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus: int = 1) -> CostEstimate:
     """Estimate a run of one of our models, from scratch or trained on.
 
     Raises:
@@ -86,7 +86,7 @@ def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus
         largest[name] = max(0, math.floor(bytes_free / per_batch * share.rows_here)) * share.members
 
     tokens_per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
-    return Estimate(
+    return CostEstimate(
         parameters=parameter_counts,
         flops_per_token=flops_per_token(model, sequence_length=train.sequence_length),
         memory=memory,

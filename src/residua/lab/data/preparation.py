@@ -20,7 +20,7 @@ from residua.lab.data import writer
 from residua.lab.data.corpus import Corpus, Document
 from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData, SplitFiles
 from residua.lab.data.sources import open_corpus
-from residua.lab.data.split import MOST_KEYS, Share, Split, Splitting, share_of, split_documents
+from residua.lab.data.split import MOST_KEYS, HeldOutShare, Split, Splitting, share_of, split_documents
 from residua.lab.data.tokenizer import (
     LOSSLESS,
     byte_tokenizer,
@@ -148,7 +148,7 @@ def prepare(
     return data
 
 
-def _share(corpus: Corpus, fraction: float, split: Splitting | None) -> Share | None:
+def _share(corpus: Corpus, fraction: float, split: Splitting | None) -> HeldOutShare | None:
     """Return the share of a corpus to hold out, or None if each document goes by its own key."""
     if not corpus.local:
         require(split != "share", "split", f"documents for {corpus.name}, which is downloaded in one pass", split)
@@ -160,7 +160,7 @@ def _share(corpus: Corpus, fraction: float, split: Splitting | None) -> Share | 
     return share
 
 
-def _cut(corpus: Corpus, share: Share) -> Callable[[], Iterator[Document]]:
+def _cut(corpus: Corpus, share: HeldOutShare) -> Callable[[], Iterator[Document]]:
     return lambda: share.documents(corpus.read())
 
 
@@ -192,7 +192,7 @@ def _tokenizer_name(tokenizer: str) -> str:
 
 
 def _train(
-    corpus: Corpus, vocab_size: int, validation_fraction: float, progress: bool, share: Share | None
+    corpus: Corpus, vocab_size: int, validation_fraction: float, progress: bool, share: HeldOutShare | None
 ) -> PreTrainedTokenizerFast:
     with text_progress("tokenizer", corpus, corpus.size, 0, progress) as documents:
         sides = split_documents(documents, validation_fraction, share=share)

@@ -30,7 +30,7 @@ def split_documents(
     *,
     key: Callable[[Any], int] = lambda document: text_key(document.text.encode()),
     settled: bool = False,
-    share: "Share | None" = None,
+    share: "HeldOutShare | None" = None,
 ) -> Iterator[tuple[Split, Item]]:
     """Send each document to "train" or "validation" by the `text_key` of its text, about `fraction` to validation.
 
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class HeldOutShare:
     """The documents to hold out so that their bytes are a share of all: those with a key less than `below`.
 
     The document that is too long for this is cut, and its tail is held out. Copies of a text stay on one side.
@@ -101,7 +101,9 @@ class Share:
                 yield document
 
 
-def share_of(documents: Callable[[], Iterable[Document]], fraction: float, *, always: bool = False) -> Share | None:
+def share_of(
+    documents: Callable[[], Iterable[Document]], fraction: float, *, always: bool = False
+) -> HeldOutShare | None:
     """Return the documents that hold out a share of the bytes.
 
     documents: begins a pass over them; there are two at most.
@@ -124,18 +126,20 @@ def share_of(documents: Callable[[], Iterable[Document]], fraction: float, *, al
     number = int(np.searchsorted(length.cumsum(), wanted))
     missing = wanted - length[:number].sum()
     if missing <= UNCUT * wanted and number:
-        return Share(int(texts[number]))
+        return HeldOutShare(int(texts[number]))
     key, further = int(texts[number]), number + 1 < len(texts)
     if further and (length[number] - missing <= UNCUT * wanted or (missing < SHORTEST_TAIL and not number)):
-        return Share(key + 1)
+        return HeldOutShare(key + 1)
     if missing < SHORTEST_TAIL and number:
-        return Share(key)
+        return HeldOutShare(key)
     if copies[number] > 1:
         more = further and (number == 0 or 2 * missing > length[number])
-        return Share(key + more)
+        return HeldOutShare(key + more)
     text = next(document.text for document in documents() if _key(document) == key)
     position = _cut_position(text, int(missing))
-    return Share(key, Cut(key, position, *(text_key(part.encode()) for part in (text[:position], text[position:]))))
+    return HeldOutShare(
+        key, Cut(key, position, *(text_key(part.encode()) for part in (text[:position], text[position:])))
+    )
 
 
 def _cut_position(text: str, tail: int) -> int:

@@ -32,7 +32,7 @@ from residua.errors import extra
 from residua.files.durable import file_sha256
 from residua.lab.data.encode import Encoded, Encoder
 from residua.lab.data.shards import Shard
-from residua.lab.data.split import Share, split_documents
+from residua.lab.data.split import HeldOutShare, split_documents
 
 with extra("lab"):
     import numpy as np
@@ -168,7 +168,7 @@ def write_shards(
     validation_fraction: float,
     shard_tokens: int,
     progress: bool,
-    share: Share | None = None,
+    share: HeldOutShare | None = None,
     lossless: bool = True,
 ) -> tuple[dict[Split, SplitFiles], dict[str, Any]]:
     """Write the shards of both splits into `stage`, continuing after what it has saved.

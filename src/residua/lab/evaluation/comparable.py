@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 Unit = Literal["nats per token", "bits per byte"]
 NATS: Unit = "nats per token"
-KEYS = ("train.sequence_length", "train.document_masks", "train.precision")
+MEASURE_KEYS = ("train.sequence_length", "train.document_masks", "train.precision")
 """The keys, beside those of the data, that decide how a loss is measured."""
 LOSSLESS = ("bpe", "byte", "gpt2")
 """Tokenizers that reproduce every text."""
@@ -17,7 +17,7 @@ LOSSLESS = ("bpe", "byte", "gpt2")
 
 def decides_measure(key: str) -> bool:
     """Return whether a key of the configuration decides how a loss is measured, and not only what it comes to."""
-    return key in KEYS or key.startswith("data.")
+    return key in MEASURE_KEYS or key.startswith("data.")
 
 
 class Measurement(NamedTuple):

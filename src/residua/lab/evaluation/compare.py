@@ -19,7 +19,7 @@ from typing import Any
 from residua.connections.names import label
 from residua.errors import InputError, did_you_mean
 from residua.lab.evaluation.comparable import Unit, Verdict, judged
-from residua.lab.evaluation.published import Model, models, size_of
+from residua.lab.evaluation.published import PublishedModel, models, size_of
 from residua.lab.evaluation.runs import Axis, Row, Run
 from residua.lab.records import table
 from residua.lab.records.jsonlines import finite
@@ -36,7 +36,7 @@ MOVES_NO_LOSS = {
 """Settings that a reader of losses need not see."""
 
 
-def published_beside(comparison: "Comparison") -> list[Model]:
+def published_beside(comparison: "Comparison") -> list[PublishedModel]:
     """Return the published models with a curve for the runs: of their schemes and the plain residual, at their size.
 
     Where no published model has the size of a run, those of 124M.
@@ -56,7 +56,9 @@ def published_losses(comparison: "Comparison") -> list[dict[str, Any]]:
     rows = []
     for run in (run for run in comparison.runs if run.validation):
         last, size = run.validation[-1], size_of(run.settings) or "small"
-        own, plain = (models().get((size, preset), Model(size, preset)) for preset in (run.connection, "residual"))
+        own, plain = (
+            models().get((size, preset), PublishedModel(size, preset)) for preset in (run.connection, "residual")
+        )
         rows.append(
             {
                 "run": run.folder.name,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from residua.conversion.opening import context_of
 from residua.errors import InputError, extra, first_line, require
-from residua.lab.evaluation.published import TASKS, PublishedScores
+from residua.lab.evaluation.published import PAPER_TASKS, PublishedScores
 from residua.lab.records.jsonlines import finite
 from residua.models.evaluating import evaluating
 
@@ -27,7 +27,7 @@ METRICS = ("acc_norm", "acc")
 length in characters."""
 WRITTEN = 256
 """Tokens that the harness lets a task write if it does not say how many."""
-SHARES = ("acc_norm", "acc", "exact_match", "f1", "em")
+PERCENTAGES = ("acc_norm", "acc", "exact_match", "f1", "em")
 """Metrics that are given in percent; the others as the harness has them."""
 
 
@@ -35,8 +35,9 @@ SHARES = ("acc_norm", "acc", "exact_match", "f1", "em")
 class Score:
     """The result of one task, or of a group of tasks with an aggregate.
 
-    Its metric, in percent if it is one of `SHARES`, its standard error, the task's version and the number of documents.
-    `results` has all metrics of the task as the harness gives them, `subtasks` the scores behind an aggregate.
+    Its metric, in percent if it is one of `PERCENTAGES`, its standard error, the task's version and the number of
+    documents. `results` has all metrics of the task as the harness gives them, `subtasks` the scores behind an
+    aggregate.
     """
 
     task: str
@@ -51,12 +52,12 @@ class Score:
 
     @property
     def is_share(self) -> bool:
-        return self.metric.partition(",")[0] in SHARES
+        return self.metric.partition(",")[0] in PERCENTAGES
 
     @property
     def title(self) -> str:
         """The head of a column; it names a metric that is not in percent."""
-        name = TASKS.get(self.task, self.task)
+        name = PAPER_TASKS.get(self.task, self.task)
         return name if self.is_share else f"{name} ({self.metric})"
 
 
@@ -84,9 +85,9 @@ class Scores:
             ["", "ours: standard error", *stderr, ""],
         ]
         for row in published:
-            by_task = dict(zip(TASKS, row.scores))
+            by_task = dict(zip(PAPER_TASKS, row.scores))
             cells = [f"{by_task[score.task]:.2f}" for score in self.scores]
-            average = f"{row.average:.2f}" if len(cells) == len(TASKS) else ""
+            average = f"{row.average:.2f}" if len(cells) == len(PAPER_TASKS) else ""
             rows.append([row.title, f"published: {row.source}", *cells, average])
         return header, rows
 
@@ -128,7 +129,7 @@ def score(
         InputError: a task is unknown, has no metric or is named twice, or the folder does not exist. Nothing has been
             computed then.
     """
-    names = [task for given in tasks for task in (TASKS if given == PAPER else [given])]
+    names = [task for given in tasks for task in (PAPER_TASKS if given == PAPER else [given])]
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     names = list(dict.fromkeys(names))
     manager = _task_manager(names, include_path)
@@ -151,7 +152,7 @@ def score(
             log_samples=False,
             task_manager=manager,  # else it reads thousands of tasks, for nothing
         )
-    scores = (score for tasks in chosen.values() for task in tasks for score in _scores(_name(task), report))
+    scores = (score for tasks in chosen.values() for task in tasks for score in _scores(_task_name(task), report))
     return Scores(name, tuple(scores), lm_eval.__version__)
 
 
@@ -197,7 +198,7 @@ def _tokens_to_write(task: Any) -> int:
     return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", WRITTEN))
 
 
-def _name(task: Any) -> str:
+def _task_name(task: Any) -> str:
     """Return the name of a task or a group of the harness."""
     return str(getattr(task, "task_name", None) or task.name)
 
@@ -212,7 +213,7 @@ def _scores(task: str, report: Mapping[str, Any]) -> Iterator[Score]:
         yield from subtasks
         return
     name, _, filtered = metric.partition(",")
-    factor = 100.0 if name in SHARES else 1.0
+    factor = 100.0 if name in PERCENTAGES else 1.0
     stderr = results.get(f"{name}_stderr,{filtered}")
     documents = report["n-samples"].get(task, {}).get("effective")
     yield Score(

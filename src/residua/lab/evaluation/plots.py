@@ -26,7 +26,7 @@ LABELS = {
     "repeated": "Labels that repeat an earlier pair of tokens in the window",
     "other": "All other labels",
 }
-EARLIER = "A slower run is seen earlier in its learning-rate schedule"
+SLOWER_IS_EARLIER = "A slower run is seen earlier in its learning-rate schedule"
 APART = "cannot be compared"
 PUBLISHED = "Pale and wide: published (arXiv 2601.00417), one seed, on its own validation text."
 UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
@@ -40,9 +40,9 @@ def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
     """
     compared = any(comparison.differences(group) for group in comparison.groups)
     pictures = {
-        "loss.png": _losses(comparison),
-        "difference.png": _differences(comparison) if compared else None,
-        "repeats.png": _repeats(comparison) if any(run.repeated for run in comparison.runs) else None,
+        "loss.png": _loss_figure(comparison),
+        "difference.png": _difference_figure(comparison) if compared else None,
+        "repeats.png": _repeat_figure(comparison) if any(run.repeated for run in comparison.runs) else None,
     }
     return figures.save(pictures, folder)
 
@@ -66,7 +66,7 @@ def draw_published(comparison: Comparison, folder: str | Path) -> list[Path]:
         colour = colours.get(model.preset, "#888888")
         panel.plot(*zip(*points), color=colour, linewidth=4, alpha=0.3, zorder=1, label=model.title)
         shown += [loss for at, loss in points if at >= UNSETTLED_LOSS * points[-1][0]]
-    _fit(panel, shown)
+    _fit_axis(panel, shown)
     panel.set_xlim(left=0)
     panel.set_xlabel("Training tokens (billions)")
     panel.set_ylabel("Validation loss (nats per token)")
@@ -75,12 +75,12 @@ def draw_published(comparison: Comparison, folder: str | Path) -> list[Path]:
     return figures.save({"published.png": figure}, folder)
 
 
-def _losses(comparison: Comparison) -> Figure:
+def _loss_figure(comparison: Comparison) -> Figure:
     figure, panels = _panels()
     shown: dict[Axis, list[tuple[float, float]]] = {axis: [] for axis in panels}
     for axis, panel in panels.items():
         for group, style in _styles(comparison):
-            name = _name(comparison, group)
+            name = _shown_name(comparison, group)
             for run in group.runs:
                 training = _columns(run.training if comparison.unit == "nats per token" else (), axis)
                 points = _columns(run.curve(comparison.unit), axis) or training
@@ -92,23 +92,23 @@ def _losses(comparison: Comparison) -> Figure:
     return figure
 
 
-def _name(comparison: Comparison, group: Row) -> str:
+def _shown_name(comparison: Comparison, group: Row) -> str:
     """Return the name of a group, marked if it cannot be compared."""
     return group.name if comparison.verdict(group).unit else f"{group.name} ({APART})"
 
 
-def _repeats(comparison: Comparison) -> Figure:
+def _repeat_figure(comparison: Comparison) -> Figure:
     figure, (panels,) = figures.panels(1, len(LABELS), (10, 4), dpi=150)
     for panel, (kind, title) in zip(panels, LABELS.items()):
         shown: list[float] = []
         for group, style in _styles(comparison):
             for run in group.runs:
                 points = _columns(getattr(run, kind), "step")
-                label = _name(comparison, group) if run is group.runs[0] else None
+                label = _shown_name(comparison, group) if run is group.runs[0] else None
                 figures.curve(panel, points, **style, linewidth=1.1, label=label)
                 start = UNSETTLED_LOSS * max((step for step, _ in points), default=0)
                 shown += [loss for step, loss in points if step >= start and math.isfinite(loss)]
-        _fit(panel, shown)
+        _fit_axis(panel, shown)
         panel.set_xlim(left=0)
         panel.set_xlabel(PANELS["step"])
         panel.set_title(title, loc="left", fontsize=9)
@@ -117,17 +117,17 @@ def _repeats(comparison: Comparison) -> Figure:
     return figure
 
 
-def _fit(panel: Axes, losses: Sequence[float]) -> None:
+def _fit_axis(panel: Axes, losses: Sequence[float]) -> None:
     """Fit the loss axis of a panel to these losses, if there are any."""
     if losses:
         margin = 0.05 * (max(losses) - min(losses)) or 0.01
         panel.set_ylim(min(losses) - margin, max(losses) + margin)
 
 
-def _differences(comparison: Comparison) -> Figure:
+def _difference_figure(comparison: Comparison) -> Figure:
     figure, panels = _panels()
     if comparison.speeds_differ:
-        panels["seconds"].set_xlabel(f"{PANELS['seconds']}\n{EARLIER}")
+        panels["seconds"].set_xlabel(f"{PANELS['seconds']}\n{SLOWER_IS_EARLIER}")
     shown: dict[Axis, list[tuple[float, float]]] = {axis: [] for axis in panels}
     banded = False
     for axis, panel in panels.items():
@@ -210,7 +210,7 @@ def _finish(
     for points in shown.values():
         start = unsettled * max((at for at, _ in points), default=0)
         settled += [loss for at, loss in points if at >= start and math.isfinite(loss)]
-    _fit(panels["step"], settled)
+    _fit_axis(panels["step"], settled)
     for panel in panels.values():
         panel.set_xlim(left=0)
     figures.legend(figure)

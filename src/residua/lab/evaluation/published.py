@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from residua.connections.names import in_the_paper
 
-TASKS: dict[str, str] = {
+PAPER_TASKS: dict[str, str] = {
     "arc_challenge": "ARC-C",
     "arc_easy": "ARC-E",
     "hellaswag": "Hellaswag",
@@ -35,7 +35,7 @@ SHAPES = {"small": (12, 768), "medium": (24, 1024)}
 PARAMETERS = {"small": "124M", "medium": "353M"}
 
 
-class Model(NamedTuple):
+class PublishedModel(NamedTuple):
     """A published model: its validation loss at the end, the cost of its run, and its loss by billions of tokens.
 
     None, and no curve, where the paper has none. Tokens per second are of four H200.
@@ -69,7 +69,7 @@ class Model(NamedTuple):
 
 
 class PublishedScores(NamedTuple):
-    """One published row; `preset` is our name for the scheme, `scores` are in the order of TASKS."""
+    """One published row; `preset` is our name for the scheme, `scores` are in the order of PAPER_TASKS."""
 
     size: str
     num_fewshot: int
@@ -84,7 +84,11 @@ class PublishedScores(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, scores by task."""
-        return {**self._asdict(), "name_in_paper": in_the_paper(self.preset), "scores": dict(zip(TASKS, self.scores))}
+        return {
+            **self._asdict(),
+            "name_in_paper": in_the_paper(self.preset),
+            "scores": dict(zip(PAPER_TASKS, self.scores)),
+        }
 
     @property
     def title(self) -> str:
@@ -92,7 +96,7 @@ class PublishedScores(NamedTuple):
         return titled(self.preset)
 
 
-ROWS: tuple[PublishedScores, ...] = (
+SCORES: tuple[PublishedScores, ...] = (
     PublishedScores("small", 1, "residual", 2, (29.01, 55.85, 37.59, 30.2, 65.94, 80.6, 37.87, 51.38), 48.56),
     PublishedScores("small", 1, "ddl", 2, (29.35, 57.49, 38.08, 31.8, 64.85, 78.5, 37.77, 52.01), 48.73),
     PublishedScores("small", 1, "ddl-tc", 2, (27.9, 58.16, 38.26, 30.8, 66.49, 80.3, 38.54, 50.83), 48.91),
@@ -127,10 +131,13 @@ def titled(preset: str) -> str:
 
 
 @cache
-def models() -> Mapping[tuple[str, str], Model]:
+def models() -> Mapping[tuple[str, str], PublishedModel]:
     """Return the published models by size and preset."""
     lines = Path(__file__).with_name("published.jsonl").read_text(encoding="utf-8").splitlines()
-    found = (Model(**{**(row := json.loads(line)), "curve": tuple(map(tuple, row.get("curve", ())))}) for line in lines)
+    found = (
+        PublishedModel(**{**(row := json.loads(line)), "curve": tuple(map(tuple, row.get("curve", ())))})
+        for line in lines
+    )
     return {(model.size, model.preset): model for model in found}
 
 
@@ -142,7 +149,7 @@ def size_of(settings: Mapping[str, Any]) -> str | None:
 
 def rows(size: str, num_fewshot: int) -> list[PublishedScores]:
     """Return the published rows of a model size, "small" or "medium", with this many examples in the prompt."""
-    return [row for row in ROWS if (row.size, row.num_fewshot) == (size, num_fewshot)]
+    return [row for row in SCORES if (row.size, row.num_fewshot) == (size, num_fewshot)]
 
 
 def comparable(
@@ -158,15 +165,15 @@ def comparable(
         shape = ("num_hidden_layers", "hidden_size")
         alike = (name for name in SIZES if all(getattr(config, key, None) == SIZES[name][key] for key in shape))
         size = next(alike, "")
-    return rows(size, num_fewshot) if set(tasks) <= TASKS.keys() else []
+    return rows(size, num_fewshot) if set(tasks) <= PAPER_TASKS.keys() else []
 
 
 def averages(names: Collection[str]) -> tuple[list[str], list[list[str]]]:
     """Return the header and rows of the published averages of these presets and the plain residual; no rows if
     none of these presets was published."""
-    columns = list(dict.fromkeys(f"{row.size}, {row.num_fewshot}-shot" for row in ROWS))
+    columns = list(dict.fromkeys(f"{row.size}, {row.num_fewshot}-shot" for row in SCORES))
     scores: dict[str, dict[str, str]] = {}
-    for row in ROWS:
+    for row in SCORES:
         if row.preset in {*names, "residual"}:
             column = f"{row.size}, {row.num_fewshot}-shot"
             scores.setdefault(row.preset, {})[column] = f"{row.average:.2f} (v{row.version})"

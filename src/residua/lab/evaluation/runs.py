@@ -56,7 +56,7 @@ class Run:
 
     Only of a record:
 
-    key, kind           its name among the records, and its purpose, see `plan.Kind`
+    key, kind           its name among the records, and its purpose, see `plan.RunKind`
     point               the values of the tuned settings
     transition          the step at which it began to look up earlier pairs of tokens, infinite if it did not; None if
                         it was not measured

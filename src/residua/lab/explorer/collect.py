@@ -1,7 +1,7 @@
 """Collect the traces of run folders, trace files and models, and make of them what the explorer's page shows: a JSON
 payload, and arrays.
 
-The page must stay small enough for mail, so the arrays share the rest of `PAGE` bytes: float32 if all fit, else float16
+The page must stay small enough for mail, so the arrays share the rest of `PAGE_BYTES`: float32 if all fit, else float16
 for all but beta, and arrays that still do not fit only at the sampled tokens. The page says so.
 """
 
@@ -29,11 +29,11 @@ with extra("lab"):
     import numpy as np
 
 MOST_RUNS = 12
-PAGE = 5_700_000
-LIBRARY = 2_150_000
+PAGE_BYTES = 5_700_000
+LIBRARY_BYTES = 2_150_000
 """Bytes of the page without any data: plotly, and our modules and styles."""
 BASE64 = 4 / 3
-ROWS = 100
+GATE_POINTS = 100
 """Points of a gate over training: more cannot be distinguished on a screen."""
 
 OF_TOKENS = (
@@ -49,7 +49,7 @@ SMALL = (
 )
 AT_SAMPLES = "depth_weights"
 """A value of the sampled tokens, which is left out where it takes more than a quarter of the room."""
-QUANTILES = ("mean", "q05", "q50", "q95")
+DRAWN = ("mean", "q05", "q50", "q95")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def page_of(
     sources: Sequence[Source], comparison: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return the payload and the arrays of a page for these traces and this comparison."""
-    names = _distinct([source.name for source in sources])
+    names = _numbered([source.name for source in sources])
     described: list[dict[str, Any]] = [
         {
             "name": name,
@@ -136,7 +136,7 @@ def page_of(
     shown = list(dict.fromkeys(source.name for source in sources))
     title = ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "") or "residua"
     payload = {"title": title, "traces": described, "comparison": comparison}
-    room = (PAGE - LIBRARY - len(json.dumps(payload))) / BASE64
+    room = (PAGE_BYTES - LIBRARY_BYTES - len(json.dumps(payload))) / BASE64
     arrays: dict[str, np.ndarray] = {}
     for number, source in enumerate(sources):
         over_training = _over_training(source)
@@ -181,7 +181,7 @@ def _name(path: Path, trace: Trace) -> str:
     return run if step is None else f"{run}, step {step}"
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def _numbered(names: Sequence[str]) -> list[str]:
     """Return the names, with numbers appended to duplicates."""
     counts: dict[str, int] = {}
     result = []
@@ -251,11 +251,11 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
 def _gates_over_training(rows: list[dict[str, Any]], gates: Mapping[str, Any]) -> dict[str, np.ndarray]:
     if len(rows) < 2:
         return {}
-    rows = thinned(rows, ROWS)
+    rows = thinned(rows, GATE_POINTS)
     arrays: dict[str, np.ndarray] = {}
     for gate in gates:
         arrays[f"training.{gate}.steps"] = np.array([row["step"] for row in rows], dtype=np.float32)
-        for quantile in QUANTILES:
+        for quantile in DRAWN:
             numbers = [[np.nan if x is None else x for x in row[gate][quantile]] for row in rows]
             arrays[f"training.{gate}.{quantile}"] = np.array(numbers, dtype=np.float32)
     return arrays

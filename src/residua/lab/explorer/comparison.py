@@ -9,9 +9,9 @@ from residua.lab.evaluation.compare import AXES, Comparison, compare
 from residua.lab.evaluation.runs import LossPoint, Row
 from residua.lab.records.jsonlines import finite
 
-POINTS = 200
+MOST_POINTS = 200
 """Largest number of points in a loss curve; a screen shows no more."""
-DIFFERENCES = 60
+MOST_DIFFERENCES = 60
 """Largest number of points in a curve of differences; there is a curve for every pair of groups and every axis."""
 
 
@@ -32,20 +32,22 @@ def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
     return {
         "axes": list(AXES),
         "baseline": comparison.baseline.name if comparison.baseline else names[0],
-        "groups": [_group(group, records[group.name]) | {"colour": colours[group.name]} for group in comparison.groups],
+        "groups": [
+            _group_values(group, records[group.name]) | {"colour": colours[group.name]} for group in comparison.groups
+        ],
         "against": {name: _against(comparison.against(name)) for name in names},
         "settings": _settings(comparison.groups),
     }
 
 
-def _group(group: Row, record: dict[str, Any]) -> dict[str, Any]:
+def _group_values(group: Row, record: dict[str, Any]) -> dict[str, Any]:
     names = ("name", "seeds", "val_loss", "parameters", "tokens", "tokens_per_second", "seconds")
     curves = [
         {
             "run": run.folder.name,
             "seed": run.seed,
-            "validation": thinned([_plain(point) for point in run.validation], POINTS),
-            "training": [_plain(point) for point in _averaged(run.training, POINTS)],
+            "validation": thinned([_rounded(point) for point in run.validation], MOST_POINTS),
+            "training": [_rounded(point) for point in _averaged(run.training, MOST_POINTS)],
         }
         for run in group.runs
     ]
@@ -63,12 +65,12 @@ def _against(comparison: Comparison) -> dict[str, Any]:
             final[group.name] = [None, 0.0, None, 0]
         else:
             rows = {
-                axis: [_plain([at, *value]) for at, value in comparison.differences(group, axis).items()]
+                axis: [_rounded([at, *value]) for at, value in comparison.differences(group, axis).items()]
                 for axis in AXES
             }
             reached[group.name] = end = comparison.final_difference(group)
-            final[group.name] = None if end is None else _plain([end[0], *end[1]])
-        differences[group.name] = {axis: thinned(rows_of_axis, DIFFERENCES) for axis, rows_of_axis in rows.items()}
+            final[group.name] = None if end is None else _rounded([end[0], *end[1]])
+        differences[group.name] = {axis: thinned(rows_of_axis, MOST_DIFFERENCES) for axis, rows_of_axis in rows.items()}
     clear = [name for name, difference in reached.items() if difference and difference[1].clear]
     return {
         "differences": differences,
@@ -86,11 +88,11 @@ def _settings(groups: Sequence[Row]) -> dict[str, Any]:
     settings = [{**run.settings, "model.connection": run.connection} for run in runs]
     keys = sorted({key for some in settings for key in some})
     differing = [key for key in keys if any(some.get(key, "–") != settings[0].get(key, "–") for some in settings)]
-    rows = [[key, *(_setting(some, key) for some in settings)] for key in differing]
+    rows = [[key, *(_setting_text(some, key) for some in settings)] for key in differing]
     return {"rows": rows, "equal": len(keys) - len(differing)}
 
 
-def _setting(settings: Any, key: str) -> str:
+def _setting_text(settings: Any, key: str) -> str:
     if key not in settings:
         return "–"
     value = settings[key]
@@ -114,6 +116,6 @@ def thinned(rows: list[Any], most: int) -> list[Any]:
     return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
 
 
-def _plain(values: Sequence[float | None]) -> list[float | None]:
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
     """Return the values for JSON: None for numbers that are not finite, others with seven digits."""
     return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite(values)]

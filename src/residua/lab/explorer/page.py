@@ -22,9 +22,10 @@ from residua.files.durable import write_text
 if TYPE_CHECKING:
     import numpy
 
+PAGE = "explorer.html"
 ASSETS = Path(__file__).parent / "assets"
 RESULTS = Path(__file__).parent / "results.json"
-STYLES = ("style.css", "learn.css", "panels.css")
+STYLE_SHEETS = ("style.css", "learn.css", "panels.css")
 
 # What stays as it is in the address of a module, beside letters and digits.
 LITERAL = " !$'()*+,-./:;=?@[]^_`{|}~"
@@ -53,7 +54,7 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
     ]
     parts = {
         "title": html.escape(str(payload.get("title") or "residua")),
-        "style": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES),
+        "style": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLE_SHEETS),
         "data": "\n".join(data),
     }
     template = (ASSETS / "index.html").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from residua.lab.geometry.references import causal_floor, expected_first_point
 from residua.lab.geometry.tasks import Data, unit_vectors
 from residua.models.evaluating import evaluating
 
-Model = Callable[[Tensor], Tensor]
+Predict = Callable[[Tensor], Tensor]
 
 # A causal model computes its earlier outputs from the same numbers in the same order, equal to the bit. A few roundings
 # are allowed for kernels that order their sums differently. In units of float64's epsilon.
@@ -36,7 +36,7 @@ class Causality(NamedTuple):
     causality_change: float
 
 
-class Scores(NamedTuple):
+class SquaredErrors(NamedTuple):
     """Mean squared errors from full sequences and from prefixes (online).
 
     `loss` and `by_position` cover all data, from full sequences. `online_difference` is online minus full over the
@@ -67,7 +67,7 @@ class Position0(NamedTuple):
     position0_difference_error: float
 
 
-def causality(model: Model, dim: int, length: int) -> Causality:
+def causality(model: Predict, dim: int, length: int) -> Causality:
     """Change the last input of four sequences of random unit vectors, and nothing else; look at the outputs before it.
 
     A module is measured as a copy in float64, where roundings are far below any leak. `length` is at least 2.
@@ -88,8 +88,8 @@ def causality(model: Model, dim: int, length: int) -> Causality:
 
 
 def full_and_online(
-    model: Model, inputs: Tensor, targets: Tensor, *, trajectories: int = 64, stride: int = 1
-) -> Scores:
+    model: Predict, inputs: Tensor, targets: Tensor, *, trajectories: int = 64, stride: int = 1
+) -> SquaredErrors:
     """Compare the error of a model on whole sequences with its error when used online.
 
     Online, the prediction at t is made from inputs[:, : t + 1] alone, in a forward pass of its own, for the first
@@ -113,7 +113,7 @@ def full_and_online(
     differences = (online_errors - full_errors) @ weights
     count, difference, loss = len(differences), differences.mean().item(), errors.mean().item()
     by_position = zip(positions, online_errors.mean(0).tolist(), full_errors.mean(0).tolist())
-    return Scores(
+    return SquaredErrors(
         loss=loss,
         online_loss=loss + difference,
         online_difference=difference,
@@ -123,7 +123,7 @@ def full_and_online(
     )
 
 
-def position0(model: Model, data: Data) -> Position0:
+def position0(model: Predict, data: Data) -> Position0:
     """Detect a leak on the gyroscope: x_0 alone cannot beat `references.causal_floor`.
 
     The model gets full sequences. It leaks when its error at position 0, trajectory by trajectory, is more than 3
@@ -138,7 +138,7 @@ def position0(model: Model, data: Data) -> Position0:
     return Position0(difference < -LEAK_ERRORS * error, causal_floor(inputs.shape[-1]), difference, error)
 
 
-def norm_deviation(model: Model, dim: int, *, length: int = 100) -> float:
+def norm_deviation(model: Predict, dim: int, *, length: int = 100) -> float:
     """Measure how far the outputs for 50 sequences of independent unit vectors are from unit norm, as published.
 
     N_t is the mean over sequences of ||y_t||, and the result the mean over t of |N_t - 1|: deviations of single
@@ -163,7 +163,7 @@ def stream_norms(states: Sequence[Any]) -> list[float]:
 
 
 @contextmanager
-def _measuring(model: Model) -> Iterator[Model]:
+def _measuring(model: Predict) -> Iterator[Predict]:
     """Run the model where its parameters are, and move its outputs to the CPU."""
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
 

@@ -26,7 +26,7 @@ STD = 0.02
 TOLERANCE = 0.03  # of the plain residual's parameter count
 
 
-class Attention(nn.Module):
+class PlainAttention(nn.Module):
     """Causal attention without positions or biases, (batch, seq, dim) -> (batch, seq, dim)."""
 
     def __init__(self, dim: int, num_heads: int, *, std_out: float):
@@ -144,7 +144,7 @@ class RegressionModel(nn.Module):
         std_out = STD / math.sqrt(2 * max(architecture.layers, 1))
         self.sublayers = nn.ModuleList()
         for _ in range(architecture.layers):
-            self.sublayers.append(Attention(dim, architecture.heads, std_out=std_out))
+            self.sublayers.append(PlainAttention(dim, architecture.heads, std_out=std_out))
             up, down = Projection(dim, architecture.hidden, std=STD), Projection(architecture.hidden, dim, std=std_out)
             self.sublayers.append(nn.Sequential(up, nn.GELU(), down))
         self.norm = nn.LayerNorm(width, bias=False)

@@ -20,7 +20,7 @@ def _value(mean: float, deviation: float | None = None) -> Estimate:
     return Estimate(mean, deviation, SEEDS)
 
 
-class Model(NamedTuple):
+class PaperModel(NamedTuple):
     """What it is, what the publication calls it, its size, its parameters without what surrounds the blocks, and
     whether the published code sees no later inputs: where not, its coefficients come from the mean over the sequence.
     """
@@ -40,12 +40,14 @@ class Model(NamedTuple):
         return f"{self.what} (“{self.name}”, {self.size})"
 
 
-MODELS: dict[str, Model] = {
-    "residual": Model("plain residual", "GPT", "9 layers", 1_780_000),
-    "pooled-householder-sequence": Model("pooled Householder, sequence", "DDL", "8 layers", 1_784_000, causal=False),
-    "mhc-split": Model("mHC, split", "mHC", "9 layers", 1_838_000),
-    "jpmhc": Model("JPmHC", "JPmHC", "7 layers, width 512", 1_771_000),
-    "edelta-sequence": Model("EDelta, sequence", "EΔ-MHC-Geo", "6 layers", 1_788_000, causal=False),
+MODELS: dict[str, PaperModel] = {
+    "residual": PaperModel("plain residual", "GPT", "9 layers", 1_780_000),
+    "pooled-householder-sequence": PaperModel(
+        "pooled Householder, sequence", "DDL", "8 layers", 1_784_000, causal=False
+    ),
+    "mhc-split": PaperModel("mHC, split", "mHC", "9 layers", 1_838_000),
+    "jpmhc": PaperModel("JPmHC", "JPmHC", "7 layers, width 512", 1_771_000),
+    "edelta-sequence": PaperModel("EDelta, sequence", "EΔ-MHC-Geo", "6 layers", 1_788_000, causal=False),
 }
 # Of README, three seeds: mean squared errors in the order of `MODELS`.
 LOSSES: dict[str, tuple[Estimate, ...]] = {

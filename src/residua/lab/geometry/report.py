@@ -9,7 +9,8 @@ A record is a dict that JSON can hold. A run (`study.train`, `study.train_operat
     diverged                    the run ended with numbers that are not finite; what was not measured is None
     settings                    sizes and recipe; runs of different settings are never averaged
     position0_loss              mean squared error at position 0, from full sequences
-    norm_deviation, stream_norms, and the fields of Causality, Scores and, for the gyroscope, Position0    see `measure`
+    norm_deviation, stream_norms, and the fields of Causality, SquaredErrors and, for the gyroscope, Position0:
+                                see `measure`
     cosine, cosines             reflection: the mean cosine of predictions with -x at the end; of operators by step
     beta, gamma                 reflection: at the end
 

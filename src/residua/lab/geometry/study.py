@@ -21,7 +21,7 @@ from residua.lab.training import TrainConfig
 from residua.lab.training.step import Step
 
 REPORT_STEPS = 10  # between two looks at the loss, which make a GPU wait
-Report = Callable[[int], None]
+StepReport = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def train(
     device: str,
     *,
     place: Path | None = None,
-    report: Report = lambda step: None,
+    report: StepReport = lambda step: None,
 ) -> dict[str, Any]:
     """Train a model and return its record (see `report`).
 
@@ -181,7 +181,7 @@ def train_operator(
     settings: OperatorSettings,
     *,
     place: Path | None = None,
-    report: Report = lambda step: None,
+    report: StepReport = lambda step: None,
 ) -> dict[str, Any]:
     """Train the operator `name` on the reflection and return its record, as `train` does."""
     row = operator(name)
@@ -259,7 +259,7 @@ def _fit(
     settings: Settings | OperatorSettings,
     generator: Callable[[int], Generator],
     evaluate: Callable[[], dict[str, float]],
-    report: Report,
+    report: StepReport,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     before: bool = False,
@@ -313,7 +313,7 @@ def _gate_means(coefficients: list[Any]) -> dict[str, float]:
 
 # What is measured of a model, without numbers where it diverged or the task has a single position.
 _NOTHING: dict[str, Any] = dict.fromkeys(
-    (*measure.Scores._fields, *measure.Causality._fields, "position0_loss", "norm_deviation", "stream_norms")
+    (*measure.SquaredErrors._fields, *measure.Causality._fields, "position0_loss", "norm_deviation", "stream_norms")
 )
 
 

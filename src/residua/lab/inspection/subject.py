@@ -21,7 +21,7 @@ from residua.ops import at_least_float32
 # Compute logits for this many tokens at a time: with a large vocabulary they are a pass's largest tensors.
 LOGITS_AT_A_TIME = 256
 
-Record = Callable[[ConnectionRecord], None]
+TakeRecord = Callable[[ConnectionRecord], None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Subject:
             head,
         )
 
-    def run(self, ids: Tensor, record: Record, *, logits_to_keep: int = 0, **options: Any) -> Any:
+    def run(self, ids: Tensor, record: TakeRecord, *, logits_to_keep: int = 0, **options: Any) -> Any:
         """Run the model on token ids (rows, T), calling `record` after every write; return its output.
 
         logits_to_keep: for how many of the last tokens to compute logits, if the model can choose; 0 for all.
@@ -83,7 +83,7 @@ class Subject:
         with torch.no_grad(), as_written(self.model), watching(self.stream, record):
             return self.model(**options)
 
-    def losses(self, ids: Tensor, record: Record) -> Tensor:
+    def losses(self, ids: Tensor, record: TakeRecord) -> Tensor:
         """Run the model on T token ids as `run` does; return -log p of the token after each, (T).
 
         They are NaN for the last token, and without a head.

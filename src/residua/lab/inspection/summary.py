@@ -28,7 +28,7 @@ NOT_CAUSAL = "not causal: the coefficients of a token depend on later tokens, so
 ALL_COPIES = "the streams are copies of one another before and after every sublayer: together they hold what one holds"
 
 
-class Check(NamedTuple):
+class TraceCheck(NamedTuple):
     """A statement that holds for a trace unless there are `warnings`, one sentence each."""
 
     holds: str
@@ -40,21 +40,21 @@ def warnings(trace: Trace) -> list[str]:
     return [sentence for check in checks(trace) for sentence in check.warnings]
 
 
-def checks(trace: Trace) -> Iterator[Check]:
+def checks(trace: Trace) -> Iterator[TraceCheck]:
     """Check a trace as far as it has the values."""
     facts, values = trace.facts, trace.values
-    yield Check("all numbers are finite", _not_finite(trace))
-    yield Check("the connection is causal", [] if facts["causal"] else [NOT_CAUSAL])
+    yield TraceCheck("all numbers are finite", _not_finite(trace))
+    yield TraceCheck("the connection is causal", [] if facts["causal"] else [NOT_CAUSAL])
     if any(gate["range"] or gate["start"] is not None for gate in facts["gates"].values()):
-        yield Check("no gate is stuck at its start or saturated", [*_gates(trace)])
+        yield TraceCheck("no gate is stuck at its start or saturated", [*_gates(trace)])
     if "h_res" in values and values["h_res"].shape[-1] > 1:
         kept = f" and stayed {facts['constraint']}" if facts["constraint"] else ""
-        yield Check(f"the mixing has left the identity{kept}", [*_mixing(trace)])
+        yield TraceCheck(f"the mixing has left the identity{kept}", [*_mixing(trace)])
     if "stream_similarity" in values:
         copies = (1 - values["stream_similarity"].mean(1) < COPIES).all()
-        yield Check("the streams are not copies of one another", [ALL_COPIES] if copies else [])
+        yield TraceCheck("the streams are not copies of one another", [ALL_COPIES] if copies else [])
     if "compress_share" in values and values["compress_share"].shape[1] > 1:
-        yield Check("no compressor reads one channel alone", [*_compressors(trace)])
+        yield TraceCheck("no compressor reads one channel alone", [*_compressors(trace)])
 
 
 def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:

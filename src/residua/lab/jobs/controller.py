@@ -9,7 +9,7 @@ from pathlib import Path
 from residua.errors import first_line
 from residua.lab.records.progress import say_once
 
-COMMANDS = ("srun", "sbatch", "squeue", "scancel", "scontrol")
+SLURM_COMMANDS = ("srun", "sbatch", "squeue", "scancel", "scontrol")
 """The commands of Slurm that this package needs."""
 AWAY = (
     *("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out"),
@@ -22,7 +22,7 @@ AT_ONCE = 500
 
 
 @dataclass(frozen=True)
-class Entry:
+class QueuedJob:
     """A job in the queue: its state, the reason why it waits, and its script."""
 
     state: str
@@ -35,7 +35,7 @@ def is_away(error: Exception | str) -> bool:
     return any(words in str(error).lower() for words in AWAY)
 
 
-def queue() -> dict[str, Entry]:
+def queue() -> dict[str, QueuedJob]:
     """Return this user's jobs by number. Those that ended stand there for minutes (Slurm's MinJobAge).
 
     Raises:
@@ -43,7 +43,7 @@ def queue() -> dict[str, Entry]:
     """
     options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%r|%o"]
     rows = (line.strip().split("|", 3) for line in _answer("squeue", *options).splitlines())
-    return {row[0]: Entry(*row[1:]) for row in rows if len(row) > 1}
+    return {row[0]: QueuedJob(*row[1:]) for row in rows if len(row) > 1}
 
 
 def state_in_accounts(number: str) -> str | None:

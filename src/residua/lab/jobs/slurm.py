@@ -23,13 +23,13 @@ from residua.errors import InputError, RunError, did_you_mean, extra, first_line
 from residua.files.durable import unlinked, write_text
 from residua.files.reading import parse_yaml
 from residua.lab.jobs import controller
-from residua.lab.jobs.controller import Entry
+from residua.lab.jobs.controller import QueuedJob
 from residua.lab.jobs.pool import Job, Work, file_name, threads
 from residua.lab.records.folder import read_object
 from residua.lab.records.jsonlines import JsonLines, finite
 from residua.lab.records.progress import say, say_once
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 POLL_SECONDS = 10.0
 """How long to wait between two looks at the files of the jobs."""
@@ -99,7 +99,7 @@ class Slurm:
             options[name] = values[0]
         require("time" in options, "--slurm", "at least time=MINUTES, the limit of a job", texts)
         _require_time_to_work(options["time"], options.get("signal_delay_s", WARNING_SECONDS))
-        for name in controller.COMMANDS:
+        for name in controller.SLURM_COMMANDS:
             if shutil.which(name) is None:
                 raise InputError(f"--executor slurm must run on a machine of the cluster, found no {name} here")
         return cls(options, most)
@@ -164,7 +164,7 @@ class _Queue:
             self._array_size = max(int(size or 1000), 1)
         self._earlier = self._jobs_of_earlier_commands()
         self._runs: list[_Run] = []
-        self._entries: dict[str, Entry] | None = None
+        self._entries: dict[str, QueuedJob] | None = None
         self._asked = self._tried = -float("inf")
         self._away_since: float | None = None
         self._silence = self._status = ""
@@ -290,7 +290,9 @@ class _Queue:
             return
         self._asked, self._silence = now, ""
         if not self._slurm:
-            self._entries = {run.handle.job_id: Entry(run.handle.state) for run in self._runs if run.handle is not None}
+            self._entries = {
+                run.handle.job_id: QueuedJob(run.handle.state) for run in self._runs if run.handle is not None
+            }
             return
         try:
             self._entries = controller.queue()
@@ -369,7 +371,7 @@ def _spans(numbers: Iterable[str]) -> str:
     return ", ".join(texts[:6]) + (f", and {len(texts) - 6} more" if len(texts) > 6 else "")
 
 
-def _while_away(need: str, ask: Callable[[], Answer]) -> Answer:
+def _while_away(need: str, ask: Callable[[], Reply]) -> Reply:
     """Return Slurm's answer, and wait minutes for a controller that is away. Raises RunError without an answer."""
     end = time.monotonic() + AWAY_SECONDS
     while True:

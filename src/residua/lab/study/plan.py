@@ -33,13 +33,13 @@ from residua.models import ResiduaConfig
 with extra("lab"):
     from transformers import PreTrainedConfig
 
-Kind = Literal["tune", "final", "report", "longer"]
+RunKind = Literal["tune", "final", "report", "longer"]
 
 
 class PlannedRun(NamedTuple):
     """One run of a study: what it is for, and everything that decides its numbers."""
 
-    kind: Kind
+    kind: RunKind
     size: str
     scheme: str
     point: Mapping[str, Any]
@@ -66,7 +66,7 @@ class PlannedRun(NamedTuple):
         return " ".join([self.size, self.scheme, self.kind, *point, f"seed={self.config.train.seed}"])
 
 
-class Part(NamedTuple):
+class RunCount(NamedTuple):
     """Runs of one scheme at one size that are equally long: how many at most, and their steps."""
 
     size: str
@@ -96,7 +96,8 @@ class Plan:
         self.sizes = [name for name in study.sizes if sizes is None or name in sizes]
         self.data = str(data)
         self.prepared = PreparedData.open(data)
-        self._settings, self._rated = cache(self._read), cache(self._has_parameters)
+        self._rated = cache(self._has_parameters)
+        self._configs: dict[tuple[str, str, str], RunConfig] = {}
         self._bases: dict[str, PreTrainedConfig] = {}
         self._done: dict[tuple[str, str], tuple[list[PlannedRun], dict[str, Any] | None]] = {}
         self.steps: dict[str, int] = {}
@@ -169,7 +170,7 @@ class Plan:
         """How many runs there can be at most."""
         return sum(part.runs for part in self.at_most())
 
-    def at_most(self) -> Iterator[Part]:
+    def at_most(self) -> Iterator[RunCount]:
         """All runs that there can be, whatever the search finds."""
         study = self.study
         for size, scheme in itertools.product(study.sizes, study.schemes):
@@ -180,15 +181,15 @@ class Plan:
                 tuning = study.tuning_at(size)
                 budget = tuning.baseline_runs if baseline else tuning.runs
                 budget *= len(study.seeds_at(size)) if tuning.every else 1
-                yield Part(size, scheme, budget, max(1, round(tuning.length * steps)))
+                yield RunCount(size, scheme, budget, max(1, round(tuning.length * steps)))
                 if tuning.finalists > 1:
-                    yield Part(size, scheme, tuning.finalists * len(tuning.finalist_seeds), steps)
+                    yield RunCount(size, scheme, tuning.finalists * len(tuning.finalist_seeds), steps)
             if size in self.sizes:
                 seeds = len(study.seeds_at(size))
                 further = len(study.further_seeds(size, scheme))
-                yield Part(size, scheme, further + (0 if self._reports_every_point(size) else seeds), steps)
+                yield RunCount(size, scheme, further + (0 if self._reports_every_point(size) else seeds), steps)
                 for factor in study.longer_at(size) if baseline else ():
-                    yield Part(size, scheme, seeds, round(factor * steps))
+                    yield RunCount(size, scheme, seeds, round(factor * steps))
 
     def _expect_comparable(self) -> None:
         """Raise InputError if losses that would be ranked are not measured alike."""
@@ -263,12 +264,12 @@ class Plan:
         seeds: Sequence[int] | None = None,
     ) -> Iterator[PlannedRun]:
         """The runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
-        kind: Kind = "longer" if longer else "report"
+        kind: RunKind = "longer" if longer else "report"
         steps = round((longer or 1.0) * self.steps[size])
         for seed in self.study.seeds_at(size) if seeds is None else seeds:
             yield self.run(kind, size, scheme, point, seed, steps)
 
-    def run(self, kind: Kind, size: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> PlannedRun:
+    def run(self, kind: RunKind, size: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> PlannedRun:
         # Nobody looks at the curve of a run that tunes.
         evaluations = 1 if kind in ("tune", "final") else self.study.evaluations
         return PlannedRun(kind, size, scheme, point, self.config(size, scheme, point, seed, steps, evaluations))
@@ -290,7 +291,10 @@ class Plan:
         evaluations: int = 1,
     ) -> RunConfig:
         """The configuration of a scheme at a size."""
-        config = self._settings(size, scheme, json.dumps(dict(point)))
+        place = size, scheme, repr(dict(point))
+        if place not in self._configs:
+            self._configs[place] = self._read(size, scheme, point)
+        config = self._configs[place]
         train = replace(
             config.train,
             seed=seed,
@@ -300,10 +304,10 @@ class Plan:
         )
         return replace(config, train=train)
 
-    def _read(self, size: str, scheme: str, point: str) -> RunConfig:
+    def _read(self, size: str, scheme: str, point: Mapping[str, Any]) -> RunConfig:
         entry = self.study.schemes[scheme]
         width = {} if entry.parameters_of is None else {"model.intermediate_size": self._matched(size, entry)}
-        return load_config(self.study.config, {**self._shared(size, entry), **width, **json.loads(point)})
+        return load_config(self.study.config, {**self._shared(size, entry), **width, **point})
 
     def _shared(self, size: str, entry: Entry) -> dict[str, Any]:
         keys = {**self.study.set, **self.study.sizes[size].keys, **entry.keys, "model.connection": entry.connection}
@@ -313,7 +317,7 @@ class Plan:
         """The configuration of the model of a run. Raises InputError for a base that cannot be used."""
         if not isinstance(config.model, BaseModelConfig):
             return model_config(config)
-        settings = json.dumps(asdict(config.model), sort_keys=True)
+        settings = repr(config.model)
         if settings not in self._bases:
             saved = build_model(config, self.prepared.tokenizer()).config.to_json_string()  # says how it was converted
             self._bases[settings] = ConvertedConfig.from_dict(json.loads(saved))

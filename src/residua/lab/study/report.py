@@ -42,7 +42,7 @@ from residua.lab.study.results import (
 )
 from residua.lab.study.search import loss_of, other_loss_of
 
-FILES = ("report.md", "results.csv", "index.html")
+REPORT_FILES = ("report.md", "results.csv", "index.html")
 TEMPLATE = Path(__file__).parent / "assets" / "page.html"
 MEBIBYTE = 2**20
 
@@ -50,7 +50,7 @@ MEBIBYTE = 2**20
 def write_report(results: Results, out: str | Path) -> list[Path]:
     """Write the report, the table, the page and the pictures into `out`; return their paths. Raises InputError."""
     texts = markdown(results), table(results), page(payload(results))
-    paths = [Path(out) / name for name in FILES]
+    paths = [Path(out) / name for name in REPORT_FILES]
     with writable(out):
         Path(out).mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts):
@@ -72,7 +72,7 @@ def markdown(results: Results) -> str:
         cells = [[text(row) for text in shown.values()] for row in rows]
         lines += [_markdown(Table(list(shown), cells)), ""]
         if points := points_table(rows):
-            lines += [POINTS, "", _markdown(points), ""]
+            lines += [EVERY_POINT, "", _markdown(points), ""]
     if results.corrected:
         lines += ["## Primary contrasts", "", _markdown(primary_table(results)), ""]
     if results.answers:
@@ -84,7 +84,7 @@ def markdown(results: Results) -> str:
     return "\n".join([*lines, "## How to read this", "", *_reading(results), ""])
 
 
-POINTS = (
+EVERY_POINT = (
     "Every point was trained in full with all seeds. A row above is the point with the lowest mean loss on labels that "
     "do not repeat; the same seeds chose it."
 )
@@ -98,7 +98,7 @@ def points_table(rows: Sequence[SchemeRow]) -> Table | None:
 
     cells = [
         [
-            _names([row.scheme]),
+            _quoted([row.scheme]),
             ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in runs[0].point.items()),
             str(len(runs)),
             mean([*map(other_loss_of, runs)]),
@@ -175,11 +175,13 @@ def _versions(results: Results) -> str:
     commits: dict[str, set[str]] = {}
     for facts in results.facts:
         commits.setdefault(str(facts.get("residua")), set()).update(filter(None, [facts.get("commit")]))
-    listed = (name + (f" ({_list(map(_short, sorted(found)))})" if found else "") for name, found in commits.items())
+    listed = (
+        name + (f" ({_list(map(_short_commit, sorted(found)))})" if found else "") for name, found in commits.items()
+    )
     return _list(sorted(listed))
 
 
-def _short(commit: str) -> str:
+def _short_commit(commit: str) -> str:
     return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
@@ -197,7 +199,7 @@ def _noise(results: Results, size: str) -> list[str]:
         f"80 % power to detect {contrast.detectable:.4f}."
     )
     failed = [row.scheme for row in results.rows if row.size == size and row.failed]
-    wild = f"{_names(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
+    wild = f"{_quoted(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
     return [text, *([wild] if failed else [])]
 
 
@@ -222,7 +224,7 @@ def primary_table(results: Results) -> Table:
         cells = [estimate_text(difference.estimate, "+.4f"), f"{difference.p:.2g}", f"{difference.holm:.2g}"]
         over = [difference.documents.get(prefix) for prefix in texts]
         cells += [estimate_text(contrast, "+.4f") if contrast else "" for contrast in over]
-        rows.append([size, f"{_names([scheme])} − {_names([to])}", *cells])
+        rows.append([size, f"{_quoted([scheme])} − {_quoted([to])}", *cells])
     return Table(["size", "contrast, at equal tokens", "difference", "p", "corrected", *texts.values()], rows)
 
 
@@ -245,7 +247,7 @@ def questions(results: Results) -> Iterator[Asked]:
         remarks: dict[str, list[str]] = {}
         for size, answers in at.items():
             waiting = dict.fromkeys(name for answer in answers for name in answer.waiting)
-            reasons = [f"Waiting for {_names(waiting)}{{}}."] if waiting and (size in sizes or not sizes) else []
+            reasons = [f"Waiting for {_quoted(waiting)}{{}}."] if waiting and (size in sizes or not sizes) else []
             missing = dict.fromkeys(answer.missing for answer in answers if answer.missing)
             for reason in (*reasons, *(f"No comparison{{}}: {why}." for why in missing)):
                 remarks.setdefault(reason, []).append(size)
@@ -253,13 +255,13 @@ def questions(results: Results) -> Iterator[Asked]:
             reason.format("" if len(sizes) == len(at) else f" at {', '.join(sizes)}")
             for reason, sizes in remarks.items()
         ]
-        yield Asked(question.ask, _answers(at, sizes, len(results.study.seeds)) if sizes else None, lines)
+        yield Asked(question.ask, _answer_table(at, sizes, len(results.study.seeds)) if sizes else None, lines)
 
 
-def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> Table:
+def _answer_table(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> Table:
     """A table of the answers to a question; without a column for what is equal where that is one thing."""
     texts = {
-        (answer.scheme, answer.to, answer.measure, size): _difference(difference, seeds)
+        (answer.scheme, answer.to, answer.measure, size): _difference_text(difference, seeds)
         + ("" if difference.seen else f"; would see {difference.estimate.detectable:.4f}")
         for size in sizes
         for answer in at[size]
@@ -269,7 +271,7 @@ def _answers(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: in
     header = ["comparison", "at equal"] if len(measures) > 1 else [f"comparison, at equal {measures[0]}"]
     rows = []
     for scheme, to, measure in dict.fromkeys(key[:3] for key in texts):
-        pair = f"{_names([scheme])} − {_names([to])}"
+        pair = f"{_quoted([scheme])} − {_quoted([to])}"
         cells = [texts.get((scheme, to, measure, size), "–") for size in sizes]
         rows.append([pair, *([measure] if len(measures) > 1 else []), *cells])
     return Table([*header, *sizes], rows)
@@ -281,7 +283,7 @@ def _shortened(texts: Sequence[str]) -> str:
     return "; ".join(texts[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _names(names: Iterable[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name.replace('`', '')}`" for name in names)
 
 
@@ -338,13 +340,13 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
 
     compared = itertools.product(results.study.baselines, results.measures)
     return {
-        "scheme": lambda row: _names([row.scheme]),
+        "scheme": lambda row: _quoted([row.scheme]),
         "validation loss": lambda row: estimate_text(row.loss, ".4f") if row.loss else "diverged",
         **{
             f"vs {name}, equal {measure}": partial(difference_text, baseline=name, measure=measure)
             for name, measure in compared
         },
-        **{f"vs {name}, worth": partial(_worth, baseline=name) for name in results.study.baselines},
+        **{f"vs {name}, worth": partial(_worth_text, baseline=name) for name in results.study.baselines},
         **(
             {"learned to copy": lambda row: copying(row.reported.runs)}
             if any(row.transitions for row in results.rows)
@@ -386,10 +388,10 @@ def difference_text(row: SchemeRow, baseline: str, measure: str) -> str:
     difference = row.difference(baseline, measure)
     if difference is None or difference.estimate is None or difference.estimate.half_width is None:
         return "–"
-    return _difference(difference, row.seeds)
+    return _difference_text(difference, row.seeds)
 
 
-def _difference(difference: Difference, seeds: int) -> str:
+def _difference_text(difference: Difference, seeds: int) -> str:
     """A difference and half of its 95 % interval, bold where it is clear of zero after the correction; with the number
     of its seeds where that is another one."""
     text = estimate_text(difference.estimate, "+.4f")
@@ -397,7 +399,7 @@ def _difference(difference: Difference, seeds: int) -> str:
     return text if difference.estimate.count == seeds else f"{text} ({difference.estimate.count} seeds)"
 
 
-def _worth(row: SchemeRow, baseline: str) -> str:
+def _worth_text(row: SchemeRow, baseline: str) -> str:
     """As many times the tokens, and the effective speed-up."""
     difference = row.difference(baseline, "tokens")
     if difference is None or difference.worth is None:
@@ -526,7 +528,7 @@ def page(payload: Mapping[str, Any]) -> str:
     return f"{parts[0]}{title}{parts[1]}{data}{parts[2]}"
 
 
-STYLES = {
+MARKS = {
     "tokens": (COLOURS[0], "o"),
     "FLOPs": (COLOURS[2], "D"),
     "seconds": (COLOURS[1], "s"),
@@ -561,7 +563,7 @@ def draw(results: Results) -> Figure | None:
     for panel, baseline in zip(panels, baselines):
         panel.axvline(0, color="#222222", linewidth=1.2)
         for number, measure in enumerate(results.measures):
-            (colour, mark), aside = STYLES[measure], 0.2 * ((len(results.measures) - 1) / 2 - number)
+            (colour, mark), aside = MARKS[measure], 0.2 * ((len(results.measures) - 1) / 2 - number)
             differences = {place + aside: row.difference(baseline, measure) for place, row in rows.items()}
             _marks(panel, differences, colour, mark, f"equal {measure}")
         panel.set_yticks(range(len(lines)), [line if isinstance(line, str) else line.scheme for line in lines])

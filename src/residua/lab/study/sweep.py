@@ -10,7 +10,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class Sweep:
     begun: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._configs = cache(self._config)  # reading one takes a tenth of a second
+        self._configs: dict[str, RunConfig] = {}
         if not self.over:
             raise InputError("--over must have at least one key to sweep, such as train.lr=1e-3,2e-3; got none")
         if "train.seed" in self.over:
@@ -87,13 +87,12 @@ class Sweep:
 
     def config(self, point: Mapping[str, Any]) -> RunConfig:
         """The configuration of a point, with the first seed. Raises InputError."""
-        return self._configs(json.dumps(point))
-
-    def _config(self, point: str) -> RunConfig:
-        config = load_config(
-            self.sources, self._values(json.loads(point)), begun={} if STEPS in self.over else self.begun
-        )
-        return replace(config, train=replace(config.train, keep_checkpoints=1, tensorboard=False))
+        place = repr(dict(point))  # reading one takes a tenth of a second
+        if place not in self._configs:
+            config = load_config(self.sources, self._values(point), begun={} if STEPS in self.over else self.begun)
+            train = replace(config.train, keep_checkpoints=1, tensorboard=False)
+            self._configs[place] = replace(config, train=train)
+        return self._configs[place]
 
     def _values(self, point: Mapping[str, Any]) -> dict[str, Any]:
         return {**parse_overrides(self.overrides), **point}
