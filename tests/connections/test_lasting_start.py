@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 import residua
-from residua.connections import PRESETS, Carry, Connection
+from residua.connections import PRESETS, Carry, Connection, Projection
 from support.variants import KINDS
 
 DIM, SUBLAYERS = 16, 4
@@ -148,9 +148,7 @@ def test_a_function_that_does_something_else_does_it():
 
 def test_a_reset_draws_again_and_what_was_changed_is_the_users():
     model = Model("ddl-v")
-    map_ = next(
-        module for module in model.stream.modules() if isinstance(module, nn.Linear) and module.weight.std() > 0
-    )
+    map_ = next(m for m in model.stream.modules() if isinstance(m, Projection) and m.weight.std() > 0)
     before = map_.weight.clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -161,5 +159,6 @@ def test_a_reset_draws_again_and_what_was_changed_is_the_users():
                 parameter.add_(1)  # as a step of training does
         model.apply(lambda module: [p.data.clamp_(-0.5, 0.5) for p in module.parameters(recurse=False)])
         assert map_.weight.max() <= 0.5
-    with pytest.warns(UserWarning, match=r"apply\(of_gpt\)"):
-        Model("ddl-v").apply(of_gpt)
+        Model("ddl-v").apply(of_gpt)  # which fills only `nn.Linear`
+    with pytest.warns(UserWarning, match=r"apply\(of_everything\)"):
+        Model("ddl-v").apply(of_everything)

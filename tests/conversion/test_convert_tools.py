@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import residua
+from residua.connections.parts.projection import LINEAR_MAPS
 from residua.conversion.flow import UnknownUse
 from residua.errors import InputError
 from support.converted_models import IDS, PLAIN, VOCAB, WINDOWED, converted, llama, model_of
@@ -61,6 +62,25 @@ def test_an_adapter_learns_as_on_the_plain_model(kind):
         learnt = adapted.eval()(input_ids=IDS).logits
         results.append((learnt, adapted.merge_and_unload()(input_ids=IDS).logits))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("name", ["edelta-stream", "gated-delta", "gated-residual", "hc", "ihc", "mhc"])
+def test_an_adapter_of_all_linear_maps_starts_as_the_plain_model_and_trains(name, dora):
+    plain, model = llama(), residua.convert(llama(), name)
+    adapted = peft.get_peft_model(model, lora(target_modules="all-linear", use_dora=dora)).double().train()
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert not any(".stream." in name for name in trained)
+    assert_close(adapted(input_ids=IDS).logits, plain(input_ids=IDS).logits, factor=10)
+    adapted(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in trained.values())
+    assert any(parameter.grad.count_nonzero() for parameter in trained.values())
+
+
+def test_a_connection_map_with_the_name_of_a_map_of_attention_is_left_out_by_its_path():
+    model = residua.convert(llama(), "ddl:k_proj=true", start="fresh")
+    adapted = peft.get_peft_model(model, lora(target_modules=["k_proj"], exclude_modules=r".*\.stream\..*"))
+    assert not any(".stream." in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
 
 
 def test_a_copied_stream_borrows_the_norm_of_its_layer_and_a_copied_layer_its_own():
@@ -358,7 +378,7 @@ def test_connections_stay_in_float32_in_units_of_their_own(alone):
                 fully_shard(part, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     for name, module in model.model.layers.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, LINEAR_MAPS):
             module.register_forward_pre_hook(lambda m, args, name=name: seen.update({name: m.weight.dtype}))
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     assert {dtype for name, dtype in seen.items() if ".stream." in name} == {torch.float32}

@@ -43,7 +43,7 @@ from residua.connections.parts.memory import (
 from residua.connections.parts.norm import RMSNorm
 from residua.connections.parts.options import DIVIDES_WIDTH, check_options, require_option
 from residua.connections.parts.phases import as_call, open_to_phases, within
-from residua.connections.parts.projection import WideProjection
+from residua.connections.parts.projection import LINEAR_MAPS, WideProjection
 from residua.connections.parts.sharded import SelfStarting
 from residua.connections.parts.spec import TensorSpec
 from residua.errors import ranges_of, require
@@ -223,7 +223,7 @@ class WideParts(nn.Module):
         norms = {id(part) for c in self.connections for part in getattr(c, "norm", nn.Identity()).modules()}
         names = []
         for name, module in self.named_modules():
-            narrow = isinstance(module, nn.Linear) and not isinstance(module, WideProjection)
+            narrow = isinstance(module, LINEAR_MAPS) and not isinstance(module, WideProjection)
             if not narrow and id(module) not in norms:
                 parameters = module.named_parameters(prefix=name, recurse=False)
                 names += [parameter for parameter, _ in parameters]
@@ -275,7 +275,7 @@ class Stream(WideParts):
         Weights of linear maps are decayed. Gains, biases, taps of convolutions and read vectors are not, of any shape:
         they need not be small.
         """
-        matrices = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
+        matrices = {id(module.weight) for module in self.modules() if isinstance(module, LINEAR_MAPS)}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for parameter in self.parameters():
             if parameter.requires_grad:

@@ -26,6 +26,7 @@ from torch.func import functional_call
 from residua.connections import resolve
 from residua.connections.base import as_inputs
 from residua.connections.parts.memory import whole_sequence
+from residua.connections.parts.projection import LINEAR_MAPS
 from residua.conversion.anatomy import Conversion, Sublayer
 from residua.conversion.configuration import with_conversion
 from residua.conversion.rebuild import expect_one_input
@@ -395,7 +396,7 @@ def converted_configuration(config: ResidualLlama.Config) -> Any:
 def decay_matrices(optimizers: OptimizersContainer, model_parts: list[nn.Module], parallel_dims: Any) -> None:
     """Leave weight decay to the weights of linear maps and embeddings: gains, biases and taps need not be small."""
     modules = [module for part in model_parts for module in part.modules()]
-    matrices = {id(module.weight) for module in modules if isinstance(module, (nn.Linear, nn.Embedding))}
+    matrices = {id(module.weight) for module in modules if isinstance(module, (*LINEAR_MAPS, nn.Embedding))}
     for optimizer in optimizers:
         halves = []
         for group in optimizer.param_groups:

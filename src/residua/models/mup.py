@@ -7,6 +7,7 @@ lr * base / d and everything else with lr. At d = base it is the standard parame
 
 import torch
 
+from residua.connections.parts.projection import LINEAR_MAPS
 from residua.models.configuration import ResiduaConfig
 from residua.models.transformer import ResiduaForCausalLM
 
@@ -14,7 +15,7 @@ from residua.models.transformer import ResiduaForCausalLM
 def learning_rate_factors(model: ResiduaForCausalLM) -> dict[str, float]:
     """Return the factor on the learning rate under Adam for every parameter by name; all 1 without `config.mup`.
 
-    A weight of `nn.Linear` gets mup_base_width / hidden_size if its number of inputs grows with hidden_size: the
+    The weight of a linear map gets mup_base_width / hidden_size if its number of inputs grows with hidden_size: the
     projections of attention and MLP, and the gates and maps of a scheme that read the state. The head gets 1: the
     factor on the logits replaces its own.
     """
@@ -28,7 +29,7 @@ def learning_rate_factors(model: ResiduaForCausalLM) -> dict[str, float]:
     with torch.device("meta"):
         twice = dict(ResiduaForCausalLM(ResiduaConfig(**wider)).named_modules())
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+        if isinstance(module, LINEAR_MAPS) and module is not model.get_output_embeddings():
             grows = twice[name].in_features > module.in_features
             factors[f"{name}.weight"] = config.mup_base_width / config.hidden_size if grows else 1.0
     return factors

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from residua.connections import Connection, Memory, Projection, RMSNorm, WideProjection
+from residua.connections import Connection, Memory, RMSNorm
 from residua.connections.base import as_inputs
 from residua.connections.parts.memory import positions_in, window_of
 from residua.errors import extra
@@ -42,6 +42,7 @@ from residua.models.memory import (
     stream_layer,
 )
 from residua.ops import at_least_float32
+from residua.ops.precision import linear
 from residua.ops.recompute import cut
 
 with extra("lab"):
@@ -85,6 +86,20 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+
+
+class Head(nn.Linear):
+    """`nn.Linear` without a bias: its weights start from N(0, std^2), and it keeps no copy of a norm's result."""
+
+    def __init__(self, in_features: int, out_features: int, *, std: float):
+        self.std = std
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -188,17 +203,11 @@ class ResiduaModel(ResiduaPreTrainedModel):
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
-        # Loading in a narrow dtype goes by the parameters, quantizers go by the modules.
         float32_names = set(self.stream.float32_parameters())
         self._keep_in_fp32_modules_strict = {f"stream.{name}" for name in float32_names}
         for name, parameter in self.stream.named_parameters():
             if name in float32_names:  # also if the model is built in a narrow dtype
                 parameter.data = at_least_float32(parameter.data)
-        self._keep_in_fp32_modules = {
-            rf"(?:.*\.)?stream\.{name}"  # quantizers match it from the start of a name
-            for name, module in self.stream.named_modules()
-            if isinstance(module, WideProjection)
-        }
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -431,7 +440,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
     def __init__(self, config: ResiduaConfig):
         super().__init__(config)
         self.model = ResiduaModel(config)
-        self.lm_head = Projection(config.hidden_size, config.vocab_size, std=config.embedding_init_std)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, std=config.embedding_init_std)
         self.post_init()
 
     def _prepare_attention_mask_for_generation(

@@ -76,11 +76,13 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias` in the dtype of autocast, or of x: PyTorch's map, which recomputes x if it can.
+    """Return `x @ weight.T + bias` in the dtype of autocast, or of weight: PyTorch's map, which recomputes x if it can.
 
     x: (..., in_features); weight: (out_features, in_features); bias: (out_features,) or None. Returns
     (..., out_features).
     """
+    if not under_autocast(x.device):
+        x = x.to(weight.dtype)
     return F.linear(x, weight, bias) if is_kept(x) else applied(_Linear, x, weight, bias)
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from residua.commands.cli import main
 from residua.connections import PRESETS
+from residua.connections.parts.projection import LINEAR_MAPS
 from residua.errors import InputError
 from residua.lab.cost.counts import flops_per_token, parameters, products_per_token
 from residua.lab.cost.estimate import GPU_MEMORY, estimate
@@ -35,7 +35,7 @@ SMALL = {
 def test_the_products_are_six_for_each_weight_and_the_causal_half_of_attention(options):
     """Of the plain residual, whose matrices are all linear maps: 2 forward and 4 backward, the head among them."""
     config = ResiduaConfig(connection="residual", **SMALL | options)
-    weights = sum(m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, nn.Linear))
+    weights = sum(m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, LINEAR_MAPS))
     width = config.num_attention_heads * config.head_dim
     found = flops_per_token(config, sequence_length=16)
     assert found == {"matrices": 6 * weights, "attention": 7 * 16 * width * 2, "connections": 0}
@@ -52,7 +52,7 @@ def test_the_products_of_the_connections_are_those_of_their_linear_maps_at_least
     linear = [
         module.weight.numel()
         for name, module in ResiduaForCausalLM(ResiduaConfig(connection=name, **SMALL)).named_modules()
-        if isinstance(module, nn.Linear) and ".stream." in name
+        if isinstance(module, LINEAR_MAPS) and ".stream." in name
     ]
     assert products(name) - products("residual") >= 6 * sum(linear)
 
@@ -122,7 +122,7 @@ def test_memory_grows_with_the_batch_and_autocast_copies_weights():
     one, three = (activation_memory(config, batch_size=b, sequence_length=32, autocast=True) for b in (1, 3))
     assert three.kept == pytest.approx(3 * one.kept, rel=0.05)
     assert three.logits == pytest.approx(3 * one.logits, rel=0.01)
-    linear = [m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, nn.Linear)]
+    linear = [m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, LINEAR_MAPS)]
     assert one.casts == three.casts == 2 * sum(linear)
 
 

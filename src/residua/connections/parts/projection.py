@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.parts.phases import is_unobserved
-from residua.connections.parts.sharded import SelfStarting, on_whole_tensors
+from residua.connections.parts.sharded import SelfStarting
 from residua.ops.norm import mean_square
-from residua.ops.precision import at_least_float32, linear, linear_at_least_float32, under_autocast
+from residua.ops.precision import at_least_float32, linear, linear_at_least_float32
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -31,13 +31,11 @@ def spectral_std(in_features: int, out_features: int, factor: float = 0.5) -> fl
     return factor / math.sqrt(in_features) * min(1.0, math.sqrt(out_features / in_features))
 
 
-class Projection(SelfStarting, nn.Linear):
-    """`nn.Linear` whose weights start from N(0, std^2), by default with the authors' std = 0.5 / sqrt(in_features).
+class LinearMap(SelfStarting):
+    """Base of the linear maps of connections: they have the parameters of `nn.Linear`, and are none.
 
-    Without autocast it computes in the dtype of its weights, even if the residual state has another.
-
-    bias: its initial value, "uniform" for PyTorch's U(-1/sqrt(in_features), 1/sqrt(in_features)), or
-    None for no bias.
+    Adapters, quantizers and initialisations that look for `nn.Linear` leave connections alone. Many of these maps start
+    from zero, where an adapter that divides by the norm of a weight (DoRA) has no direction.
     """
 
     def __init__(
@@ -45,30 +43,53 @@ class Projection(SelfStarting, nn.Linear):
         in_features: int,
         out_features: int,
         *,
-        std: float | None = None,
+        std: float | Literal["identity"] | None = None,
         bias: float | Literal["uniform"] | None = None,
     ):
+        """Start the weights from N(0, std^2), by default with the authors' std = 0.5 / sqrt(in_features).
+
+        std: "identity" for the identity; bias: its initial value, "uniform" for PyTorch's
+        U(-1/sqrt(in_features), 1/sqrt(in_features)), or None for no bias.
+        """
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
         self.std = 0.5 / math.sqrt(in_features) if std is None else std
         self.bias_start = bias
-        super().__init__(in_features, out_features, bias=bias is not None)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = None if bias is None else nn.Parameter(torch.empty(out_features))
+        self.reset_parameters()
 
-    @on_whole_tensors
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.std)
+        if self.std == "identity":
+            nn.init.eye_(self.weight)
+        else:
+            nn.init.normal_(self.weight, std=self.std)
+        if self.bias is None or self.bias_start is None:
+            return
         if self.bias_start == "uniform":
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
-        elif self.bias_start is not None:
+        else:
             nn.init.constant_(self.bias, self.bias_start)
 
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+LINEAR_MAPS = (nn.Linear, LinearMap)  # the modules whose `weight` is decayed, and learns by width
+
+
+class Projection(LinearMap):
+    """A linear map that computes in the dtype of its weights, or of autocast, even if its input has another."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x if under_autocast(x.device) else x.to(self.weight.dtype), self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
-class WideProjection(Projection):
+class WideProjection(LinearMap):
     """The linear map of a gate or a mapping: inputs and weights in at least float32, also inside autocast.
 
-    Its weights must stay in float32 if a model is narrowed or quantised (`Stream.float32_parameters`).
+    Its weights must stay in float32 if a model is narrowed (`Stream.float32_parameters`).
     """
 
     def forward(self, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

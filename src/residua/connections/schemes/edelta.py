@@ -153,16 +153,6 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
         return Stream(self.expander(dim), connections, MeanStreams())
 
 
-class Identity(Projection):
-    """A linear map of `dim` features without bias that starts as the identity."""
-
-    def __init__(self, dim: int):
-        super().__init__(dim, dim)
-
-    def reset_parameters(self) -> None:
-        nn.init.eye_(self.weight)
-
-
 class Frame(SelfStarting):
     """Random start of u, v and k, the rows of a (3, n) matrix: u and v are orthonormal, k is a unit vector.
 
@@ -274,8 +264,8 @@ class EDeltaConnection(_HybridConnection):
         self.up = WideProjection(dim, 4 * hidden, bias=0.0)
         self.heads = Heads(hidden, scheme.num_streams, beta_init=scheme.cayley_init)
         self.gamma = BlendGate(dim, gamma_init=scheme.gamma_init)
-        self.h_pre = Identity(dim) if scheme.projections else nn.Identity()
-        self.h_post = Identity(dim) if scheme.projections else nn.Identity()
+        self.h_pre = Projection(dim, dim, std="identity") if scheme.projections else nn.Identity()
+        self.h_post = Projection(dim, dim, std="identity") if scheme.projections else nn.Identity()
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
         context = self.pooled(state, memory)

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from residua.connections.parts.projection import LINEAR_MAPS
 from residua.lab.cost.counts import on_meta
 from residua.lab.training import TrainConfig, hidden_matrices
 from residua.lab.training.distributed import BatchShard, recompute_layers
@@ -62,7 +63,8 @@ def activation_memory(
             loss.backward()
         head = 2 * model.lm_head.weight.numel() if autocast else 0
         lasting = [module for name, module in model.named_modules() if not (recompute and ".layers." in name)]
-        casts = 2 * sum(module.weight.numel() for module in lasting if isinstance(module, nn.Linear)) if autocast else 0
+        maps = [module.weight.numel() for module in lasting if isinstance(module, LINEAR_MAPS)]
+        casts = 2 * sum(maps) if autocast else 0
         logits = after_forward - after_trunk[0] - head
         return Activations(after_forward - logits - casts, casts, logits, live.peak - after_forward)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from residua.connections import Stream
+from residua.connections.parts.projection import LINEAR_MAPS
 from residua.conversion.flow import LayerStream
 from residua.errors import extra
 from residua.models.mup import learning_rate_factors
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def parameter_groups(model: nn.Module, weight_decay: float, connection_lr_factor: float = 1.0) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups, tied ones once; each group has `weight_decay` and `factor`.
 
-    All weights of `nn.Linear` and `nn.Embedding` are decayed to zero, even maps around a sublayer that start as the
+    All weights of linear maps and embeddings are decayed to zero, even maps around a sublayer that start as the
     identity, as in the code of arXiv 2605.06729. Gains, biases, taps of convolutions and read vectors of any shape need
     not be small and are not decayed. `factor` multiplies the learning rate: under muP (`models.mup`), and of the
     connections' own parameters, by `connection_lr_factor`.
@@ -67,7 +68,7 @@ def connection_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of a module that are matrices: of linear maps, embeddings, GPT-2's Conv1D, stacked experts."""
-    if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
+    if isinstance(module, (*LINEAR_MAPS, nn.Embedding, Conv1D)):
         return [module.weight]
     experts = type(module).__name__.endswith("Experts")
     return [x for x in module.parameters(recurse=False) if x.dim() == 3] if experts else []
