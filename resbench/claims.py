@@ -13,6 +13,7 @@ from typing import Any
 
 from answers import PARTS as ANSWERS
 from blocks import wrapped
+from methods import PARTS as METHODS
 from rows import (
     BASELINES,
     MEASURES,
@@ -40,9 +41,10 @@ from tables import (
     span,
     split_losses,
     study,
+    tables,
 )
 
-from residua.lab.records.statistics import Contrast, holm, welch
+from residua.lab.records.statistics import Contrast, holm
 from residua.lab.study.forms import Cost
 from residua.lab.study.results import Difference
 
@@ -231,8 +233,6 @@ def second_size() -> dict[str, Any]:
     equal = erasing_at_equal_settings()
     losses = {name: row("0.3M", name).loss.mean for name in split_losses("0.3M")}
     assert min(losses, key=losses.get) == WRITING
-    ours, theirs = ([ends[2] for ends in split_losses("0.3M")[name].values()] for name in ("residual+tc", "residual"))
-    assert side(welch(ours, theirs)) == "level"
     gone = erasing()
     behind = [each for each in gone if side(each.estimate) == "behind"]
     with_convolution, baselines = copying_counts()
@@ -443,8 +443,8 @@ def timing() -> dict[str, Any]:
 
 @cache
 def numbers() -> dict[str, Any]:
-    parts = first_size, second_size, three_times_the_tokens, million, ten_million, corrections, timing
-    return {name: value for part in (*parts, *ANSWERS) for name, value in part().items()}
+    parts = first_size, second_size, three_times_the_tokens, million, ten_million, corrections, timing, tables
+    return {name: value for part in (*parts, *ANSWERS, *METHODS) for name, value in part().items()}
 
 
 def templates() -> dict[tuple[str, str], str]:
@@ -455,13 +455,14 @@ def templates() -> dict[tuple[str, str], str]:
 
 
 def claims(page: str, name: str) -> str:
-    """A section with its numbers, wrapped anew: an item of a list under its first word."""
+    """A section with its numbers and tables, wrapped anew: an item of a list under its first word."""
     text = re.sub(r"\{([^{}]+)\}", lambda field: filled(field[1]), templates()[page, name])
     return "\n\n".join(
-        "\n".join(wrapped(item) for item in re.split(r"\n(?=- |\d+\. )", part)) for part in text.split("\n\n")
+        part if part.startswith("|") else "\n".join(wrapped(item) for item in re.split(r"\n(?=- |\d+\. )", part))
+        for part in text.split("\n\n")
     )
 
 
 def filled(field: str) -> str:
-    """What a pair of braces stands for: a number by its name, or a size and two schemes, which are compared."""
+    """What a pair of braces stands for: a number or table by name, or a size and two schemes, which are compared."""
     return str(numbers()[field]) if " " not in field else interval(compared(*field.split()))

@@ -1,4 +1,4 @@
-"""Write what ResBench found into the pages: its tables, and the sentences of claims.md with their numbers.
+"""Write what ResBench found into the pages: the sections of claims.md, with their numbers and tables.
 
 python resbench/pages.py            exit with status 1 if a page differs from the records
 python resbench/pages.py --write    write the pages
@@ -13,31 +13,8 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 from blocks import Blocks, update
 from claims import claims, templates
-from tables import (
-    copying_table,
-    decisions_table,
-    field_table,
-    fresh_table,
-    rates_table,
-    resbench_table,
-    search_table,
-    split_table,
-)
 
-PAGES: dict[str, Blocks] = {
-    "docs/field.md": {"ours": field_table},
-    "docs/resbench.md": {"resbench": resbench_table},
-    "resbench/evidence.md": {
-        "copying": copying_table,
-        "remaining": partial(split_table, "0.3M"),
-        "million": partial(split_table, "1M"),
-        "rates": rates_table,
-        "search": search_table,
-        "decisions": decisions_table,
-        "ten": partial(split_table, "10M"),
-        "fresh": fresh_table,
-    },
-}
+PAGES: dict[str, Blocks] = {}
 for page, name in templates():
     PAGES[page] = {**PAGES.get(page, {}), name: partial(claims, page, name)}
 

@@ -21,6 +21,7 @@ from residua.lab.study.search import loss_of
 RECORDS = Path(__file__).with_name("records")
 
 
+@cache
 def records(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RECORDS / name).read_text(encoding="utf-8").splitlines()]
 
@@ -302,3 +303,13 @@ def decisions_table() -> str:
             cells.append(f"{sum(alike.values())} of {len(alike)} ({100 * low:.0f} % to {100 * high:.0f} %)")
         lines.append([size, *cells])
     return markdown(["size", "all labels", "labels that do not repeat"], lines)
+
+
+def tables() -> dict[str, str]:
+    """Every table, by its name in claims.md."""
+    made = (field_table, resbench_table, copying_table, rates_table, search_table, decisions_table, fresh_table)
+    split = {"remaining": "0.3M", "million": "1M", "ten": "10M"}
+    return {
+        **{table.__name__: table() for table in made},
+        **{f"{name}_table": split_table(size) for name, size in split.items()},
+    }
