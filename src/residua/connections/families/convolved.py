@@ -83,7 +83,7 @@ class CompressingScheme(Scheme):
         the connection of the first, to borrow from.
         """
         if self.expand == "smear":
-            expand = SmearedEmbedding(dim, expand)
+            expand = Smear(dim, expand)
         connections: list[CompressingConnection] = []
         count = 0
         for i in range(num_sublayers):
@@ -134,31 +134,8 @@ class SingleStreamScheme(CompressingScheme):
 
         expand: nn.Module = Same() if copies == 1 else Copies(copies)
         if self.expand == "conv":
-            expand = ConvEmbedding(dim, self.expand_kernel, copies)
+            expand = TokenConv(dim, self.expand_kernel, copies=copies)
         return self.stack(expand, dim, num_sublayers, compressor, connection, readout)
-
-
-class ConvEmbedding(TokenConv):
-    """The embedding convolution of a state without a stream axis: (batch, seq, dim), or a tuple of copies of it."""
-
-    def __init__(self, dim: int, kernel: int, copies: int):
-        super().__init__(dim, kernel)
-        self.copies = copies
-
-    def forward(self, x: Tensor, memory: Memory | None = None) -> State:
-        x = super().forward(x, memory)
-        return x if self.copies == 1 else (x,) * self.copies
-
-
-class SmearedEmbedding(Smear):
-    """The embedding with its look back, which `repeat` makes the state: (batch, seq, dim) -> a state."""
-
-    def __init__(self, dim: int, repeat: nn.Module):
-        super().__init__(dim)
-        self.repeat = repeat
-
-    def forward(self, x: Tensor, memory: Memory | None = None) -> State:
-        return self.repeat(super().forward(x, memory))
 
 
 class BranchCoefficients(NamedTuple):

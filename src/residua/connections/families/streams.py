@@ -5,13 +5,17 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from residua.connections.base import Scheme
-from residua.connections.parts.ends import Repeat, TokenConv
+from residua.connections.parts.ends import Repeat
+from residua.connections.parts.memory import Memory
 from residua.connections.parts.options import SeveralRows
+from residua.connections.parts.sharded import SelfStarting
 from residua.connections.parts.spec import TensorSpec
 from residua.errors import Range
+from residua.ops import causal_expand
 from residua.ops.derived import derive
 
 
@@ -73,7 +77,7 @@ class ExpandingScheme(RecomputingScheme):
         return StreamGains(dim, self.num_streams, noise=self.expand == "lss")
 
 
-class StreamGains(TokenConv):
+class StreamGains(SelfStarting):
     """X[j] = lambda_j x with learned gains lambda_j: (dim,) for each stream, an embedding convolution of one tap.
 
     The gains start at 1; with `noise` at 0.6 and uniform noise of Xavier's size. (batch, seq, dim) -> (batch, seq,
@@ -81,11 +85,17 @@ class StreamGains(TokenConv):
     """
 
     def __init__(self, dim: int, num_streams: int, *, noise: bool):
+        super().__init__()
         self.noise = noise
-        super().__init__(dim, 1, num_streams)
+        self.taps = nn.Parameter(torch.empty(1, num_streams, dim))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()
+        bound = math.sqrt(6 / sum(self.taps.shape[1:]))
         if self.noise:
-            bound = math.sqrt(6 / sum(self.taps.shape[1:]))
             nn.init.uniform_(self.taps, 0.6 - bound, 0.6 + bound)
+        else:
+            nn.init.ones_(self.taps)
+
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+        return causal_expand(x, self.taps)

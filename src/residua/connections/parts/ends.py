@@ -4,7 +4,7 @@ Streams are (batch, seq, streams, dim). A module with `window > 0` reads that ma
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -96,15 +96,16 @@ class TokenConv(SelfStarting):
     """A causal filter over the tokens for every feature, and for every stream as DDL's embedding convolution (EC).
 
     Starts as a repetition: the tap of the current token is 1, the others are 0.
-    (batch, seq, dim) -> (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None.
+    (batch, seq, dim) -> (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None, then with several
+    `copies` a tuple of as many.
     """
 
     separates_documents = True
 
-    def __init__(self, dim: int, kernel: int, num_streams: int | None = None):
+    def __init__(self, dim: int, kernel: int, num_streams: int | None = None, *, copies: int = 1):
         super().__init__()
         self.window = kernel - 1
-        self.single = num_streams is None
+        self.single, self.copies = num_streams is None, copies
         self.taps = nn.Parameter(torch.empty(kernel, num_streams or 1, dim))
         self.reset_parameters()
 
@@ -112,40 +113,42 @@ class TokenConv(SelfStarting):
         nn.init.zeros_(self.taps)
         nn.init.ones_(self.taps[0])
 
-    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Any:
         expect_tokens(x, self.window, axes="(batch, seq, dim)")
         expect_memory(self, memory, x)
         extended = remembered(x, memory, self.window)
         streams = current(causal_expand(extended, self.taps, documents_in(memory)), x, extended)
-        return streams.squeeze(-2) if self.single else streams
+        state = streams.squeeze(-2) if self.single else streams
+        return state if self.copies == 1 else (state,) * self.copies
 
 
 class Smear(SelfStarting):
-    """nanochat's look back: a gated copy of the embedding before, added to the embedding. (batch, seq, dim) -> same.
+    """nanochat's look back: add a gated copy of the embedding before, then make the state by `repeat`.
 
-    Starts as the identity, with s = 0; w is drawn from [0, 0.02). The gate reads as many features as nanochat's, or all
-    of a narrower embedding.
+    (batch, seq, dim) -> a state. Adds nothing at the start, with s = 0; w is drawn from [0, 0.02). The gate reads as
+    many features as nanochat's, or all of a narrower embedding.
     """
 
     separates_documents = True
     window = 1
     features = 24
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, repeat: nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.empty(1))
         self.gate = nn.Parameter(torch.empty(min(self.features, dim)))
+        self.repeat = repeat
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.scale)
         nn.init.uniform_(self.gate, 0.0, 0.02)
 
-    def forward(self, x: Tensor, memory: Memory | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: Memory | None = None) -> Any:
         expect_tokens(x, self.window, axes="(batch, seq, dim)")
         expect_memory(self, memory, x)
         extended = remembered(x, memory, self.window)
-        return current(smear(extended, self.scale, self.gate, documents_in(memory)), x, extended)
+        return self.repeat(current(smear(extended, self.scale, self.gate, documents_in(memory)), x, extended))
 
 
 CompressStart = Literal["average", "authors", "rewrite"] | int

@@ -39,11 +39,12 @@ class ResidualConnection(CompressingConnection):
         return (carry.residual + y).to(carry.residual.dtype)
 
 
-class GatedWriteConnection(ResidualConnection):
+class GatedWriteConnection(CompressingConnection):
     """state + g sublayer(norm(x)), with g from the x that the norm sees too. It starts at 1: w and b at 0, s at 1."""
 
     def __init__(self, norm: nn.Module, compress: nn.Module, dim: int, *, norm_eps: float):
-        super().__init__(norm, compress)
+        super().__init__(compress)
+        self.norm = norm
         self.logits = StreamLogits(1, dim, [[0.0]], std=0.0, scale=1.0, eps=norm_eps)
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:
@@ -85,7 +86,7 @@ class Residual(SingleStreamScheme):
         return {"gate": GateFacts((0.0, 2.0), 1.0)} if self.write_gate else {}
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        def connection(i: int, compress: nn.Module) -> ResidualConnection:
+        def connection(i: int, compress: nn.Module) -> CompressingConnection:
             if self.write_gate:
                 return GatedWriteConnection(norm(i), compress, dim, norm_eps=norm_eps)
             return ResidualConnection(norm(i), compress)
