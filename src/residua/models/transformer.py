@@ -103,8 +103,8 @@ class Head(nn.Linear):
 
 
 @dataclass(frozen=True)
-class Reader:
-    """The connection around a sublayer, and its memory of earlier tokens.
+class ConnectionCall:
+    """The connection around a sublayer, and its memory of earlier tokens in this call of the model.
 
     Not a tuple: hooks that move the arguments of a layer to its device must leave the connection where it is.
     """
@@ -122,7 +122,7 @@ class Layer(GradientCheckpointingLayer):
         self.mlp = MLP(config)
 
     def forward(
-        self, state: Any, around_attention: Reader, around_mlp: Reader, context: AttentionContext
+        self, state: Any, around_attention: ConnectionCall, around_mlp: ConnectionCall, context: AttentionContext
     ) -> tuple[Any, list[Tensor]]:
         """Return the state after both sublayers, and in training the penalties of their connections."""
         penalties = []
@@ -288,7 +288,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         first, *others = remember(parts)
         begun = call.cache is not None and stream_layer(call.cache, readouts=True) is not None
         readouts = remember([self.stream.collapse] * (depth - 1), readouts=True) if chosen or begun else []
-        readers = list(map(Reader, parts[1 : 1 + 2 * depth], others))
+        readers = list(map(ConnectionCall, parts[1 : 1 + 2 * depth], others))
         at_end, *of_keys = others[2 * depth :]
         state_dtype = getattr(torch, config.state_dtype) if config.state_dtype else embeddings.dtype
         state = self.stream.expand(embeddings.to(state_dtype), first)

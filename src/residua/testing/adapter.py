@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from residua.connections import Connection, Scheme, Stream
-from residua.connections.parts.phases import Borrowed
+from residua.connections.parts.phases import SharedModule
 from residua.errors import did_you_mean, types_of
 from residua.testing.agreement import TOLERANCES, disagreement
 from residua.testing.checks import CheckFailed, expect, tensors
@@ -114,7 +114,7 @@ def _borrowed(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     own = set(module.modules())
     for path, part in module.named_modules():
         for name, value in vars(part).items():
-            if isinstance(value, Borrowed) and value.module not in own:
+            if isinstance(value, SharedModule) and value.module not in own:
                 yield f"{path}.{name}".lstrip("."), value.module
 
 

@@ -11,7 +11,7 @@ from residua.connections.parts.ends import Collapse, Copies, Same, Smear, TokenC
 from residua.connections.parts.facts import Mixing, RankOne
 from residua.connections.parts.memory import Memory, whole_sequence, window_of
 from residua.connections.parts.options import OnlyIf, Taps, only_with, require_option
-from residua.connections.parts.phases import Borrowed
+from residua.connections.parts.phases import SharedModule
 
 
 class CompressingConnection(Connection):
@@ -25,12 +25,12 @@ class CompressingConnection(Connection):
     def __init__(self, compress: nn.Module):
         super().__init__()
         borrowed = isinstance(compress, CompressingConnection)
-        self.compress: Any = Borrowed(compress, "compressor") if borrowed else compress
+        self.compress: Any = SharedModule(compress, "compressor") if borrowed else compress
         self.window = window_of(self.compressor)
 
     @property
     def compressor(self) -> nn.Module:
-        return self.compress.module if isinstance(self.compress, Borrowed) else self.compress
+        return self.compress.module if isinstance(self.compress, SharedModule) else self.compress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ class Value(nn.Module):
         return self.scale * torch.sigmoid(v) if self.activation == "scaled_sigmoid" else v
 
 
-class MLP(nn.Module):
+class TwoLayers(nn.Module):
     """Linear, SiLU, Linear without biases: (..., in_features) -> (..., dim)."""
 
     def __init__(self, in_features: int, hidden: int, dim: int):
@@ -139,7 +139,7 @@ class StreamAttention(SelfStarting):
         return self.out((weights.unsqueeze(-1) * self.value(normalised)).sum(-2))
 
 
-class Pool(SelfStarting):
+class ChannelPool(SelfStarting):
     """G(X): `"mean"` over the streams (dim features), `"flatten"` (streams * dim), or `"conv"`: a causal filter over
     the tokens for every stream and feature, then the mean (dim features), starting as the mean.
 
@@ -182,12 +182,12 @@ class Direction(nn.Module):
         if kind == "linear":
             self.map: nn.Module = Projection(dim, dim)
         elif kind == "mlp":
-            self.map = MLP(dim, rank, dim)
+            self.map = TwoLayers(dim, rank, dim)
         elif kind == "attention":
             self.map = StreamAttention(dim, num_streams, rank, norm_eps=norm_eps)
         else:
-            self.pool = Pool("mean" if kind == "pool_mlp" else "flatten", dim, num_streams)
-            self.map = MLP(self.pool.out_features, rank, dim)
+            self.pool = ChannelPool("mean" if kind == "pool_mlp" else "flatten", dim, num_streams)
+            self.map = TwoLayers(self.pool.out_features, rank, dim)
 
     def forward(self, x_in: Tensor, context: Tensor, streams: Tensor) -> Tensor:
         if self.kind in ("linear", "mlp"):

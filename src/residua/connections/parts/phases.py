@@ -89,7 +89,7 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Borrowed:
+class SharedModule:
     """A module that belongs to another connection, the owner; only the owner registers its parameters.
 
     It runs inside a call of the owner, whose hooks may gather or load them.

@@ -21,7 +21,7 @@ from residua.connections.parts.ends import MeanStreams, Repeat
 from residua.connections.parts.memory import Memory
 from residua.connections.parts.norm import RMSNorm
 from residua.connections.parts.options import SeveralRows, require_option
-from residua.connections.parts.phases import Borrowed
+from residua.connections.parts.phases import SharedModule
 from residua.connections.parts.projection import Projection, WideProjection, is_plain
 from residua.connections.parts.spec import TensorSpec
 from residua.errors import Natural, Positive
@@ -161,7 +161,7 @@ class CorrectConnection(Connection):
     def __init__(self, scheme: AlternatingUpdates, norm: nn.Module, predict: PredictConnection):
         super().__init__()
         self.scheme = scheme
-        self.router = Borrowed(predict, "router")
+        self.router = SharedModule(predict, "router")
         n = scheme.num_streams
         self.correct = WideProjection(n, n, std=scheme.weight_std)
         self.norm = norm

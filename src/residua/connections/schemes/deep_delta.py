@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from residua.connections.base import Carry, Norm, State, Stream
 from residua.connections.families.channels import ChannelConnection, ChannelScheme, Compressor
-from residua.connections.parts.delta_maps import Direction, Gate, Pool, Value
+from residua.connections.parts.delta_maps import ChannelPool, Direction, Gate, Value
 from residua.connections.parts.facts import GateFacts, RankOne
 from residua.connections.parts.memory import Memory, current, remembered
 from residua.connections.parts.options import Beta, only_with, require_option
@@ -131,7 +131,7 @@ class DeltaConnection(ChannelConnection):
         self.norm_eps = norm_eps
 
         pooling = {"pool_mean": "mean", "flatten": "flatten", "conv": "conv"}.get(scheme.beta_input)
-        self.pool = Pool(pooling, dim, m) if pooling else None
+        self.pool = ChannelPool(pooling, dim, m) if pooling else None
         self.beta = Gate(
             self.pool.out_features if self.pool else dim,
             beta_init=scheme.beta_init,

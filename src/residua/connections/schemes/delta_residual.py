@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from residua.connections.parts.delta_maps import Gate, Pool, Value
+from residua.connections.parts.delta_maps import ChannelPool, Gate, Value
 from residua.errors import require
 from residua.ops import KNorm, delta_write
 
@@ -36,9 +36,9 @@ class DeltaResidual(nn.Module):
         self.phi_k = phi_k
         if phi_v is None:
             value = Value(dim, value_channels, activation="linear", bias=False)
-            phi_v = nn.Sequential(Pool("mean", dim, value_channels), value)
+            phi_v = nn.Sequential(ChannelPool("mean", dim, value_channels), value)
         self.phi_v = phi_v
-        self.pool = Pool(pool, dim, value_channels)
+        self.pool = ChannelPool(pool, dim, value_channels)
         self.beta = Gate(self.pool.out_features, beta_init=beta_init)
         self.k_norm, self.k_eps = k_norm, k_eps
 
