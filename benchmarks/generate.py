@@ -17,7 +17,7 @@ from residua.lab.cost.timing import Timing, compare
 from residua.lab.jobs.pool import threads
 from residua.lab.records.provenance import circumstances
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 
 with extra("lab"):
     from transformers import StaticCache

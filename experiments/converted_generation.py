@@ -17,7 +17,7 @@ import residua
 from residua.connections import PRESETS
 from residua.lab.cost.timing import compare, process_clock
 from residua.lab.records.provenance import circumstances
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 
 SHAPE = {"layers": 8, "dim": 512, "heads": 8, "vocab_size": 512}
 PROMPT, NEW, ROUNDS, WARMUP = 64, 16, 15, 2

@@ -33,7 +33,7 @@ from residua.conversion import convert_model
 from residua.conversion.probe import change, small_inputs
 from residua.conversion.rebuild import stream_of
 from residua.errors import InputError
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, lively, llama, model_of
 from support.families import randomised, tiny
 from support.tiny_models import tiny_model

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from residua.models import ResiduaForCausalLM, load_authors_checkpoint
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 from support.authors_reference import authors_logits
 from support.tolerances import assert_close
 from support.variants import normal

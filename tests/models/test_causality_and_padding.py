@@ -8,7 +8,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import StaticCache
 
 from residua.connections.parts.memory import window_of
-from residua.models.memory import CACHE, StreamLayer
+from residua.models.cache import CACHE, StreamLayer
 from residua.models.transformer import total_penalty
 from support.tiny_models import left_padded, prompt, tiny_model
 from support.tolerances import assert_close

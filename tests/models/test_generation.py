@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import residua
 from residua.connections.parts.memory import window_of
-from residua.models.memory import CACHE, stream_layer
+from residua.models.cache import CACHE, stream_layer
 from support.converted_models import llama
 from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt, tiny_model
 from support.tolerances import assert_close

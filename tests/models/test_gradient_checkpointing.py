@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 from support.tiny_models import prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import PRESETS

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import residua
 from residua.connections import registry
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 from support.looking import Look
 from support.tiny_models import EOS, PAD, VOCAB, left_padded, prompt
 from support.tolerances import assert_close

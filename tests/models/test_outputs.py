@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 from residua.testing.contract import OnlyFloat64
 from support.tiny_models import VOCAB, left_padded, prompt, tiny_model
 from support.tolerances import assert_close

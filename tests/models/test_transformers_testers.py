@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from residua.conversion.opening import quiet
 from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
-from residua.models.memory import StreamLayer
+from residua.models.cache import StreamLayer
 from support import transformers_testers
 
 PAGE = Path(__file__).parents[2] / "docs/transformers.md"

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import can_return_tuple
 
 from residua.models.attention import PACKED
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 from support.seams import Seam, check, find, reached
 
 MEMORY = "the memory of streams that look back is kept in it"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from residua.connections.parts.memory import positions_in
 from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, UnknownUse, layer_in, layer_streams, layers_in
 from residua.errors import InputError
-from residua.models.memory import (
+from residua.models.cache import (
     attention_mask_of,
     cache_for,
     cache_of,

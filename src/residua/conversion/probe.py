@@ -13,8 +13,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from residua.errors import InputError, extra, first_line, require
+from residua.models.cache import CACHE
 from residua.models.evaluating import evaluating
-from residua.models.memory import CACHE
 
 with extra("lab"):
     from transformers import PreTrainedModel

@@ -54,7 +54,7 @@ from residua.lab.training.base_model import (
 from residua.lab.training.checkpoint import Checkpoint, find_checkpoint, saved_steps
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, join
 from residua.models import ResiduaConfig, ResiduaForCausalLM
-from residua.models.memory import documents_apart
+from residua.models.cache import documents_apart
 
 with extra("lab"):
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast

@@ -24,9 +24,7 @@ from residua.connections.base import as_inputs
 from residua.connections.parts.memory import positions_in, window_of
 from residua.errors import extra
 from residua.models.attention import PACKED, PAGED, Attention, AttentionContext, Rotary
-from residua.models.configuration import ResiduaConfig
-from residua.models.linear import MLP, initialise
-from residua.models.memory import (
+from residua.models.cache import (
     CACHE,
     PAGES,
     attention_mask_of,
@@ -41,6 +39,8 @@ from residua.models.memory import (
     padding_of,
     stream_layer,
 )
+from residua.models.configuration import ResiduaConfig
+from residua.models.linear import MLP, initialise
 from residua.ops import at_least_float32
 from residua.ops.precision import linear
 from residua.ops.recompute import cut

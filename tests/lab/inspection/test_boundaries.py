@@ -13,7 +13,7 @@ from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.experiment import OpenModel, trace_model
 from residua.lab.inspection import boundaries, logit_lens, pieces, warnings
 from residua.lab.inspection.subject import Subject
-from residua.models.memory import CACHE
+from residua.models.cache import CACHE
 from support.converted_models import IDS, converted, model_of
 from support.tiny_models import prompt, tiny_model
 

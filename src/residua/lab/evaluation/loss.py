@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from residua.errors import InputError
+from residua.models.cache import documents_apart
 from residua.models.evaluating import evaluating
-from residua.models.memory import documents_apart
 
 IGNORED_LABEL = -100
 COPYING = 1.5

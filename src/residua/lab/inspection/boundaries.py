@@ -25,7 +25,7 @@ from residua.conversion.flow import Flow, layer_streams
 from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import StandIn, as_written, replaced
-from residua.models.memory import CACHE_NAMES, attention_mask_of, documents_of, padding_of
+from residua.models.cache import CACHE_NAMES, attention_mask_of, documents_of, padding_of
 
 LOGITS = 2**26
 """Numbers of logits at a time, of some boundaries."""

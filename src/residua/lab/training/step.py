@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from residua.lab.training.distributed import ALONE, BatchShard, Ranks, parallelize
 from residua.lab.training.finite import FiniteCheck
 from residua.lab.training.optimizer import make_optimizer
-from residua.models.memory import documents_apart
+from residua.models.cache import documents_apart
 
 if TYPE_CHECKING:
     from residua.lab.training.config import TrainConfig
