@@ -126,9 +126,9 @@ def verify(
         seeds (N): runs of these (default: all)
         share: of these runs
     """
-    from residua.lab.study.verify import draw, verify
+    from residua.lab.study.verify import sample, verify
 
-    drawn = draw(folder, data=data, share=share, schemes=schemes, sizes=sizes, seeds=seeds)
+    drawn = sample(folder, data=data, share=share, schemes=schemes, sizes=sizes, seeds=seeds)
     print(one_line(str(drawn)), flush=True)
     count = wrong = 0
     for rerun in verify(drawn):

@@ -23,16 +23,14 @@ from residua.lab.training import RunConfig, load_config
 RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual+tc": "nano-residual-tc"}
 """The recipe of each run. They differ only in the connection and the settings tuned for it."""
 EARLIER_NAMES = {"residual+tc": "residual-tc"}
-"""Names that folders of runs had before; such a folder stays in use."""
+"""Earlier names of run folders, which stay in use."""
 PROMPT = "The function returns"
 SAMPLE_TOKENS = 80
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """The comparison, the paths of its pictures and of the explorer's page about the runs, and the text that each model
-    writes after `PROMPT`.
-    """
+    """The comparison, the paths of its pictures and of the explorer's page, and each model's text after `PROMPT`."""
 
     comparison: Comparison
     pictures: list[Path]

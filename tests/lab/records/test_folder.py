@@ -66,7 +66,7 @@ def test_a_folder_has_one_holder_among_machines_whose_locks_do_not_meet(tmp_path
     other = elsewhere(tmp_path, 600)
     with pytest.raises(InputError, match="another process"), hold(tmp_path):
         pass
-    assert "another machine worked here last; looking for 3 seconds if it does" in capsys.readouterr().err
+    assert "another machine worked here last; waiting 3 seconds to see if it still does" in capsys.readouterr().err
     other.kill()
     other.communicate()
     with hold(tmp_path):

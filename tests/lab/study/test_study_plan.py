@@ -255,7 +255,7 @@ OVER = {"train.lr": [0.1]}
         ("", {"schemes": ["residual"]}, "schemes must be a mapping"),
         ("", {"sizes": {}}, "sizes must be at least one"),
         ("sizes", {"a": {"tuned": "b"}}, "sizes.a.tuned must be a size that is tuned by itself (none is there)"),
-        ("sizes", {"a": {"over": OVER}}, "sizes.a.tuned must be a size, beside `over`"),
+        ("sizes", {"a": {"over": OVER}}, "sizes.a.tuned must be a size, as `over` is given"),
         (
             "",
             {"primary": {"small": [[["ddl"], "residual"]]}},

@@ -10,26 +10,26 @@ from typing import Any, Literal, NamedTuple
 Unit = Literal["nats per token", "bits per byte"]
 NATS: Unit = "nats per token"
 MEASURE_KEYS = ("train.sequence_length", "train.document_masks", "train.precision")
-"""The keys, beside those of the data, that decide how a loss is measured."""
+"""The keys, besides those of the data, that decide how a loss is measured."""
 LOSSLESS = ("bpe", "byte", "gpt2")
 """Tokenizers that reproduce every text."""
 
 
 def decides_measure(key: str) -> bool:
-    """Return whether a key of the configuration decides how a loss is measured, and not only what it comes to."""
+    """Return whether a key of the configuration decides how a loss is measured, and not only its value."""
     return key in MEASURE_KEYS or key.startswith("data.")
 
 
 class Measurement(NamedTuple):
-    """How a validation loss was measured; None for what is not known.
+    """How a validation loss was measured; None for unknown facts.
 
     text        digest of the held-out text
     tokenizer   fingerprint of the tokenizer
-    lossless    whether the tokens give the text back, so that bits per byte mean its bytes
+    lossless    whether the tokens reproduce the text, so that bits per byte count all of its bytes
     window      tokens of a sequence
     masks       whether documents were kept apart
     precision   of the arithmetic
-    tokens      of the training as it was planned
+    tokens      of the planned training
     """
 
     text: Any = None
@@ -44,7 +44,7 @@ class Measurement(NamedTuple):
     def of(cls, settings: Mapping[str, Any], data: Mapping[str, Any]) -> "Measurement":
         """Return the measure of a run by its settings with dotted keys and the facts of its data."""
         text = data.get("fingerprint")
-        if data.get("sha256") is not None:  # of the text, of which other tokenizers make other data
+        if data.get("sha256") is not None:  # of the text, whatever the tokenizer
             text = data["sha256"], data.get("validation_fraction"), data.get("split", "documents")
         lost = data.get("lost_share")
         window = settings.get("train.sequence_length")
@@ -65,9 +65,9 @@ class Measurement(NamedTuple):
 class Verdict(NamedTuple):
     """Whether two losses can be compared.
 
-    unit      in which; None if they cannot
+    unit      the unit in which they can be compared; None if they cannot
     reasons   why they cannot be compared
-    marks     other differences that move a loss, and that a reader must know
+    marks     further differences that change a loss and that a reader must know
     """
 
     unit: Unit | None
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
 
 
 def judged(ours: Measurement, theirs: Measurement) -> Verdict:
-    """Say whether the losses of two runs can be compared. What is not known of a run is no reason against it."""
+    """Say whether the losses of two runs can be compared. An unknown fact is not a reason against it."""
 
     def differ(name: str) -> bool:
         values = [getattr(side, name) for side in (ours, theirs)]
@@ -92,7 +92,7 @@ def judged(ours: Measurement, theirs: Measurement) -> Verdict:
     if differ("text"):
         reasons.append("different data: other held-out texts")
     elif other_tokenizer and not (ours.lossless and theirs.lossless):
-        reasons.append("other tokenizers, of which one is not known to keep the whole text, so bits per byte mislead")
+        reasons.append("other tokenizers, and one of them may lose text, so bits per byte mislead")
     marks = [f"{ours.precision} and {theirs.precision} arithmetic"] if differ("precision") else []
     marks += [f"{ours.tokens:,} and {theirs.tokens:,} training tokens"] if differ("tokens") else []
     unit: Unit = "bits per byte" if other_tokenizer else "nats per token"
@@ -100,7 +100,7 @@ def judged(ours: Measurement, theirs: Measurement) -> Verdict:
 
 
 def common_unit(measures: Iterable[Measurement]) -> Verdict:
-    """Return the verdict on several losses: the unit in which all can be ranked, and everything said of any of them."""
+    """Return the verdict on several losses: the unit in which all can be ranked, and all reasons and marks."""
     first, *others = [*measures] or [Measurement()]
     verdicts = [judged(other, first) for other in others]
     units = {verdict.unit for verdict in verdicts}

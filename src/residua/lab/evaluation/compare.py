@@ -33,13 +33,13 @@ STAR = " *"
 MOVES_NO_LOSS = {
     f"train.{name}" for name in ("checkpoint_every", "evaluate_every", "log_every", "keep_best", "keep_checkpoints")
 }
-"""Settings that a reader of losses need not see."""
+"""Settings that do not change a loss."""
 
 
 def published_beside(comparison: "Comparison") -> list[PublishedModel]:
-    """Return the published models with a curve for the runs: of their schemes and the plain residual, at their size.
+    """Return the published models that have a curve, of the runs' schemes and the plain residual, at the runs' sizes.
 
-    Where no published model has the size of a run, those of 124M.
+    For a run that has the size of no published model, they are those of 124M.
     """
     found = {}
     for run in comparison.runs:
@@ -118,7 +118,7 @@ class Comparison:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know about the numbers."""
+        """The sentences that a reader of the numbers must know."""
         return (*self.left_out, *_notes(self))
 
     @cached_property
@@ -137,7 +137,7 @@ class Comparison:
         return {key: values[key] for key in sorted(values) if len(values[key]) > 1}
 
     def setting_lines(self) -> list[str]:
-        """Return `settings` as lines, a value and its groups after the other; long ones go on in further lines."""
+        """Return `settings` as lines that list the values with their groups, wrapped if they are long."""
         lines = []
         for key, values in self.settings.items():
             lines += wrap(
@@ -171,9 +171,7 @@ class Comparison:
     def differences(self, group: Row, axis: Axis = "tokens") -> dict[float, Estimate]:
         """Return the validation loss of `group` minus the baseline's by the place on `axis`, in `unit`.
 
-        There is one at every point where a run was evaluated and which the curves of all runs cover; the others are
-        interpolated there. Empty for the baseline itself, without a baseline, if the curves do not overlap, and if the
-        losses cannot be compared.
+        See `Row.minus`. Empty for the baseline itself, without a baseline, and if the losses cannot be compared.
         """
         if self.baseline is None or group is self.baseline or self.verdict(group).unit is None:
             return {}
@@ -184,7 +182,7 @@ class Comparison:
         return max(self.differences(group).items(), default=None)
 
     def table(self) -> table.Table:
-        """Return a row for each group. A star marks losses of runs that were stopped, and of runs of other lengths."""
+        """Return a row for each group. A star marks losses of stopped runs, and of runs of different lengths."""
         versus = f"vs {self.baseline.name}" if self.baseline else "difference"
         loss = "validation loss" if self.unit == "nats per token" else self.unit
         header = ["run", "seed", loss, versus, "parameters", "tokens/s", "seconds"]
@@ -301,11 +299,11 @@ def _names(sets: Sequence[tuple[Run, ...]]) -> list[str]:
         names = [_common_name([Path(*run.folder.resolve().parts[-depth:]).as_posix() for run in runs]) for runs in sets]
         if len({*names}) == len(sets):
             return names
-    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]  # runs of several groups lie mixed
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]  # a folder holds runs of several groups
 
 
 def _common_name(folders: Sequence[str]) -> str:
-    """Return the name of a folder, or what the names of several begin with, without the number of the seed."""
+    """Return the name of a folder, or the common beginning of several names without the number of the seed."""
     first, *others = folders
     common = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*folders)))
     if any(folder[len(common) :][:1].isdigit() for folder in folders):

@@ -36,7 +36,7 @@ def complete(
 ) -> str:
     """Continue `prompt` until the end-of-text token or `max_new_tokens`; return the new text without the prompt.
 
-    The arguments decide alone: what the model's own generation_config says has no effect.
+    Only the arguments count: the model's own generation_config has no effect.
 
     Args:
         model: a causal language model of transformers.
@@ -74,7 +74,7 @@ def complete(
         do_sample=not greedy,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
-        # A model may have rows that are no token's, and were never trained: at the end, or in gaps of the tokenizer.
+        # Some rows may belong to no token and be untrained: at the end, or in gaps of the tokenizer.
         suppress_tokens=sorted({*range(rows)} - {*tokenizer.get_vocab().values()}) or None,
         **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
     )
@@ -95,7 +95,7 @@ def complete(
 
 @contextmanager
 def _alone(model: "GenerationMixin") -> Iterator[None]:
-    """Keep the model's own generation settings out: transformers fills what a call leaves open with them."""
+    """Set the model's own generation settings aside: transformers takes from them every setting that a call omits."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -105,7 +105,7 @@ def _alone(model: "GenerationMixin") -> Iterator[None]:
 
 
 class _Numbers(LogitsProcessor):
-    """Raise InputError for logits that are no numbers: a text would be made of them all the same."""
+    """Raise InputError for logits that are NaN or infinite, from which transformers would still make a text."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if (scores.isnan() | (scores == torch.inf)).any():

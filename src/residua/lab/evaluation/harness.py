@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 PAPER = "paper"
 METRICS = ("acc_norm", "acc")
-"""The first one that a task has is reported, or else its own first one. acc_norm divides a choice's likelihood by its
-length in characters."""
+"""The first one that a task has is reported, or else the first one of the task. acc_norm divides the likelihood of a
+choice by its length in characters."""
 WRITTEN = 256
-"""Tokens that the harness lets a task write if it does not say how many."""
+"""Tokens that the harness lets a task write by default."""
 PERCENTAGES = ("acc_norm", "acc", "exact_match", "f1", "em")
-"""Metrics that are given in percent; the others as the harness has them."""
+"""Metrics that are given in percent; all others are as the harness has them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Score:
 
     @property
     def title(self) -> str:
-        """The head of a column; it names a metric that is not in percent."""
+        """The heading of a column, with the metric if it is not in percent."""
         name = PAPER_TASKS.get(self.task, self.task)
         return name if self.is_share else f"{name} ({self.metric})"
 
@@ -150,7 +150,7 @@ def score(
             num_fewshot=num_fewshot,
             limit=limit,
             log_samples=False,
-            task_manager=manager,  # else it reads thousands of tasks, for nothing
+            task_manager=manager,  # else it reads thousands of tasks that nobody asked for
         )
     scores = (score for tasks in chosen.values() for task in tasks for score in _scores(_task_name(task), report))
     return Scores(name, tuple(scores), lm_eval.__version__)
@@ -178,7 +178,7 @@ def _loaded(manager: TaskManager, names: Sequence[str], context: int | None) -> 
     for name in names:
         try:
             loaded = manager.load([name])
-        except Exception as error:  # what task files and data sets raise
+        except Exception as error:  # task files and data sets raise anything
             raise InputError(f"--tasks must name tasks that can be loaded, got {name}: {first_line(error)}") from error
         for leaf, task in loaded["tasks"].items():
             require(leaf not in leaves, "--tasks", f"every task once, but {leaf} is in {leaves.get(leaf)} too", name)

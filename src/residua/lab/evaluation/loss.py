@@ -1,4 +1,4 @@
-"""The loss on held-out text: nats per token, also of repeated pairs alone and by document, and bits per byte."""
+"""The loss on held-out text: nats per token, of all labels, repeated pairs and each document, and bits per byte."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,8 +15,8 @@ from residua.models.evaluating import evaluating
 
 IGNORED_LABEL = -100
 COPYING = 1.5
-"""Nats by which repeated labels are predicted better than all others by a model that looks up earlier pairs. At their
-ends the runs of resbench/records/main/repeats.jsonl that do have a lead of 1.9 and more, the others of 0.8."""
+"""A model that looks up earlier pairs predicts repeated labels better than all others by at least so many nats. At
+their ends the runs of resbench/records/main/repeats.jsonl that do so are better by 1.9 or more, the others by 0.8."""
 
 
 def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> Tensor:
@@ -125,7 +125,7 @@ def held_out_loss(
 def document_losses(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], separator: int, *, masked: bool = False
 ) -> dict[str, list[Any]]:
-    """Return `labels`, how many each document of a text has, and `nats`, the sum of their losses to four decimals.
+    """Return `labels`, the number of labels of each document, and `nats`, the sum of their losses to four decimals.
 
     Args:
         model: as for `held_out_loss`.

@@ -16,11 +16,11 @@ with extra("lab"):
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-RESIDUAL_COLOUR = "#222222"  # of nothing else
+RESIDUAL_COLOUR = "#222222"  # used for nothing else
 # The loss axis excludes the first part of a run, where the loss falls so far that the rest would look flat.
 UNSETTLED_LOSS = 0.1
 UNSETTLED_DIFFERENCE = 0.3
-LABEL_CHARACTERS = 60  # that fit below one panel
+LABEL_CHARACTERS = 60  # characters that fit below one panel
 PANELS: dict[Axis, str] = {"step": "Training step", "seconds": "Wall-clock time of the training steps (seconds)"}
 LABELS = {
     "repeated": "Labels that repeat an earlier pair of tokens in the window",
@@ -33,10 +33,10 @@ UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
 
 
 def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Draw `loss.png`; if there are differences to a baseline, `difference.png`; if runs say it, `repeats.png`.
+    """Draw `loss.png`, `difference.png` if there are differences, and `repeats.png` if it was measured.
 
-    The first two have a panel by training step and a panel by seconds, the third one for the labels that repeat an
-    earlier pair of tokens, which a model can look up, and one for all others. Returns the paths of the pictures.
+    The first two have a panel by training step and one by seconds. The third has a panel for the labels that repeat an
+    earlier pair of tokens, which a model can look up, and one for all others. Return the paths of the pictures.
     """
     compared = any(comparison.differences(group) for group in comparison.groups)
     pictures = {
@@ -172,7 +172,7 @@ def _note_missing(panel: Axes, axis: Axis, baseline: Row, names: Sequence[str], 
 
 
 def _add_line(panel: Axes, text: str) -> None:
-    """Say something more below a panel."""
+    """Add a line to the label below a panel."""
     panel.set_xlabel(f"{panel.get_xlabel()}\n{fill(text, LABEL_CHARACTERS)}")
 
 

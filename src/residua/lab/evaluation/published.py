@@ -1,8 +1,8 @@
 """Published results of arXiv 2601.00417; never mixed with our own measurements.
 
-On the eight tasks, in percent, here; losses, costs and validation curves in published.jsonl beside this file. Those are
-the tables of the PDF of 27 July 2026 in the authors' repository, and the points of its figures, which are vector
-graphics: read to 1e-4 of the printed losses, tokens in billions. "hc" is in a figure and in no table.
+The scores on the eight tasks, in percent, are here; losses, costs and validation curves are in published.jsonl beside
+this file. Those come from the tables of the PDF of 27 July 2026 in the authors' repository and from its figures. The
+figures are vector graphics: their points agree with the printed losses to 1e-4. "hc" is only in a figure.
 
 The paper does not name its metric; the values fit `acc_norm` for tasks that define it and `acc` for others. Each row is
 one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, which no number of correct answers gives.
@@ -38,7 +38,7 @@ PARAMETERS = {"small": "124M", "medium": "353M"}
 class PublishedModel(NamedTuple):
     """A published model: its validation loss at the end, the cost of its run, and its loss by billions of tokens.
 
-    None, and no curve, where the paper has none. Tokens per second are of four H200.
+    A number that the paper does not have is None, a curve is empty. Tokens per second are those of four H200.
     """
 
     size: str
@@ -52,7 +52,7 @@ class PublishedModel(NamedTuple):
 
     @property
     def hours(self) -> float | None:
-        """The hours of four H200 that its speed implies for the whole run, which is all that the paper says of them."""
+        """The hours of four H200 that its speed implies for the whole run; the paper does not state them."""
         speed = self.train_tokens_per_second
         return None if speed is None else TRAINING_TOKENS / speed / 3600
 
@@ -155,7 +155,7 @@ def rows(size: str, num_fewshot: int) -> list[PublishedScores]:
 def comparable(
     config: Any, tasks: Collection[str], num_fewshot: int, *, size: str | None = None
 ) -> list[PublishedScores]:
-    """Return the published rows that stand beside scores on `tasks`: none where one of these is not among the eight.
+    """Return the published rows that stand beside scores on `tasks`: none if one of these is not among the eight.
 
     size: of the published models, "small" or "medium"; None takes the one with the depth and width of `config`.
     """

@@ -19,7 +19,7 @@ with extra("lab"):
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", "--", ":")
 FEW_POINTS = 24
-LEGEND_CHARACTERS, LEGEND_ROW_HEIGHT = 110, 0.21  # that fit above the panels; inches
+LEGEND_CHARACTERS, LEGEND_ROW_HEIGHT = 110, 0.21  # characters that fit above the panels; inches of a row
 
 Points = Iterable[tuple[float, float]]
 
@@ -43,7 +43,7 @@ def plain(panel: Axes, axis: Literal["x", "y"] = "y") -> None:
 
 
 def line_style(number: int, dashes: Sequence[Any] = DASHES) -> dict[str, Any]:
-    """Return the look of the line with a number: all colours in turn, then again with the next dash."""
+    """Return the style of a line by its number: all colours in turn, then again with the next dash."""
     dash, colour = divmod(number, len(COLOURS))
     return {"color": COLOURS[colour], "linestyle": dashes[dash % len(dashes)]}
 
@@ -96,7 +96,7 @@ def intervals(
 def legend(figure: Figure, *, columns: int | None = None, **options: Any) -> None:
     """Add one legend with every label of all panels above them; the figure grows by its rows.
 
-    columns: as many as the longest label leaves room for if None.
+    columns: None for as many as the longest label leaves room for.
     """
     handles: dict[str, Any] = {}
     for panel in figure.axes:

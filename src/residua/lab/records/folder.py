@@ -39,8 +39,8 @@ FREE_KEYS = LOGGING_KEYS | {
     "train.log_every",
     "train.threads",
 }
-"""Settings that may change when a run resumes, as no step's numbers depend on them. The data may move, because their
-fingerprint is compared instead, which covers the tokenizer, and so may a base, whose sha256 is compared."""
+"""Settings that may change when a run resumes, as no step's numbers depend on them. The data and a base may move: the
+fingerprint of the data, which covers the tokenizer, and the sha256 of the base are compared instead."""
 
 
 def _inside(name: str) -> Any:
@@ -51,7 +51,7 @@ def _inside(name: str) -> Any:
 class RunFolder:
     """The folder of a training run.
 
-    `settings` is the resolved configuration by section, as in config.yaml; `resume` says that the run resumes.
+    `settings` is the resolved configuration by section, as in config.yaml; `resume` says whether the run resumes.
     `tokenizer` is a copy of the one that made the tokens; `model` is the configuration of a converted model.
     """
 
@@ -75,12 +75,12 @@ class RunFolder:
 
 
 def new_folder(path: str | Path, name: str = "") -> Path:
-    """Return the absolute path of a folder to make, which takes its name when it is finished.
+    """Return the absolute path of a folder that does not exist yet, or is empty.
 
     name: the option that gave `path`, for the error message.
 
     Raises:
-        InputError: something has this name, and is not an empty folder, hidden files aside.
+        InputError: a file has this name, or a folder that holds more than hidden files.
     """
     if not is_new(Path(path)):
         raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}; choose another folder")
@@ -94,9 +94,9 @@ def hold(
     """Lock `path` for this process, making the folder if needed, and remove the partial files of killed writers. The
     lock ends with this process, however it ends.
 
-    The system's lock holds among the processes of a machine. On network file systems it often holds no further, so this
-    process also keeps a lease in the folder and renews it all the time. After a kill the next holder on another machine
-    waits `LEASE_SECONDS`, to see that nobody renews it.
+    The system's lock holds among the processes of one machine, but often not across a network file system. So this
+    process also keeps a lease in the folder and renews it. After a kill, the next holder on another machine waits
+    `LEASE_SECONDS` to see whether somebody renews it.
 
     markers: a folder that is not empty, hidden files aside, must contain one of these names; None accepts any folder.
     patience: seconds to wait for a process that is ending, such as a worker whose parent was killed.
@@ -123,7 +123,8 @@ def hold(
                 try:
                     stack.enter_context(lease.acquire(timeout=0))
                 except filelock.Timeout:
-                    say(f"{path}: another machine worked here last; looking for {LEASE_SECONDS:.0f} seconds if it does")
+                    seconds = f"{LEASE_SECONDS:.0f} seconds"
+                    say(f"{path}: another machine worked here last; waiting {seconds} to see if it still does")
                     stack.enter_context(lease.acquire(timeout=1.2 * LEASE_SECONDS))
             except filelock.Timeout as error:
                 raise InputError(f"{path}: another process is working in this folder; wait for it or {hint}") from error
@@ -141,7 +142,7 @@ def _holder_is_dead(lease: Any) -> bool:
         state, *fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
-    # The 22nd field is the process's start, which filelock notes in the low 64 bits: a number is used again.
+    # The 22nd field is the process's start. filelock notes its low 64 bits, because process numbers are reused.
     return state == "Z" and int(fields[18]) == holder.start % 2**64
 
 
@@ -195,7 +196,7 @@ def read_settings(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Return the settings in the config.yaml of a run by dotted key, none without such a file. Raises InputError."""
+    """Return the settings in the config.yaml of a run by dotted key; empty without such a file. Raises InputError."""
     return flatten(read_settings(path)) if path.is_file() else {}
 
 
@@ -207,10 +208,10 @@ DATA_FACTS: Mapping[str, Any] = dict.fromkeys(("fingerprint", "place", "sha256")
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Read the facts.json of a run; a run of an early version may have none, which gives an empty dict.
+    """Read the facts.json of a run; empty if it has none, as runs of early versions.
 
     Raises:
-        InputError: the file holds something else, or a value in it is of another kind than the runs write.
+        InputError: the file holds something else, or a value in it has another type than runs write.
     """
     facts = read_object(path) if path.exists() else {}
     data, resumed, parameters = facts.get("data", {}), facts.get("resumed", []), facts.get("parameters")

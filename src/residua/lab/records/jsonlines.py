@@ -1,4 +1,4 @@
-"""JSON lines: files with one JSON object per line, written so that a kill can tear nothing but the last line."""
+"""JSON lines: files with one JSON object per line, written so that a kill can tear only the last line."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from residua.files.reading import parse_json, regular
 from residua.lab.records.folder import writable
 
 LONGEST_LINE = 2**26
-"""Bytes of a line; nothing that is longer is one of ours."""
+"""Bytes of a line; we write no longer ones."""
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ class JsonLines(AbstractContextManager):
                 self.rows = [row for _, row in lines]
                 if self.path.stat().st_size != sum(len(line) + 1 for line, _ in lines):
                     write_bytes(self.path, b"".join(line + b"\n" for line, _ in lines))
-            # Without a buffer, closing does not repeat a failed write. Nobody waits for the reader of a pipe.
+            # Without a buffer, closing does not repeat a failed write. Opening does not wait for the reader of a pipe.
             self._file = open(self.path, "ab", buffering=0, opener=_without_waiting)  # noqa: SIM115  # as long as self
 
     def __exit__(self, *error: Any) -> None:
@@ -130,8 +130,7 @@ class JsonLines(AbstractContextManager):
             raise
 
     def sync(self) -> None:
-        """Wait until the rows are on the disk. Raises OSError, also if the file or its folder was moved or deleted, so
-        that nobody finds the rows."""
+        """Wait until the rows are on the disk. Raises OSError, also if the file or its folder was moved or deleted."""
         opened = os.fstat(self._file.fileno())
         if stat.S_ISREG(opened.st_mode):
             os.fsync(self._file.fileno())

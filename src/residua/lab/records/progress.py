@@ -31,7 +31,7 @@ class Progress:
     done        the work finished before this process began, which its speed leaves out
     enabled     False shows nothing
     measuring   shows nothing without a terminal, and draws the bar only in `update`, so that drawing takes no time from
-                what is measured in between
+                the measurements in between
     """
 
     def __init__(self, title: str, total: float, *, done: float = 0.0, enabled: bool = True, measuring: bool = False):
@@ -70,13 +70,13 @@ class Progress:
             self._bar.stop()
 
     def skip(self, work: float) -> None:
-        """Add work that was finished before this process began. The clock starts with it, unless work was done here."""
+        """Add work that was finished before this process began. The clock restarts if nothing was done since."""
         if self._done == self._before:
             self._started = time.monotonic()
         self._before += work
 
     def update(self, done: float, text: str, *, total: float | None = None, line: bool = False) -> None:
-        """Show that `done` is done.
+        """Show that the work `done` is finished.
 
         text: shown beside the bar, or in the plain line.
         line: print a plain line now, even within `LINE_SECONDS` of the last one.

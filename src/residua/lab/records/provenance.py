@@ -44,7 +44,7 @@ def version(package: str) -> str | None:
         return None
 
 
-@functools.cache  # the code of a process is what it loaded first
+@functools.cache  # a process keeps the code that it loaded first
 def _commit() -> str | None:
     """Return the commit of the checkout that holds this file, with "-dirty" if files differ; None outside of one."""
     source = Path(__file__)

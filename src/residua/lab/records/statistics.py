@@ -17,7 +17,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Estimate":
-        """Raises ZeroDivisionError for no values."""
+        """Return the estimate over values. Raises ZeroDivisionError if there are none."""
         values = list(values)
         mean = math.fsum(values) / len(values)
         if len(values) == 1:
@@ -102,7 +102,10 @@ class Noise(NamedTuple):
 
     @classmethod
     def of(cls, losses: Sequence[Mapping[int, float]]) -> "Noise | None":
-        """What scheme and seed leave unexplained, by scheme and seed; None for fewer than two of either."""
+        """Return the noise that the effects of scheme and seed leave unexplained, None for fewer than two of either.
+
+        losses: of each scheme, by seed. All schemes have the same seeds.
+        """
         with extra("lab"):
             import numpy
 
@@ -166,8 +169,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate |
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values corrected for their number by Holm's step-down method (Scand. J. Statist. 6:65, 1979).
 
-    Rejecting where the result is below a level keeps the probability of any false rejection below that level, whatever
-    the tests have in common.
+    Rejecting every test whose result is below a level keeps the probability of any false rejection below that level,
+    however the tests depend on each other.
     """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     corrected, largest = [0.0] * len(p_values), 0.0
@@ -179,8 +182,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @lru_cache
 def t95(freedom: int) -> float:
-    """Return how many standard errors hold 95 % of Student's t with `freedom` >= 1 degrees, to three decimals, as
-    tables print it: 12.706, 4.303, 3.182, ...
+    """Return the number of standard errors that hold 95 % of Student's t with `freedom` >= 1 degrees, to the three
+    decimals of printed tables: 12.706, 4.303, 3.182, ...
     """
     return round(_quantile(0.975, freedom), 3)
 

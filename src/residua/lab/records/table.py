@@ -14,7 +14,7 @@ Member = TypeVar("Member")
 
 @dataclass(frozen=True)
 class Group(Generic[Member]):
-    """Runs that differ in their seed alone, in the order of their seeds."""
+    """Runs that differ only in their seed, in the order of their seeds."""
 
     name: str
     runs: tuple[Member, ...]
@@ -27,7 +27,7 @@ class Group(Generic[Member]):
 def grouped(
     runs: Iterable[Member], identity: Callable[[Member], Hashable], seed: Callable[[Member], int]
 ) -> list[tuple[Member, ...]]:
-    """Runs of equal identity together, in the order of their seeds; of several with one seed the last counts."""
+    """Group runs of equal identity, in the order of their seeds; of runs with the same seed the last counts."""
     groups: dict[Hashable, dict[int, Member]] = {}
     for run in runs:
         groups.setdefault(identity(run), {})[seed(run)] = run

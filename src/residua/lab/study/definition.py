@@ -85,12 +85,11 @@ class Size:
     """One size.
 
     keys                   keys of the configuration that only this size has
-    tuned                  another size, whose tuned settings this one takes; without it this size is tuned by itself
-    over                   beside `tuned`: keys with values that are searched again from those settings, in runs of full
-                           length
-    longer                 `longer` of this size; without longer runs there is no comparison at equal FLOPs or seconds
-    tokens_per_parameter   `tokens_per_parameter` of this size
-    seeds                  those of the study's seeds that this size uses, if its runs are long; questions then add none
+    tuned                  another size, whose tuned settings this one takes; None tunes this size by itself
+    over                   with `tuned`: keys and values of a further search from there, in runs of full length
+    longer                 `Study.longer` of this size; without longer runs only equal tokens are compared
+    tokens_per_parameter   `Study.tokens_per_parameter` of this size
+    seeds                  some of the study's seeds, for a size with long runs; questions then add none
     noise                  "pooled": one standard deviation over the seeds for all schemes; "own": one for each, if some
                            runs may go through a transition and others not
     """
@@ -106,12 +105,12 @@ class Size:
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(self.over is None or self.tuned is not None, "tuned", "a size, beside `over`", None)
+        require(self.over is None or self.tuned is not None, "tuned", "a size, as `over` is given", None)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The budget of every scheme, which stands in the report.
+    """The tuning budget of every scheme, as the report states it.
 
     over             the keys that are tuned and the values that the search begins with, its grid
     runs             points for each scheme at most; the search goes from the best one to its neighbours
@@ -120,12 +119,12 @@ class Tuning:
     length           the length of a tuning run, as a fraction of a reported one
     finalists        the number of best points that are then trained in full, because short runs favour high learning
                      rates; with 1 the best point of the search is reported
-    seed             the seed of the search, which no reported run has
-    final_seeds      the seeds of the finalists, whose means are compared, because one seed cannot tell points that are
-                     close; no reported run has them; only `seed` if empty
-    rule             "one seed": `seed` tunes. "all seeds": every point is trained in full with the seeds of the study;
-                     the row is the point with the lowest mean loss on labels that do not repeat, which does not jump
-                     when a run learns to copy; the report shows all points, and which of their runs copy
+    seed             the seed of the search; no reported run has it
+    final_seeds      the seeds of the finalists, which are compared by their means, because one seed cannot separate
+                     close points; no reported run has them; only `seed` if empty
+    rule             "one seed": `seed` tunes. "all seeds": every point is trained in full with the seeds of the study.
+                     The best one has the lowest mean loss on labels that do not repeat, because that loss does not
+                     jump when a run learns to copy. The report shows all points and how many of their runs copy
     """
 
     over: Over
@@ -152,7 +151,7 @@ class Tuning:
 
     @property
     def own_seeds(self) -> set[int]:
-        """The seeds that tune and that no reported run may have."""
+        """The seeds that tune; no reported run may have them."""
         return set() if self.every else {self.seed, *self.finalist_seeds}
 
     def __post_init__(self) -> None:
@@ -174,9 +173,9 @@ class Question:
 
     ask       the question in words
     compare   pairs of schemes: the loss of the first minus that of the second
-    at        the measures at which they are compared: equal "tokens", "FLOPs", "seconds" or "compiled seconds", of a
-              step through `torch.compile`; for all but tokens the second of each pair must be a baseline
-    seeds     seeds, beside the study's, of the schemes that it compares; only at equal tokens
+    at        the measures at which they are compared: equal "tokens", "FLOPs", "seconds" or "compiled seconds" (of a
+              step through `torch.compile`). For all but tokens the second scheme of each pair must be a baseline
+    seeds     further seeds of the schemes that it compares, in addition to the study's; only at equal tokens
     """
 
     name: str
@@ -208,14 +207,14 @@ class Study:
     schemes                the schemes by name, in the order of the runs
     baselines              the schemes that the others are compared with, the plainest first
     tuning                 the budget of the search for each scheme
-    seeds                  the seeds of the reported runs, of which none tunes
-    longer                 how many times as many tokens further runs of the baselines have, for the comparison at equal
-                           FLOPs and seconds
+    seeds                  the seeds of the reported runs; none of them tunes
+    longer                 lengths of further runs of the baselines, as multiples of the reported length, for the
+                           comparison at equal FLOPs and seconds
     warmup                 the warmup's share of the steps
-    evaluations            the number of points of a learning curve
-    questions              the questions by name that the study is to answer
-    primary                the contrasts at equal tokens that are named before their runs, pairs of schemes by size;
-                           p-values are corrected for their number, and everything else is descriptive
+    evaluations            the number of points in a learning curve
+    questions              the questions that the study is to answer, by name
+    primary                the contrasts at equal tokens that are named before their runs: pairs of schemes by size.
+                           p-values are corrected for their number; everything else is descriptive
 
     Raises:
         InputError: a value cannot be used.
@@ -277,38 +276,38 @@ class Study:
         self.tuning_at(size.name)  # checks the budget
 
     def longer_at(self, size: str) -> Sequence[float]:
-        """How many times as many tokens the further runs of the baselines have at a size."""
+        """Return the lengths of the baselines' further runs at a size, as multiples of the reported length."""
         longer = self.sizes[size].longer
         return self.longer if longer is None else longer
 
     def tokens_at(self, size: str) -> float:
-        """Tokens a parameter of the runs at a size."""
+        """Return the tokens per parameter of the runs at a size."""
         return self.sizes[size].tokens_per_parameter or self.tokens_per_parameter
 
     def seeds_at(self, size: str) -> Sequence[int]:
-        """The seeds of the reported runs at a size."""
+        """Return the seeds of the reported runs at a size."""
         return self.sizes[size].seeds or self.seeds
 
     def measure_at(self, size: str, scheme: str) -> Measurement:
-        """How the losses of a scheme at a size are measured, as far as the file of the study says it."""
+        """Return how the losses of a scheme at a size are measured, as far as the file of the study determines it."""
         keys = {**self.set, **self.sizes[size].keys, **self.schemes[scheme].keys}
         return Measurement.of({key: value for key, value in keys.items() if decides_measure(key)}, {})
 
     def searches(self, size: str) -> list[str]:
-        """The sizes whose searches give the settings of one, in their order: each starts where the last ended."""
+        """Return the sizes whose searches give the settings of a size, in order: each starts where the last ended."""
         tuned, over = self.sizes[size].tuned, self.sizes[size].over
         before = [] if tuned is None else self.searches(tuned)
         return [*before, size] if tuned is None or over is not None else before
 
     def tuning_at(self, size: str) -> Tuning:
-        """The budget of a scheme in the search of a size."""
+        """Return the budget of a scheme in the search of a size."""
         over = self.sizes[size].over
         return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 
     def further_seeds(self, size: str, scheme: str) -> list[int]:
-        """Further seeds of a scheme: of the questions that compare it with others, if the study has all of these.
+        """Return the further seeds of a scheme: those of the questions about it of which the study has all schemes.
 
-        None at a size that has seeds of its own.
+        There are none at a size that has seeds of its own.
         """
         if self.sizes[size].seeds is not None:
             return []
@@ -316,13 +315,13 @@ class Study:
         return sorted({seed for question in asked for seed in question.seeds})
 
     def data(self, path: str | None) -> str:
-        """The prepared data of all runs: `path`, or else those of the configuration. Raises InputError for none."""
+        """Return the folder of the data: `path`, or else that of the configuration. Raises InputError without one."""
         folder = path or load_config(self.config, self.set).data.path
         require(folder is not None, "--data", "a folder that residua prepare made", None)
         return folder
 
     def only(self, schemes: Sequence[str] | None = None, sizes: Sequence[str] | None = None) -> "Study":
-        """Return this study with some of its schemes, beside the baselines, and some of its sizes.
+        """Return this study with its baselines, some of its other schemes and some of its sizes.
 
         A scheme that the file does not have, such as a registered one, joins with its name. Raises InputError for an
         unknown size.
@@ -352,7 +351,7 @@ def load_study(source: str) -> Study:
         nearest = did_you_mean(source, ["resbench"])
         raise InputError(f"the study must be resbench or a YAML file, got {source!r}{nearest}")
     study = read_study(parse_yaml(text, source), source)
-    # Here and not for a folder, whose report needs no package that brings a scheme.
+    # Only here: the report of a folder must not need the packages that bring its schemes.
     entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
     for name, question in study.questions.items():
         check_names(f"questions.{name}.compare", question.schemes, entries)
@@ -363,7 +362,7 @@ def load_study(source: str) -> Study:
 
 
 def read_folder(out: Path) -> Study:
-    """The study that a folder holds. Raises InputError if it holds none."""
+    """Return the study that a folder holds. Raises InputError if it holds none."""
     path = out / "study.json"
     if not path.is_file():
         raise InputError(
@@ -383,7 +382,7 @@ def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any])
 
 
 def read_study(document: Any, source: str) -> Study:
-    """The study in a document: of a file, or of a folder, where the keys of each part stand by themselves."""
+    """Return the study in a document: of a file, or of a folder, in which each part has its keys in `keys`."""
     sections: dict[str, type] = {"sizes": Size, "schemes": Entry, "questions": Question}
     values = dict(mapping(document, source))
     try:
@@ -399,7 +398,7 @@ def read_study(document: Any, source: str) -> Study:
 
 
 def _part(name: str, document: Any, kind: type, section: str) -> Any:
-    """A size, a scheme or a question, whose keys with a dot are those of a configuration."""
+    """Return a size, a scheme or a question. Its keys with a dot are keys of the configuration."""
     where = f"{section}.{name}"
     values = {**mapping({} if document is None else document, where), "name": name}
     if kind is not Question:

@@ -1,11 +1,11 @@
-"""Run a study: what its folder does not hold yet, resumable at any kill.
+"""Run a study: train the runs that its folder does not hold yet, resumable after any kill.
 
 A folder of a study holds
 
-    study.json       the study as it was read: of all calls together, so that no scheme leaves the report
+    study.json       the study, with the schemes and sizes of all calls, so that none is lost from the report
     settings.json    its title and the fingerprint of the data: others are refused
     records.jsonl    one line for every finished run
-    costs.jsonl      one line for what a step of each scheme costs at each size
+    costs.jsonl      one line for the cost of a step of each scheme at each size
     runs/            the state of runs that are under way
 """
 
@@ -56,11 +56,11 @@ def run_study(
 
     Args:
         data: a folder of prepared data, in place of what the study's configuration names.
-        sizes: the sizes of which rows are wanted; others of the study are tuned at most. None for all of them.
+        sizes: the sizes that get rows; the other ones of the study only tune. None for all of them.
         processes: runs at the same time, each with one thread; no number depends on it.
         executor: makes the runs and measures the costs in place of these processes, see `run_jobs`.
         costs: measure time and memory of the schemes that have no record of them.
-        rounds: in which the schemes take turns while their steps are timed.
+        rounds: the rounds of timing, in which the schemes take turns.
 
     Raises:
         InputError: the study, the data or the folder cannot be used.
@@ -90,13 +90,13 @@ def run_study(
 
 
 class Forecast(NamedTuple):
-    """What one size of a study takes at most, and what it can see.
+    """The largest cost of one size of a study, and the differences that it can detect.
 
     tokens   of a reported run
     flops    of the matrix products of all runs
-    hours    one run after the other
-    sees     the difference that four of five such studies would see, in standard deviations of the difference between
-             two runs with one seed
+    hours    of all runs, one after the other
+    sees     the difference that four of five such studies would detect, in standard deviations of the difference
+             between two runs with one seed
     """
 
     size: str
@@ -109,9 +109,9 @@ class Forecast(NamedTuple):
 
 
 def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Forecast]:
-    """Yield what a study would take, for each size that has runs. It trains nothing.
+    """Yield the cost of a study for each size that has runs, without training.
 
-    flops_per_second: None for that of the first baseline's step, measured here at each size.
+    flops_per_second: the speed; None for that of the first baseline's step, measured here at each size.
     """
     for size, group in itertools.groupby(plan.at_most(), lambda part: part.size):
         parts = list(group)
@@ -148,12 +148,12 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
 
 
 def joined(study: Study, out: Path) -> Study:
-    """The study with the schemes and sizes that its folder has runs of already.
+    """Return the study with the schemes and sizes that are already recorded in its folder.
 
     Raises:
         InputError: the runs of the folder had other settings, so that rows would mix runs that cannot be compared; or
             the study leaves out seeds, baselines, longer runs, tuning runs or primary contrasts that the folder's study
-            has; or it names a primary contrast of which the folder has the runs already.
+            has; or it names a primary contrast whose runs are already in the folder.
     """
     if not (out / "study.json").is_file():
         return study
@@ -178,7 +178,7 @@ def joined(study: Study, out: Path) -> Study:
 
 
 def _fixed(study: Study) -> dict[str, Any]:
-    """What all runs in a folder share, as JSON holds it."""
+    """Return the settings that all runs in a folder share, as plain values."""
     parts = {name: getattr(study, name) for name in ("config", "set", "tokens_per_parameter", "warmup", "evaluations")}
     parts |= {f"tuning.{name}": getattr(study.tuning, name) for name in ("over", "factors", "length", "seed", "rule")}
     parts |= {f"sizes.{name}": replace(size, seeds=None) for name, size in study.sizes.items()}
@@ -187,7 +187,7 @@ def _fixed(study: Study) -> dict[str, Any]:
 
 
 def _growing(study: Study) -> dict[str, Sequence[Any]]:
-    """What may be added to. Taking some away would choose among results."""
+    """Return the lists that may grow. Shortening one would choose among results."""
     parts = {name: getattr(study, name) for name in ("seeds", "baselines", "longer")}
     parts["tuning.final_seeds"] = study.tuning.finalist_seeds
     parts |= {f"primary.{name}": [tuple(sorted(pair)) for pair in study.primary.get(name, ())] for name in study.sizes}
@@ -197,7 +197,7 @@ def _growing(study: Study) -> dict[str, Sequence[Any]]:
 def open_study(
     out: str | Path, data: str | None = None, study: Study | None = None, sizes: Sequence[str] | None = None
 ) -> tuple[Plan, list[Record]]:
-    """The plan of a study's folder, or of `study`, into which it may have grown, and the records.
+    """Return the plan of a study's folder, or of `study` if it has grown, and the records.
 
     Raises:
         InputError: the folder holds no study, or one with other settings; or its data are elsewhere or have changed.
@@ -213,7 +213,7 @@ def open_study(
 
 
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
-    """The jobs of all runs that the study needs so far, the finished ones too."""
+    """Return the jobs of all runs that the study needs so far, including the finished ones."""
     return [
         # The cost of a step grows with the model as the number of steps does.
         Job(run.key, train_run, (run,), run.config.train.steps, float(plan.steps[run.size]), (place,), run.title)
@@ -222,7 +222,7 @@ def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
 
 
 def train_run(run: PlannedRun, *, place: Path, report: Any) -> Record:
-    """One run, in the folder `place`; returns its record."""
+    """Train a run of a study in the folder `place`; return its record."""
     record = train_point(run.config, run.point, run.config.train.seed, place=place, report=report)
     of = {"key": run.key, "kind": run.kind, "size": run.size, "scheme": run.scheme}
     record = {**of, "connection": run.config.model.connection, **record}
@@ -235,7 +235,7 @@ def train_run(run: PlannedRun, *, place: Path, report: Any) -> Record:
 def train_point(
     config: RunConfig, point: Mapping[str, Any], seed: int, *, place: Path, report: Callable[[int], None]
 ) -> Record:
-    """One run, in the folder `place`; returns its record."""
+    """Train one point in the folder `place`; return its record."""
     folder = RunFolder(place)
     begun = folder.config.is_file()
     if not begun:
@@ -247,7 +247,7 @@ def train_point(
         return record | {"val_loss": None, "diverged": str(error)}
     if result["interrupted"]:
         if signal.getsignal(result["signal"]) not in (signal.SIG_DFL, None):
-            signal.raise_signal(result["signal"])  # training took it; whoever waits for all runs wants it too
+            signal.raise_signal(result["signal"])  # training caught it; the loop over all runs needs it too
         raise KeyboardInterrupt
     rows = jsonlines.read_metrics(folder.metrics)
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
@@ -275,11 +275,12 @@ def measure_costs(
     executor: Executor | None = None,
     progress: bool = True,
 ) -> None:
-    """Measure the cost of every scheme at every size that has no record of it, or of all of them `again`: on a quieter
-    machine or in more rounds; the last ones count.
+    """Measure the cost of every scheme at every size that has no record of it.
 
-    The schemes of a size are measured in the same rounds of one process, so one that joins brings the baselines again.
-    `compiled` measures the time of a step through `torch.compile`, beside the time of the step that the runs take.
+    again: measure all of them, as on a quieter machine or in more rounds; the last costs count. compiled: measure the
+    time of a step through `torch.compile`, in addition to that of the step that the runs take.
+
+    The schemes of a size are measured in the same rounds of one process, so a new one is measured with the baselines.
     """
     path = out / "costs.jsonl"
     rows = () if again else jsonlines.read(path)
@@ -319,7 +320,7 @@ def _measure_size(
 
 
 class _Costs(Records):
-    """The file of costs: a job measures several schemes, which are a line each."""
+    """The file of costs. A job measures several schemes; each is a line."""
 
     def add(self, record: Record) -> None:
         for cost in record["costs"]:

@@ -12,7 +12,7 @@ from residua.lab.records import jsonlines
 
 
 class Form(NamedTuple):
-    """What a field may hold: in words, and as a function that says whether a value does. absent: it may be left out."""
+    """The values that a field may hold: in words, and as a test. absent: whether the field may be left out."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -87,7 +87,7 @@ RUN: Mapping[str, Form] = {
     **dict.fromkeys(("transition", "further_transition"), TRANSITION),
     **dict.fromkeys(("documents", "further_documents"), DOCUMENTS),
 }
-"""Of the runs of a study."""
+"""The forms of the record of a run."""
 COST: Mapping[str, Form] = {
     **PLACE,
     **{name: of(str) for name in ("baseline", "date", "device")},
@@ -98,7 +98,7 @@ COST: Mapping[str, Form] = {
     "flops_per_token": Form("numbers by name", lambda value: isinstance(value, dict) and _numbers([*value.values()])),
     **dict.fromkeys(("kept_bytes", "peak_bytes"), of(float | None, absent=True)),
 }
-"""Of the costs of a study's schemes."""
+"""The forms of the record of a cost."""
 
 
 class Cost(NamedTuple):
@@ -144,7 +144,7 @@ def _nested(value: Any) -> bool:
 
 
 def read(path: Path, forms: Mapping[str, Form], title: str) -> list[dict[str, Any]]:
-    """Read records of these forms. Raises InputError for a file of others; title: the records in words."""
+    """Read records of these forms. Raises InputError if one differs. title: the records in words."""
     rows = jsonlines.read(path)
     needed = {name for name, form in forms.items() if not form.absent}
     for row in rows:

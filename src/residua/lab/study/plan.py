@@ -1,6 +1,6 @@
-"""What a study trains: the runs that follow from its sizes, schemes and tuning budgets.
+"""Plan the runs of a study, which follow from its sizes, schemes and tuning budgets.
 
-A run is identified by its resolved configuration. What a study still needs is a pure function of the finished runs.
+A run is identified by its resolved configuration. The remaining runs are a pure function of the finished ones.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ RunKind = Literal["tune", "final", "report", "longer"]
 
 
 class PlannedRun(NamedTuple):
-    """One run of a study: what it is for, and everything that decides its numbers."""
+    """One run of a study: its purpose, and the settings that decide its numbers."""
 
     kind: RunKind
     size: str
@@ -47,7 +47,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """A digest of all settings that numbers depend on. Keys with their defaults add nothing."""
+        """A digest of all settings that numbers depend on. Keys that have their defaults do not change it."""
         settings = {
             key: recorded(value) if key == "model.connection" else value
             for key, value in flatten(asdict(self.config)).items()
@@ -67,7 +67,7 @@ class PlannedRun(NamedTuple):
 
 
 class RunCount(NamedTuple):
-    """Runs of one scheme at one size that are equally long: how many at most, and their steps."""
+    """The largest number of runs of one length, of one scheme at one size, and their steps."""
 
     size: str
     scheme: str
@@ -82,13 +82,13 @@ _IRRELEVANT = (FREE_KEYS - {"train.evaluate_every"}) | {"data.source", "data.tok
 class Plan:
     """The runs of a study on prepared data. `data` is their folder.
 
-    sizes: the sizes at which runs are reported; at others of the study only those that tune. None for all of them.
+    sizes: the sizes at which runs are reported; at the other ones of the study runs only tune. None for all of them.
 
-    `misfits` says why a scheme cannot be built at a size, such as heads that do not divide its width, by size and
-    scheme. It has no runs there, nor at sizes that take their settings from there.
+    `misfits` holds the reasons why schemes cannot be built at a size, such as heads that do not divide its width, by
+    size and scheme. Such a scheme has no runs there, nor at sizes that take their settings from there.
 
     Raises:
-        InputError: the data have too few tokens, a size cannot be used, or a scheme at no size.
+        InputError: the data have too few tokens, a size cannot be used, or a scheme cannot be built at any size.
     """
 
     def __init__(self, study: Study, data: str | Path, sizes: Sequence[str] | None = None):
@@ -131,12 +131,12 @@ class Plan:
         return self.prepared.facts
 
     def schemes_at(self, size: str) -> list[str]:
-        """The schemes that have runs at a size: it can be built there, and where its settings come from."""
+        """Return the schemes that can be built at a size, and at the sizes from which its settings come."""
         places = {size, *self.study.searches(size)}
         return [name for name in self.study.schemes if not any((place, name) in self.misfits for place in places)]
 
     def runs(self, finished: Mapping[Any, Record]) -> Iterator[PlannedRun]:
-        """All runs that the study needs, as far as the finished ones tell, in the order of their worth."""
+        """Yield all runs that the study needs, as far as the finished ones determine them, the most useful first."""
         study = self.study
         for size in study.sizes:
             chosen = {}
@@ -154,24 +154,24 @@ class Plan:
                 yield from self.reported(size, name, point, seeds=study.further_seeds(size, name))
 
     def _reports_every_point(self, size: str) -> bool:
-        """Whether the runs of a search at this size are those that are reported."""
+        """Return whether the runs of a search at this size are also reported."""
         return self.study.tuning_at(size).every and size in self.study.searches(size)
 
     def recorded(self, record: Record) -> PlannedRun:
-        """The run of a record, whose key is another if the study has other settings.
+        """Rebuild the run behind a record. Its key differs if the settings of the study have changed.
 
-        It need not be one of `runs`: a study that grows may choose anew, as when more seeds compare the finalists, and
-        the runs of its earlier choice stay.
+        It need not be one of `runs`: a study that grows may choose again, for example when more seeds compare the
+        finalists, and keeps the runs of its earlier choice.
         """
         return self.run(*(record[name] for name in ("kind", "size", "scheme", "point", "seed", "steps")))
 
     @property
     def most(self) -> int:
-        """How many runs there can be at most."""
+        """The largest number of runs."""
         return sum(part.runs for part in self.at_most())
 
     def at_most(self) -> Iterator[RunCount]:
-        """All runs that there can be, whatever the search finds."""
+        """Yield the largest numbers of runs, whatever the search finds."""
         study = self.study
         for size, scheme in itertools.product(study.sizes, study.schemes):
             if scheme not in self.schemes_at(size):
@@ -210,7 +210,7 @@ class Plan:
                 )
 
     def _misfit(self, size: str, scheme: str) -> InputError | None:
-        """Why a scheme cannot be built at a size; None where it can."""
+        """Return why a scheme cannot be built at a size, None if it can."""
         try:
             config = self.config(size, scheme)
             if isinstance(config.model, BaseModelConfig):
@@ -222,8 +222,8 @@ class Plan:
     def search(
         self, size: str, scheme: str, finished: Mapping[Any, Record]
     ) -> tuple[list[PlannedRun], dict[str, Any] | None]:
-        """The tuning runs of a scheme at a size that has a search, as far as the finished ones tell; and the best point
-        once all of them are finished, None if all diverged."""
+        """Return the tuning runs of a scheme at a size that has a search, as far as the finished ones determine them,
+        and the best point once all of them are finished, None if all diverged."""
         if (size, scheme) in self._done:
             return self._done[size, scheme]
         study, tuning = self.study, self.study.tuning_at(size)
@@ -252,7 +252,7 @@ class Plan:
         return runs, best
 
     def chosen(self, size: str, scheme: str, finished: Mapping[Any, Record]) -> dict[str, Any] | None:
-        """The best point of a scheme; None while its tuning is not finished, and where all of it diverged."""
+        """Return the best point of a scheme; None while its tuning is unfinished, and if all of its runs diverged."""
         return self.search(self.study.searches(size)[-1], scheme, finished)[1]
 
     def reported(
@@ -263,19 +263,19 @@ class Plan:
         longer: float | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Iterator[PlannedRun]:
-        """The runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
+        """Yield the runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
         kind: RunKind = "longer" if longer else "report"
         steps = round((longer or 1.0) * self.steps[size])
         for seed in self.study.seeds_at(size) if seeds is None else seeds:
             yield self.run(kind, size, scheme, point, seed, steps)
 
     def run(self, kind: RunKind, size: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> PlannedRun:
-        # Nobody looks at the curve of a run that tunes.
+        # The curve of a run that tunes is not shown.
         evaluations = 1 if kind in ("tune", "final") else self.study.evaluations
         return PlannedRun(kind, size, scheme, point, self.config(size, scheme, point, seed, steps, evaluations))
 
     def _trial(self, size: str, scheme: str, point: Mapping[str, Any], seed: int | None) -> PlannedRun:
-        """A run of the search, or the run of a finalist with a seed."""
+        """Return a run of the search, or the run of a finalist with a seed."""
         tuning, steps = self.study.tuning_at(size), self.steps[size]
         if seed is not None:
             return self.run("report" if tuning.every else "final", size, scheme, point, seed, steps)
@@ -290,7 +290,7 @@ class Plan:
         steps: int = 1,
         evaluations: int = 1,
     ) -> RunConfig:
-        """The configuration of a scheme at a size."""
+        """Return the configuration of a scheme at a size."""
         place = size, scheme, repr(dict(point))
         if place not in self._configs:
             self._configs[place] = self._read(size, scheme, point)
@@ -314,7 +314,7 @@ class Plan:
         return {**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1}
 
     def model(self, config: RunConfig) -> PreTrainedConfig:
-        """The configuration of the model of a run. Raises InputError for a base that cannot be used."""
+        """Return the configuration of the model of a run. Raises InputError for a base that cannot be used."""
         if not isinstance(config.model, BaseModelConfig):
             return model_config(config)
         settings = repr(config.model)
@@ -324,7 +324,7 @@ class Plan:
         return self._bases[settings]
 
     def _has_parameters(self, size: str, scheme: str) -> bool:
-        """Whether a scheme has parameters of its own, so that they can have a learning rate of their own."""
+        """Return whether a scheme has parameters of its own, which can have a learning rate of their own."""
         width = self.model(self.config(size, scheme)).get_text_config().hidden_size
         small = partial(ResiduaConfig, vocab_size=64, hidden_size=width, num_hidden_layers=2, num_attention_heads=1)
         own, none = (small(connection=name) for name in (self.study.schemes[scheme].connection, "residual"))
@@ -334,7 +334,7 @@ class Plan:
         return parameters(self.model(config))["total"]
 
     def _matched(self, size: str, entry: Entry) -> int:
-        """The MLP width with which a scheme comes nearest to the parameters of the one that it is matched to."""
+        """Return the MLP width that brings a scheme nearest to the number of parameters of `entry.parameters_of`."""
         other = self.config(size, entry.parameters_of)
         place = f"schemes.{entry.name}.parameters_of"
         require(not isinstance(other.model, BaseModelConfig), place, "none beside model.base", entry.parameters_of)
@@ -346,7 +346,7 @@ class Plan:
 
 
 def _pinned(study: Study) -> Study:
-    """The study with the digest of every base beside its path, so that no row mixes two models."""
+    """Return the study with the digest of every base next to its path, so that no row mixes two models."""
     given = load_config(study.config, study.set).model
     base = {"model.base": given.base} if isinstance(given, BaseModelConfig) else {}
 

@@ -1,31 +1,21 @@
-"""The report of a study: Markdown, CSV, and plain values for its page."""
-
-import itertools
-import math
-from collections.abc import Mapping
-
-from residua.errors import extra
-from residua.lab.records import figures
-from residua.lab.records.figures import COLOURS
-from residua.lab.study.results import Difference, Results, SchemeRow
-
-with extra("lab"):
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+"""The report of a study: Markdown, CSV, a page and a picture."""
 
 import csv
 import html
 import io
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from residua.errors import extra
 from residua.files.durable import write_text
 from residua.lab.evaluation.comparable import NATS
 from residua.lab.evaluation.runs import Run
-from residua.lab.records.figures import save
+from residua.lab.records import figures
 from residua.lab.records.folder import writable
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Contrast, Estimate
@@ -39,8 +29,15 @@ from residua.lab.study.results import (
     SESSIONS,
     SIGNIFICANT,
     Answer,
+    Difference,
+    Results,
+    SchemeRow,
 )
 from residua.lab.study.search import loss_of, other_loss_of
+
+with extra("lab"):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 REPORT_FILES = ("report.md", "results.csv", "index.html")
 TEMPLATE = Path(__file__).parent / "assets" / "page.html"
@@ -55,11 +52,11 @@ def write_report(results: Results, out: str | Path) -> list[Path]:
         Path(out).mkdir(parents=True, exist_ok=True)
         for path, text in zip(paths, texts):
             write_text(path, text)
-        return paths + save({"differences.png": draw(results)}, out)
+        return paths + figures.save({"differences.png": draw(results)}, out)
 
 
 def markdown(results: Results) -> str:
-    """The report in Markdown."""
+    """Return the report in Markdown."""
     study = results.study
     lines = [f"# {_safe(study.title)}", "", *_setting(results), ""]
     for size in study.sizes:
@@ -91,7 +88,7 @@ EVERY_POINT = (
 
 
 def points_table(rows: Sequence[SchemeRow]) -> Table | None:
-    """What the seeds of every point come to, where these chose the row; None where one seed searched."""
+    """Return the mean losses of every point that was trained with all seeds; None if one seed searched."""
 
     def mean(losses: Sequence[float]) -> str:
         return estimate_text(Estimate.of(losses), ".4f") if all(map(math.isfinite, losses)) else "diverged"
@@ -214,7 +211,7 @@ OVER_DOCUMENTS = {"": "over documents", "further_": "second text, over documents
 
 
 def primary_table(results: Results) -> Table:
-    """The contrasts that were named before their runs, the smallest corrected p first."""
+    """Return the contrasts that were named before their runs, the smallest corrected p first."""
     order = sorted(results.corrected, key=lambda named: results.corrected[named].holm)
     measured = {prefix for difference in results.corrected.values() for prefix in difference.documents}
     texts = {prefix: words for prefix, words in OVER_DOCUMENTS.items() if prefix in measured}
@@ -229,7 +226,7 @@ def primary_table(results: Results) -> Table:
 
 
 class Asked(NamedTuple):
-    """A question with a row for each comparison and a column for each size, and what it waits for."""
+    """A question, the table of its answers by comparison and size, and remarks on unfinished comparisons."""
 
     ask: str
     table: Table | None
@@ -237,7 +234,7 @@ class Asked(NamedTuple):
 
 
 def questions(results: Results) -> Iterator[Asked]:
-    """The answers to each question. What it waits for is said of the sizes that have an answer, or of all."""
+    """Yield the answers to each question. Remarks on missing runs concern the sizes that have an answer, or all."""
     for question in results.study.questions.values():
         at: dict[str, list[Answer]] = {}
         for answer in results.answers:
@@ -259,7 +256,7 @@ def questions(results: Results) -> Iterator[Asked]:
 
 
 def _answer_table(at: Mapping[str, Sequence[Answer]], sizes: Sequence[str], seeds: int) -> Table:
-    """A table of the answers to a question; without a column for what is equal where that is one thing."""
+    """Return a table of the answers to a question, with a column for the measure if there are several."""
     texts = {
         (answer.scheme, answer.to, answer.measure, size): _difference_text(difference, seeds)
         + ("" if difference.seen else f"; would see {difference.estimate.detectable:.4f}")
@@ -328,7 +325,7 @@ def _reading(results: Results) -> list[str]:
 
 
 def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
-    """What the table of a size shows of a row, by heading, in Markdown and on the page."""
+    """Return the columns in the table of a size, as functions of a row by heading, for Markdown and the page."""
 
     def flops(row: SchemeRow) -> str:
         base = results.row(row.size, results.study.baselines[0])
@@ -375,14 +372,14 @@ def copying(runs: Sequence[Run]) -> str:
 
 
 def tuned(row: SchemeRow) -> list[str]:
-    """What tuning chose, key by key."""
+    """Return the chosen settings, key by key."""
     return [
         f"{key.rpartition('.')[2]} {value}{' (edge)' if key in row.edges else ''}" for key, value in row.point.items()
     ]
 
 
 def difference_text(row: SchemeRow, baseline: str, measure: str) -> str:
-    """The difference of a row to a baseline; a dash without an interval."""
+    """Return the difference of a row to a baseline; a dash without an interval."""
     if row.scheme == baseline:
         return "baseline"
     difference = row.difference(baseline, measure)
@@ -392,15 +389,15 @@ def difference_text(row: SchemeRow, baseline: str, measure: str) -> str:
 
 
 def _difference_text(difference: Difference, seeds: int) -> str:
-    """A difference and half of its 95 % interval, bold where it is clear of zero after the correction; with the number
-    of its seeds where that is another one."""
+    """Return a difference and half of its 95 % interval, bold if it is clear of zero after the correction, with the
+    number of its seeds if it differs from `seeds`."""
     text = estimate_text(difference.estimate, "+.4f")
     text = f"**{text}**" if difference.clear else text
     return text if difference.estimate.count == seeds else f"{text} ({difference.estimate.count} seeds)"
 
 
 def _worth_text(row: SchemeRow, baseline: str) -> str:
-    """As many times the tokens, and the effective speed-up."""
+    """Return the multiple of the tokens that a row is worth, and the effective speed-up."""
     difference = row.difference(baseline, "tokens")
     if difference is None or difference.worth is None:
         return "–"
@@ -414,7 +411,7 @@ def _worth_text(row: SchemeRow, baseline: str) -> str:
 
 
 def estimate_text(estimate: Estimate | Contrast, form: str) -> str:
-    """A mean and half of its 95 % interval."""
+    """Return a mean and half of its 95 % interval."""
     half = estimate.half_width
     return format(estimate.mean, form) + (f" ± {half:.4f}" if half is not None else " (one seed)")
 
@@ -424,7 +421,7 @@ def _markdown(table: Table) -> str:
 
 
 def _safe(value: Any) -> str:
-    """A text in one line, of which Markdown makes no tag and no link, and a terminal no command."""
+    """Return a text in one line that is neither a tag nor a link in Markdown and no command to a terminal."""
     text = " ".join(printable(value).split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("](", "]\\(")
 
@@ -434,7 +431,7 @@ def _list(values: Iterable[Any]) -> str:
 
 
 def row_values(row: SchemeRow) -> dict[str, Any]:
-    """The numbers of a row, in the CSV and on the page."""
+    """Return the numbers of a row, for the CSV and the page."""
     return {
         "size": row.size,
         "scheme": row.scheme,
@@ -448,7 +445,7 @@ def row_values(row: SchemeRow) -> dict[str, Any]:
 
 
 def difference_values(difference: Difference) -> dict[str, Any]:
-    """The numbers of a difference, in the CSV and on the page."""
+    """Return the numbers of a difference, for the CSV and the page."""
     estimate = difference.estimate
     return {
         "baseline": difference.baseline,
@@ -463,7 +460,7 @@ def difference_values(difference: Difference) -> dict[str, Any]:
 
 
 def table(results: Results) -> str:
-    """The rows as CSV: one line for each difference, and one for each baseline itself."""
+    """Return the rows as CSV: one line for each difference, and one for each baseline itself."""
     lines = [
         row_values(row) | difference_values(difference)
         for row in results.rows
@@ -522,17 +519,17 @@ def _plain_row(row: SchemeRow) -> dict[str, Any]:
 
 
 def page(payload: Mapping[str, Any]) -> str:
-    """The page that shows `payload`: one file that asks for nothing, in which every text is inert."""
+    """Return the page that shows `payload`: one file that requests nothing and in which every text is inert."""
     data = json.dumps(payload, ensure_ascii=True).replace("<", "\\u003c").replace(">", "\\u003e")
     title, parts = html.escape(str(payload["title"])), TEMPLATE.read_text(encoding="utf-8").split("<!-- split -->")
     return f"{parts[0]}{title}{parts[1]}{data}{parts[2]}"
 
 
 MARKS = {
-    "tokens": (COLOURS[0], "o"),
-    "FLOPs": (COLOURS[2], "D"),
-    "seconds": (COLOURS[1], "s"),
-    "compiled seconds": (COLOURS[3], "^"),
+    "tokens": (figures.COLOURS[0], "o"),
+    "FLOPs": (figures.COLOURS[2], "D"),
+    "seconds": (figures.COLOURS[1], "s"),
+    "compiled seconds": (figures.COLOURS[3], "^"),
 }
 """Colour and mark of each measure."""
 
@@ -579,7 +576,7 @@ def draw(results: Results) -> Figure | None:
 
 
 def _marks(panel: Axes, differences: Mapping[float, Difference | None], colour: str, marker: str, label: str) -> None:
-    """Draw differences with their intervals at places on the y axis, those that are not clear of zero hollow."""
+    """Draw differences with their intervals at places on the y axis; marks that are not clear of zero are hollow."""
     shown = {y: d for y, d in differences.items() if d and d.estimate and d.estimate.half_width is not None}
     hollow = [y for y, difference in shown.items() if not difference.clear]
     estimates = {y: difference.estimate for y, difference in shown.items()}

@@ -25,8 +25,8 @@ from residua.lab.study.forms import Cost
 from residua.lab.study.search import at_edge, loss_of, other_loss_of, winners
 
 BELOW = 0.9
-"""A scheme whose step costs less than a baseline's is compared with fewer tokens of it, down to this share; beyond the
-longest runs of a baseline there is no comparison."""
+"""A scheme whose step costs less than a baseline's is compared with fewer tokens of the baseline, down to this share.
+Beyond the longest runs of a baseline there is no comparison."""
 ALPHA = 0.5
 """Between runs of two lengths a baseline's loss is a + b C^-ALPHA of its tokens C. A straight line in the logarithm
 would lie above a convex curve and flatter every scheme."""
@@ -34,9 +34,9 @@ SESSIONS = 0.02
 """The standard error of a ratio of times from one session of measurements to the next."""
 FAILED = 3.0
 """A row whose losses vary over the seeds more than this many times as much as the median row's, as when a run failed,
-has no part in the noise that a size shares, and its differences have its own."""
+has noise of its own and no part in the noise that a size shares."""
 FEWEST_ROUNDS = 9
-"""With fewer rounds of time measurements the error of their median is not known, and nothing is compared."""
+"""With fewer rounds of time measurements the error of their median is unknown, and nothing is compared."""
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
 """p below which a difference is seen, and corrected p below which it is clear of zero."""
@@ -47,16 +47,16 @@ Made = TypeVar("Made")
 class Difference:
     """Loss of a scheme minus that of another, a baseline or not, at one size and at an equal amount of something.
 
-    cost       of a step, relative to the baseline's: where on the baseline's curve it is compared
-    estimate   over the seeds; None where the baseline was not trained for as long. At equal seconds it has the error of
-               the timing too, which the seeds share: of the ratio, times the slope of the baseline's loss over the
+    cost       of a step, relative to the baseline's: the place on the baseline's curve where they are compared
+    estimate   over the seeds; None if the baseline was not trained for as long. At equal seconds it includes the error
+               of the timing, which the seeds share: that of the ratio, times the slope of the baseline's loss over the
                logarithm of the steps
-    worth      as many times the tokens bring the baseline to the scheme's loss; infinite beyond its longest runs, 0
-               below the share BELOW. None if those are no better than its shorter ones
-    longest    how many times as long as the scheme's those runs are; 1 without any
-    holm       p corrected for the number of primary contrasts, also those without runs yet; None for all others
+    worth      the multiple of the tokens that brings the baseline to the scheme's loss; infinite beyond its longest
+               runs, 0 below the share BELOW. None if its longest runs are no better than its shorter ones
+    longest    the length of those runs as a multiple of the scheme's; 1 without any
+    holm       p corrected for the number of primary contrasts, with those that have no runs yet; None for all others
     documents  at equal tokens, with the error of having these held-out documents and not others: of the study's text,
-               "", and of a further one, "further_"; only where the records say it
+               "", and of a further one, "further_"; only of those that were measured
     """
 
     size: str
@@ -72,36 +72,36 @@ class Difference:
 
     @property
     def contrast(self) -> tuple[Any, ...]:
-        """Which two are compared, in either order, at which size and over how many seeds."""
+        """The size, the two schemes in either order, and the number of seeds."""
         return self.size, frozenset((self.scheme, self.baseline)), self.estimate and self.estimate.count
 
     @property
     def p(self) -> float | None:
-        """Of a difference of zero."""
+        """The p-value of a difference of zero."""
         return self.estimate and self.estimate.p_value
 
     @property
     def seen(self) -> bool:
-        """Whether the interval excludes zero, which says nothing of how many were looked at."""
+        """Whether the interval excludes zero, whatever the number of differences."""
         return self.p is not None and self.p < SIGNIFICANT
 
     @property
     def clear(self) -> bool:
-        """Whether zero is excluded after the correction: of primary contrasts alone."""
+        """Whether zero is excluded after the correction; only for primary contrasts."""
         return self.holm is not None and self.holm < SIGNIFICANT
 
 
 @dataclass
 class SchemeRow:
-    """One scheme at one size: the records behind it, and what they say beside its baselines.
+    """One scheme at one size: its runs, and their differences to the baselines.
 
-    point       that tuning chose
-    seeds       how many the study has there
+    point       the point that tuning chose
+    seeds       the number of seeds that the study has there
     searches    the runs of each search by its size; those of `reported` too if every point has all seeds
     reported    the runs of the study's seeds at that point
-    further     those of seeds that only a question has
-    longer      of a baseline: those that were trained for longer
-    costs       of a step, in the order measured
+    further     the runs of seeds that only a question has
+    longer      the runs of a baseline that were trained for longer
+    costs       of a step, in the order in which they were measured
     noise       of a run, as the rows of the size share it; None if this row has its own
     failed      whether its losses vary far more than those of the other rows
     """
@@ -190,8 +190,8 @@ class SchemeRow:
 
     @property
     def edges(self) -> list[str]:
-        """The tuned keys whose best value is the smallest or largest that the last search of it tried: the budget ended
-        there."""
+        """The tuned keys whose best value is the smallest or largest one that their last search tried, where its budget
+        ended."""
         edges = []
         for key, best in self.point.items():
             tried = ({run.point[key] for run in runs if run.kind != "final"} for runs in self.searches.values())
@@ -205,11 +205,11 @@ class SchemeRow:
 
 
 class Answer(NamedTuple):
-    """What the runs say to one comparison of a question at one size.
+    """The answer to one comparison of a question at one size.
 
     difference   the loss of `scheme` minus that of `to`
-    waiting      those of the two that are not finished
-    missing      why there is no difference though both are finished; None if there is one
+    waiting      the unfinished ones of the two
+    missing      the reason why there is no difference although both are finished; None if there is one
     """
 
     question: Question
@@ -224,7 +224,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of a study in its order, and what holds for all of them."""
+    """The rows of a study in its order, its answers, and its primary contrasts by size and pair, corrected."""
 
     study: Study
     rows: Sequence[SchemeRow]
@@ -236,30 +236,30 @@ class Results:
 
     @property
     def unfinished(self) -> list[str]:
-        """The rows that have some of their seeds."""
+        """The rows that lack some of their seeds, as texts."""
         return [
             f"{row.scheme} at {row.size}: {len(row.losses)} of {row.seeds} seeds" for row in self.rows if not row.whole
         ]
 
     @property
     def untrained(self) -> int:
-        """How many pairs of a size and a scheme of the study have no run."""
+        """The number of pairs of a size and a scheme of the study that have no run."""
         places = itertools.product(self.study.sizes, self.study.schemes)
         return sum(self.row(*place) is None for place in places)
 
     @property
     def facts(self) -> list[Mapping[str, Any]]:
-        """The circumstances of all runs behind the rows."""
+        """The facts of all runs behind the rows."""
         return [run.facts for row in self.rows for run in [*row.runs, *row.further.runs] if run.facts]
 
     @property
     def measures(self) -> list[str]:
-        """What the rows are compared at: compiled seconds only where somebody measured them."""
+        """The measures at which rows are compared: compiled seconds only if they were measured."""
         compiled = any(d.measure == COMPILED for row in self.rows for d in row.differences)
         return [measure for measure in MEASURES if compiled or measure != COMPILED]
 
     def curves(self, row: SchemeRow) -> dict[str, list[tuple[int, float, float | None]]]:
-        """By baseline: (step, difference, half of its 95 % interval) along the reported runs."""
+        """Return (step, difference, half of its 95 % interval) along the reported runs, by baseline."""
         bases = {name: self.row(row.size, name) for name in self.study.baselines}
         return {
             name: [
@@ -272,12 +272,12 @@ class Results:
         }
 
     def noise(self, size: str) -> Noise | None:
-        """The noise of a single run that the schemes of a size share; None where each has its own."""
+        """Return the noise of a single run that the schemes of a size share; None if each has its own."""
         return next((row.noise for row in self.rows if row.size == size and row.noise), None)
 
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
-    """The records of a study's runs. Raises InputError for one that no study wrote, or on other data."""
+    """Return the records of a study's runs. Raises InputError for one that no study wrote, or of other data."""
     rows = forms.read(path, forms.RUN, "records of a study's runs")
     for row in rows:
         fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
@@ -287,7 +287,7 @@ def read_runs(path: Path, data: str | None) -> list[Record]:
 
 
 def read_results(folder: str | Path) -> Results:
-    """The results in a study's folder. Needs neither the data nor the folder's lock.
+    """Return the results in a study's folder. This needs neither the data nor the folder's lock.
 
     Raises InputError if the folder holds no study, or records that no study wrote.
     """
@@ -298,9 +298,9 @@ def read_results(folder: str | Path) -> Results:
 
 
 def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:
-    """Gather the rows of a study from its records and from the costs, of which the last count.
+    """Return the results of a study by the records of its runs and costs; of equal ones the last count.
 
-    Records of a name that the study uses for another connection now are left out.
+    Records of a name that the study now uses for another connection are left out.
     """
     last = {record["key"]: record for record in records}.values()
     runs = _by_connection(study, last, lambda place, record: Run.of(record, study.measure_at(*place)))
@@ -338,7 +338,7 @@ def _primary(
 ) -> dict[tuple[str, str, str], Difference]:
     """Return the primary contrasts whose rows are whole, over all seeds that a question has for them, and correct them.
 
-    The same contrast elsewhere, in one order or the other and of as many seeds, has the same corrected p-value.
+    The same contrast elsewhere, in either order and over as many seeds, gets the same corrected p-value.
     """
     asked = [each.difference for each in answers if each.difference and each.measure == "tokens"]
     over_all_seeds = {(each.size, each.scheme, each.baseline): each for each in asked}
@@ -359,7 +359,7 @@ def _primary(
 
 
 def _share_noise(rows: Sequence[SchemeRow], pooled: bool) -> None:
-    """Give the rows of a size the noise that the whole ones share, but not those that vary far more than the others."""
+    """Give the rows of a size the noise that the whole ones share, except rows that vary far more than the others."""
     whole = [row for row in rows if pooled and row.whole and row.loss is not None]
     middle = statistics.median(row.loss.deviation for row in whole) if whole else 0.0
     for row in whole:
@@ -403,7 +403,7 @@ def _row(
 
 
 def _answers(study: Study, rows: Mapping[tuple[str, str], SchemeRow]) -> list[Answer]:
-    """The answers to all questions at all sizes that have a finished row."""
+    """Return the answers to all questions at all sizes that have a finished row."""
     finished = {row.size for row in rows.values() if row.whole}
     sizes = [size for size in study.sizes if size in finished] or list(study.sizes)[:1]
     return [
@@ -444,7 +444,7 @@ def _not_measured(measure: str, scheme: str, to: str) -> str:
 def _contrast(
     row: SchemeRow, base: SchemeRow, ours: Mapping[int, float], theirs: Mapping[int, float]
 ) -> Contrast | None:
-    """Compare two rows over the seeds that both have: with the noise that their size shares, or with their own."""
+    """Compare two rows over their shared seeds, with the noise that their size shares or with their own."""
     shared = sorted(ours.keys() & theirs.keys())
     sides = [[losses[seed] for seed in shared] for losses in (ours, theirs)]
     if not shared:
@@ -457,7 +457,7 @@ def _searched(
 ) -> tuple[list[Run], list[Any]]:
     """Return the runs of a search, of the length that the study gives them, and the points that it may have chosen.
 
-    start: where it may have begun, as far as the search before it tells.
+    start: the points from which it may have begun, as far as the search before it determines them.
     """
     tuning, moved = study.tuning_at(size), study.sizes[size].over or study.tuning.over
     begins = [{key: value for key, value in point.items() if key not in moved} for point in start]
@@ -474,7 +474,7 @@ def _searched(
 
 
 def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -> list[Difference]:
-    """The differences of two rows, at equal tokens first, and there over further seeds too."""
+    """Return the differences of two rows, at equal tokens first and with further seeds there."""
     seeds = {*row.losses, *further}
     ours = {seed: loss for seed, loss in row.all_losses.items() if seed in seeds and loss is not None}
     losses: dict[int, dict[int, float]] = {}  # of the baseline, by seed and steps
@@ -485,7 +485,7 @@ def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -
     for measure, (cost, error) in _relative_costs(row, base).items():
         at = {seed: _at(by_steps, row.steps * cost) for seed, by_steps in losses.items()}
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
-        # At another cost all seeds or none: the baselines' longer runs may still go on.
+        # At another cost, all seeds or none: longer runs of the baseline may be unfinished.
         whole = len(ours) == len(seeds) and (cost == 1 or ours.keys() <= theirs.keys())
         estimate = _contrast(row, base, ours, theirs) if whole else None
         if error and estimate is not None:
@@ -500,7 +500,7 @@ def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -
 
 
 def _over_documents(row: SchemeRow, base: SchemeRow) -> dict[str, Contrast]:
-    """See `Difference`; empty unless every reported run has its losses by document, of the same documents."""
+    """Return `Difference.documents`; empty unless every reported run has its losses by document, of the same ones."""
     contrasts = {}
     for prefix in ("", "further_"):
         sides = [[run.documents.get(prefix) for run in side.reported.runs] for side in (row, base)]
@@ -512,7 +512,7 @@ def _over_documents(row: SchemeRow, base: SchemeRow) -> dict[str, Contrast]:
 
 
 def _relative_costs(row: SchemeRow, base: SchemeRow) -> dict[str, tuple[float, float]]:
-    """What a step costs relative to one of a baseline, by measure, and the standard error of the logarithm of that."""
+    """Return the cost of a step relative to a baseline's, and the standard error of its logarithm, by measure."""
     costs = {"tokens": (1.0, 0.0)}
     if row.cost is not None and base.cost is not None:
         costs["FLOPs"] = row.cost.flops_per_token / base.cost.flops_per_token, 0.0
@@ -525,8 +525,7 @@ def _relative_costs(row: SchemeRow, base: SchemeRow) -> dict[str, tuple[float, f
 
 
 def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[float | None, float]:
-    """After how many times as many steps as a row has a baseline has the same mean loss, and how many times as many its
-    longest runs have; see `Difference`."""
+    """Return `Difference.worth` and `Difference.longest` of a row and a baseline with these losses."""
     runs = [losses[seed] for seed in row.losses if seed in losses]
     lengths = sorted(set.intersection(*map(set, runs))) if runs else []
     if len(lengths) < 2 or row.loss is None:
@@ -545,9 +544,9 @@ def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[f
 
 
 def _timed_together(row: SchemeRow, base: SchemeRow, compiled: bool) -> tuple[Cost, Cost] | None:
-    """The costs of two from the newest rounds in which both took turns, so that what slowed both is left out.
+    """Return the costs of two rows in the newest rounds in which both took turns, so that what slowed both cancels.
 
-    From rounds of another hour a ratio of ratios would be off by what changed between them.
+    A ratio of ratios from rounds of different hours would contain all changes of the machine between them.
     """
     theirs = {cost.session: cost for cost in base.timed(compiled)}
     for ours in reversed(row.timed(compiled)):
@@ -557,8 +556,8 @@ def _timed_together(row: SchemeRow, base: SchemeRow, compiled: bool) -> tuple[Co
 
 
 def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]:
-    """The loss of runs of `steps` steps, on the curve between finished runs, None beyond the longest; and what it
-    changes by there when the logarithm of the steps grows by one."""
+    """Return the loss after `steps` steps, on the curve between finished runs, None beyond the longest; and its slope
+    there over the logarithm of the steps."""
     lengths = sorted(losses)
     if len(lengths) < 2:
         return losses.get(steps), 0.0

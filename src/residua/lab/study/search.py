@@ -27,17 +27,17 @@ FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Search:
-    """What is tuned. When the grid is done, the neighbours of its best point are trained (each number halved and
-    doubled), until none of them is better. Then the finalists are trained with the seeds that decide between them.
+    """A search over the values of keys. After the grid it trains the neighbours of the best point (each number halved
+    and doubled) until none of them is better. Then it trains the finalists with the seeds that decide between them.
 
     over         the values of every key
     read         the configuration of a point with all of its keys. Raises InputError for a value beyond its range
     start        the values of further keys, which all points share
-    budget       how many points are trained at most, beside the grid; None: as many as it takes
-    factors      from a point to its neighbours in a key; FACTOR for the keys that are not here
-    finalists    how many of the best points are finalists; None: all of them
+    budget       the most points that are trained, unless the grid has more; None: as many as needed
+    factors      from a point to its neighbours, by key; FACTOR for all other keys
+    finalists    the number of finalists, the best points; None: all points
     seeds        of the finalists; without any the best point of the search wins
-    every        True: every point of the search is trained with all seeds, and the lowest mean is the best
+    every        whether every point is trained with all seeds, and the point with the lowest mean is the best
     loss         of a record, by which points are compared
     """
 
@@ -54,10 +54,10 @@ class Search:
     def walk(
         self, run_of: Callable[[Mapping[str, Any], int | None], Planned], finished: Mapping[Any, Record]
     ) -> tuple[list[Planned], dict[str, Any] | None]:
-        """Return the runs that are needed, as far as the finished ones tell, and the best point once all are finished;
-        None too if all of them diverged.
+        """Return the runs that are needed, as far as the finished ones determine them, and the best point; None before
+        all of them are finished, and if all diverged.
 
-        run_of: the run of a point; seed None for the search itself, else of a finalist
+        run_of: returns the run of a point and a seed, None for the search itself
         """
         runs: dict[Attempt, Planned] = {}
         losses: dict[Attempt, float] = {}
@@ -90,7 +90,7 @@ class Search:
         return list(runs.values()), self.named(best[0]) if best else None
 
     def named(self, point: Point) -> dict[str, Any]:
-        """A point with all of its keys."""
+        """Return a point with all of its keys."""
         return {**self.start, **dict(zip(self.over, point))}
 
     def _beside(self, point: Point) -> Iterator[Point]:
@@ -109,7 +109,7 @@ class Search:
 
 
 def _among(point: Point, others: Iterable[Point]) -> bool:
-    """Whether a point is one of the others, but for the rounding of a neighbour."""
+    """Return whether a point equals one of the others, apart from the rounding of a neighbour."""
     return any(all(map(partial(math.isclose, rel_tol=1e-4), point, other)) for other in others)
 
 
@@ -117,8 +117,8 @@ def winners(runs: Iterable[tuple[Any, int | None, float]], finalists: int | None
     """Return the points that won a search: several if losses are equal, none while a finalist is not trained in full.
 
     runs        points with seeds and losses, infinite if a run diverged; the seed is None in the search itself
-    finalists   None: every point is one
-    seeds       that decide between the finalists, by the mean of their losses; for one finalist nothing is to decide
+    finalists   the number of finalists; None if every point is one
+    seeds       the seeds whose mean loss decides between several finalists
     """
     runs = list(runs)
     if finalists is None:
@@ -137,13 +137,13 @@ def winners(runs: Iterable[tuple[Any, int | None, float]], finalists: int | None
 
 
 def _lowest(losses: Iterable[tuple[Any, float]], count: int) -> list[Any]:
-    """The points with the `count` lowest losses, the lowest first, and those that tie with the last."""
+    """Return the points with the `count` lowest losses, the lowest first, and those that tie with the last."""
     ordered = sorted((pair for pair in losses if math.isfinite(pair[1])), key=itemgetter(1))
     return [point for point, loss in ordered if loss <= ordered[:count][-1][1]]
 
 
 def at_edge(value: float, tried: Iterable[float]) -> bool:
-    """Whether a value is the smallest or largest of several: a better one may lie beyond it."""
+    """Return whether a value is the smallest or largest of several: a better one may lie beyond it."""
     tried = set(tried)
     return len(tried) > 1 and value in (min(tried), max(tried))
 

@@ -1,4 +1,4 @@
-"""Tune keys of a training configuration: the search of a study, without a baseline and without a comparison.
+"""Tune keys of a training configuration with the search of a study, without baselines and comparisons.
 
 Every scheme must be tuned by itself before it is compared. Swept keys whose values are numbers are tuned; the others,
 such as `model.connection`, make groups, and each group has a search of its own. So do keys that decide how a loss is
@@ -33,14 +33,14 @@ from residua.lab.training.config import STEPS, parse_overrides, recipe_shares
 
 @dataclass
 class Sweep:
-    """What is tuned, and how.
+    """A search over keys of a configuration.
 
     sources, overrides   of the configuration, as `training.load_config` takes them
     over                 the values of every swept key
     seeds                runs of a point, with the seeds train.seed, train.seed + 1, ...
     neighbours           whether the search goes on from the best point of the grid
     finalists            how many points of each group get more than the first seed, the best ones; None: all of them
-    begun                the settings by dotted key of the folder, where the sweep goes on, see `load_config`
+    begun                the settings of the folder by dotted key if the sweep goes on, see `load_config`
     """
 
     sources: tuple[str, ...]
@@ -70,7 +70,7 @@ class Sweep:
         ]
 
     def searches(self) -> dict[str, Search]:
-        """The search of each group, by the values that its points share."""
+        """Return the search of each group, by the values that its points share."""
         first = {key: values[0] for key, values in self.over.items()}
         others = [key for key in self.over if key not in self.tuned]
         searches = {}
@@ -86,7 +86,7 @@ class Sweep:
         return searches
 
     def config(self, point: Mapping[str, Any]) -> RunConfig:
-        """The configuration of a point, with the first seed. Raises InputError."""
+        """Return the configuration of a point, with the first seed. Raises InputError."""
         place = repr(dict(point))  # reading one takes a tenth of a second
         if place not in self._configs:
             config = load_config(self.sources, self._values(point), begun={} if STEPS in self.over else self.begun)
@@ -98,13 +98,13 @@ class Sweep:
         return {**parse_overrides(self.overrides), **point}
 
     def settings(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """What all runs share, by dotted key. Where train.steps are swept, a recipe's schedule is shares of them."""
+        """Return the settings that all runs share, by dotted key, with schedules as shares of swept train.steps."""
         settings = flatten(asdict(self.config(point)))
         shares = recipe_shares(self.sources, self._values(point)) if STEPS in self.over else {}
         return {key: value for key, value in (settings | shares).items() if key not in {*self.over, "train.seed"}}
 
     def job(self, point: Mapping[str, Any], seed: int | None, data: str | None = None) -> Job:
-        """The run of a point with a seed, None and 0 for the first. data: prepared data that all runs share."""
+        """Return the run of a point with a seed, None and 0 for the first. data: prepared data that all runs share."""
         config, seed = self.config(point), seed or 0
         config = replace(
             config,
@@ -115,7 +115,7 @@ class Sweep:
         return Job(key, train_point, (config, point, seed), config.train.steps)
 
     def command(self, point: Mapping[str, Any]) -> str:
-        """What a person types to train with the settings of a point."""
+        """Return the command line that trains with the settings of a point."""
         given = [part for name in self.sources for part in ("--config", name)]
         over = [f"--{key}={_value_text(value)}" for key, value in point.items()]
         return shlex.join(["residua", "train", *given, *self.overrides, *over, "--run", "DIR"])
@@ -186,23 +186,23 @@ class Outcome:
 
     @property
     def best(self) -> Result | None:
-        """The best point; None if every run diverged, and if the groups cannot be compared."""
+        """The best point; None if every run diverged, or if the groups cannot be compared."""
         return next((result for result in self.results if result.won), None) if self.unit else None
 
     @property
     def commands(self) -> dict[str, str]:
-        """What a person types to train the best point, or that of each group if these cannot be compared, by group."""
+        """The command line that trains the best point, or that of each group if these cannot be compared, by group."""
         won = [result for result in self.results if result.won]
         return {result.group: self.sweep.command(result.point) for result in (won[:1] if self.unit else won)}
 
     @property
     def finite(self) -> list[Result]:
-        """The points of which no run diverged."""
+        """The points whose runs all have a loss."""
         return [result for result in self.results if result.row.whole_loss(NATS)]
 
     @property
     def notes(self) -> list[str]:
-        """What a reader has to know: best values at the edge of what was tried, too few seeds."""
+        """The sentences that a reader must know: best values at the edge of the tried ones, too few seeds."""
         notes = []
         for best in (result for result in self.results if result.won):
             tried = [result.point for result in self.results if result.group == best.group]
@@ -228,7 +228,7 @@ class Outcome:
         return notes
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values for `json.dumps`."""
+        """Return everything as plain values for `json.dumps`."""
         results = [
             {
                 "group": result.group,
@@ -299,7 +299,7 @@ class Outcome:
 
 
 def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """The swept keys and their values from `KEY=VALUE,VALUE,...`; values are read as in a YAML list.
+    """Return the swept keys and their values from `KEY=VALUE,VALUE,...`; values are read as in a YAML list.
 
     Raises:
         InputError: a text is something else, or names a key twice.
@@ -338,7 +338,7 @@ def train_sweep(
         keep: leave the run folders in `out`/runs, with their checkpoints.
 
     Raises:
-        InputError: the configuration or the folder cannot be used, see `records.jobs.open_runs`.
+        InputError: the configuration or the folder cannot be used, see `jobs.pool.open_runs`.
         RunError: a run failed for another reason than its numbers, or a result could not be written.
     """
     for values in itertools.product(*sweep.over.values()):
@@ -371,10 +371,10 @@ def _run_of(sweep: Sweep, record: Record) -> Run:
 
 
 def _group_text(key: str, value: Any) -> str:
-    """A value in the name of a group; a number says of what."""
+    """Return a value for the name of a group, a number with its key."""
     return f"{key}={_value_text(value)}" if fits(value, float) else _value_text(value)
 
 
 def _value_text(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Return a value as it is written on a command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str)  # YAML has dates

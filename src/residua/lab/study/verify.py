@@ -1,4 +1,4 @@
-"""Repeat runs of a study, which gives the same bits."""
+"""Repeat runs of a study and compare the results to the last bit."""
 
 import random
 import tempfile
@@ -18,11 +18,11 @@ from residua.lab.study.plan import PlannedRun
 from residua.lab.training.loop import pick_device
 
 SAME = ("device", "torch")
-"""Facts of a run with which its last bits can change."""
+"""The facts of a run that can change its last bits."""
 
 
 class Verified(NamedTuple):
-    """A run that was repeated: what its record says, and what came now."""
+    """A run that was repeated: its record, and the new one."""
 
     key: str
     recorded: Record
@@ -30,7 +30,7 @@ class Verified(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether the losses, all of the curve, agree to the last bit, and the settings that the report shows."""
+        """Whether all losses of the curve and the settings in the report agree to the last bit."""
         names = ("val_loss", "loss", "curve", "connection", "point", "tokens")
         parameters = [(run.get("facts") or {}).get("parameters") for run in (self.recorded, self.repeated)]
         same = all(self.recorded.get(name) == self.repeated.get(name) for name in names)
@@ -38,27 +38,26 @@ class Verified(NamedTuple):
 
     @property
     def elsewhere(self) -> str:
-        """Where the record was made, if that was another processor or PyTorch, which explains other bits; or ""."""
+        """The device and PyTorch of the record if they are not those here, which explains different bits; or ""."""
         made, now = ((run.get("facts") or {}) for run in (self.recorded, self.repeated))
         other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
         return "; ".join(other) if now else ""
 
     @property
     def outcome(self) -> str:
-        """Whether the bits are equal, or both losses, in words."""
+        """A sentence: the bits are equal, or both losses."""
         if self.equal:
             return "equal to the last bit"
         where = f" (recorded with {self.elsewhere}; last bits differ there)" if self.elsewhere else ""
         return f"recorded {self.recorded['val_loss']}, now {self.repeated['val_loss']}{where}"
 
 
-class Draw(NamedTuple):
-    """The runs that are to be repeated, with their records, of all that were asked for.
+class Sample(NamedTuple):
+    """The runs to repeat, with their records.
 
-    of        how many were asked for
-    like      how many of those were recorded on a device and with a PyTorch like those here
-    tokens    that these runs train on
-    seconds   that they took, where their records say it
+    of        the number of runs from which they were drawn
+    like      the number of those that were recorded on a device and with a PyTorch like those here
+    tokens    the tokens that the drawn runs train on
     """
 
     runs: Sequence[PlannedRun]
@@ -69,6 +68,7 @@ class Draw(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """The seconds that they took, by the records that have them."""
         return sum(record.get("seconds") or 0.0 for record in self.records)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Draw(NamedTuple):
         )
 
 
-def draw(
+def sample(
     out: str | Path,
     *,
     data: str | None = None,
@@ -86,16 +86,16 @@ def draw(
     schemes: Sequence[str] | None = None,
     sizes: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
-) -> Draw:
-    """Draw a random share of a study's runs, one at least: others than those of a like device and torch only if these
-    are too few, since the last bits of others can differ.
+) -> Sample:
+    """Draw a random share of a study's runs, at least one. Runs of a like device and PyTorch come first, since the last
+    bits of the others can differ.
 
     Args:
         schemes, sizes, seeds: the runs to draw from. None for all of them.
 
     Raises:
-        InputError: the folder holds no such run, or records that the study would not make, which nobody can repeat; or
-            an argument cannot be used.
+        InputError: the folder holds no such run, or records of runs that the study cannot make; or an argument cannot
+            be used.
     """
     plan, rows = open_study(out, data)
     check_names("--schemes", schemes, plan.study.schemes)
@@ -118,11 +118,11 @@ def draw(
     drawn = ordered[: max(1, round(share * len(asked)))]
     like = sum(is_like_here(*pair) for pair in asked)
     tokens = sum(run.config.train.steps * plan.step_tokens[run.size] for run, _ in drawn)
-    return Draw(*zip(*drawn), len(asked), like, tokens)
+    return Sample(*zip(*drawn), len(asked), like, tokens)
 
 
 def is_like_here(run: PlannedRun, recorded: Record) -> bool:
-    """Whether a run was recorded with the device on which it would be trained here, and with this PyTorch."""
+    """Return whether a run was recorded with this PyTorch, on the device on which it would be trained here."""
     try:
         here = circumstances_here(run.config.train.device)
     except InputError:  # no such device
@@ -137,7 +137,7 @@ def circumstances_here(device: str) -> Record:
     return circumstances(pick_device(device))
 
 
-def verify(drawn: Draw, *, progress: bool = True) -> Iterator[Verified]:
+def verify(drawn: Sample, *, progress: bool = True) -> Iterator[Verified]:
     """Repeat runs and compare them with their records. Raises RunError if one failed, unless its loss diverged."""
     for number, (run, recorded) in enumerate(zip(drawn.runs, drawn.records), start=1):
         text = f"{number}/{len(drawn.runs)} {run.key}"
@@ -146,7 +146,7 @@ def verify(drawn: Draw, *, progress: bool = True) -> Iterator[Verified]:
 
 
 def repeat(run: PlannedRun, recorded: Record, report: Callable[[int], None]) -> Verified:
-    """Train a run once more, with one thread as all runs."""
+    """Train a run once more, with one thread like all runs."""
     with tempfile.TemporaryDirectory() as home, threads(1):
         repeated = train_run(run, place=Path(home) / "run", report=report)
     return Verified(run.key, recorded, finite(repeated))
