@@ -1,6 +1,7 @@
 """The numbers of ResBench's questions and single answers, once its records bear out the words about them."""
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from itertools import pairwise, product
@@ -153,6 +154,10 @@ def about_muon() -> dict[str, Any]:
     p = own.contrast(*losses).p_value
     better = sum(difference.p < p for difference in results.corrected.values())
     assert (len(results.corrected) - better) * p > 0.05
+    without = {name for name in whole("0.1M") if not {"conv", "tc", "ec"} & {*re.split("[-+]", name)}}
+    assert max(without, key=lambda name: gain("0.1M", name)) == "hc"
+    assert gain("0.1M", "hc") < gain("0.1M", "residual-muon")
+    assert side(compared("0.1M", "hc", "hc-static")) == "level"
     return {}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from answers import PARTS as ANSWERS
+from answers import ahead_of_both, whole
 from blocks import wrapped
 from methods import PARTS as METHODS
 from rows import (
@@ -100,6 +101,9 @@ def cheap() -> list[Difference]:
     assert {side(each.estimate) for each in differences} == {"ahead"}
     assert max(holm([each.p for each in differences])) < 0.05
     assert not any(each.clear for each in differences)  # none was planned
+    others = whole("0.3M").keys() - {*BASELINES, "lambdas+tc"}
+    assert not any(all(ahead_of_both(row(*place), measure) for *place, measure in product(SIZES, [name], MEASURES))
+                   for name in others)  # fmt: skip
     return differences
 
 

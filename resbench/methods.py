@@ -66,7 +66,7 @@ def about_the_sizes() -> dict[str, Any]:
         **{f"width{name}": keys[size]["model.hidden_size"] for name, size in
            (("", "0.3M"), ("_four", "0.1M"), ("_wide", "0.1M-wide"), ("_deep", "0.1M-deep"))},
         "eight": NUMBERS[len(whole("0.3M"))],
-        "Million_rows": NUMBERS[len(later["1M"])].capitalize(),
+        "million_rows": NUMBERS[len(later["1M"])],
         "ten_rows": NUMBERS[len(later["10M"])],
         "per_parameter": f"{planned.tokens_per_parameter:g}",
         "window": planned.set["train.sequence_length"],
