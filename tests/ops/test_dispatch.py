@@ -66,6 +66,7 @@ def test_auto_takes_kernels_where_they_can_run(monkeypatch):
     assert choose("auto", OnGPU(1, 2, 4, 8), OnGPU(1, 2, dtype=torch.float64)) == "reference"
     assert choose("auto", OnGPU(1, 2, 4, 8), STATE) == "reference"
     assert choose("reference", OnGPU(1, 2, 4, 8)) == "reference"
+    assert choose("triton", STATE.to("meta")) == "reference", "no numbers, and no kernel"
     monkeypatch.setattr(launch, "INTERPRETED", True)
     assert choose("auto", OnGPU(1, 2, 4, 8)) == "reference"
     monkeypatch.setattr(dispatch, "_INSTALLED", False)

@@ -64,6 +64,17 @@ def test_it_starts_as_the_scheme_without_to_the_bit(scheme):
     assert all(connection.convolution.taps.grad.abs().min() > 1e-9 for connection in with_branch(ours))
 
 
+@pytest.mark.parametrize("preset", ["residual", "ddl-cc", "lambdas"])
+def test_streams_and_penalty_are_those_of_the_connection_inside(preset):
+    ours, plain = beside_plain(resolve(f"{preset}:branch=conv"), noise=0.3)
+    state = ours.expand(normal(2, 3, DIM))
+    for connection, alone in zip(with_branch(ours), plain.connections):
+        _, carry = connection.read(state)
+        streams, expected = connection.streams(state), alone.streams(state)
+        assert streams is expected is None or torch.equal(streams, expected)
+        assert connection.penalty(carry.coefficients) is alone.penalty(carry.coefficients.inner) is None
+
+
 def test_some_sublayers_have_it():
     kinds = {kind: resolve(f"residual:branch=conv,branch_sublayers={kind}") for kind in ("all", "attention", "mlp")}
     streams = {kind: scheme.build(DIM, 4) for kind, scheme in kinds.items()}

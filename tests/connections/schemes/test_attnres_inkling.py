@@ -56,6 +56,10 @@ def test_every_sixth_layer_reads_queries_keys_and_values_separately():
         weights = carry.coefficients
         assert (weights.key_weights is not None) == (weights.value_weights is not None) == (inputs[-1] == 3)
         assert (weights.weights is None) == (len(inputs) == 1), "the first sublayer reads the embedding"
+        if inputs[-1] == 3:
+            depth = connection.depth_weights(carry)
+            assert depth.reads == ("q", "k", "v")
+            assert torch.equal(depth.weights, torch.stack(weights, -2))
         state = connection.write(sublayer(*as_inputs(x)), carry)
     assert [index for index, count in enumerate(inputs) if count == 3] == [10, 22]
     assert set(inputs) == {1, 3}

@@ -4,6 +4,7 @@ It is written in the paper's layout, X of shape (batch, seq, dim, d_v), with loo
 operator A = I - beta k k^T and the product form X' = A X + beta k v^T; ours is (batch, seq, d_v, dim) and additive.
 """
 
+import itertools
 from typing import get_args, get_type_hints
 
 import pytest
@@ -279,9 +280,9 @@ def test_delta_residual_names_a_wrong_pool():
 
 def test_the_direction_starts_with_a_gradient():
     """A zero-initialised last layer would start at k~ = 0, where the gradient is 1 / eps."""
-    for kind in get_args(get_type_hints(DeepDelta)["phi_k"]):
-        direction = Direction(kind, DIM, 2, 4, source="context", norm_eps=EPS)
-        raw = direction(normal(3, DIM).float(), normal(3, DIM).float(), normal(3, 2, DIM).float())
+    for kind, streams in itertools.product(get_args(get_type_hints(DeepDelta)["phi_k"]), (1, 2)):
+        direction = Direction(kind, DIM, streams, 4, source="context", norm_eps=EPS)
+        raw = direction(normal(3, DIM).float(), normal(3, DIM).float(), normal(3, streams, DIM).float())
         assert (raw.norm(dim=-1) > 1e-3).all()
 
 
