@@ -13,15 +13,15 @@ def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
     folders = [make_run("a1", seed=1), make_run("b0", connection="ddl", offset=-0.1), make_run("a0", seed=0)]
     folders.append(make_run("b1", connection="ddl", seed=1, offset=-0.1))
     comparison = compare(folders)
-    assert [(group.name, group.seeds) for group in comparison.groups] == [("residual", (0, 1)), ("ddl", (0, 1))]
-    assert comparison.baseline is comparison.groups[0]
-    assert comparison.groups[0].loss("nats per token") == pytest.approx((4.035, 0.01 / math.sqrt(2), 2))
+    assert [(group.name, group.seeds) for group in comparison.rows] == [("residual", (0, 1)), ("ddl", (0, 1))]
+    assert comparison.baseline is comparison.rows[0]
+    assert comparison.rows[0].loss("nats per token") == pytest.approx((4.035, 0.01 / math.sqrt(2), 2))
     assert comparison.notes == ()
 
 
 def test_what_else_is_written_down_makes_no_difference(make_run):
     logging = {"connections_every": 10, "wandb": "mine", "tensorboard": False}
-    (group,) = compare([make_run("a", seed=0), make_run("b", seed=1, **logging)]).groups
+    (group,) = compare([make_run("a", seed=0), make_run("b", seed=1, **logging)]).rows
     assert group.seeds == (0, 1)
 
 
@@ -29,7 +29,7 @@ def test_connections_with_changes_are_groups_of_their_own_under_the_name_that_re
     changed = make_run("c", connection={"preset": "ddl-tc", "value_channels": 8})
     control = make_run("control", connection="residual:compress=token")
     comparison = compare([make_run("a"), control, changed, make_run("d", connection="ddl-tc")])
-    names = [group.name for group in comparison.groups]
+    names = [group.name for group in comparison.rows]
     assert names == ["residual", "residual+tc", "ddl-tc:value_channels=8", "ddl-tc"]
     assert [residua.resolve(name).compress for name in names[:2]] == [None, "token"]
     assert comparison.settings == {}
@@ -39,7 +39,7 @@ def test_runs_of_one_scheme_are_named_after_their_folders_and_differ_in_lines_be
     runs = [make_run(f"slow-{seed}", seed=seed, lr=2e-3) for seed in (10, 11)]
     runs += [make_run("fast", checkpoint_every=7), make_run("d", connection="ddl")]
     comparison = compare(runs)
-    assert [group.name for group in comparison.groups] == ["slow", "fast", "d"]
+    assert [group.name for group in comparison.rows] == ["slow", "fast", "d"]
     assert comparison.baseline.name == "slow"
     assert comparison.setting_lines() == [
         "model.connection: residual (slow, fast); ddl (d)",
@@ -52,7 +52,7 @@ def test_folders_of_one_name_are_told_apart_by_those_they_lie_in(make_run, tmp_p
     for place in ("x", "y"):
         (tmp_path / place).mkdir()
     runs = [make_run("x/run"), make_run("y/run", lr=2e-3), make_run("z", lr=3e-3)]
-    names = [group.name for group in compare(runs).groups]
+    names = [group.name for group in compare(runs).rows]
     assert len({*names}) == 3
     assert [name.endswith(end) for name, end in zip(names, ("x/run", "y/run", "z"))] == [True] * 3
 
@@ -68,18 +68,18 @@ def test_differences_are_paired_by_seed_so_that_shared_noise_vanishes(make_run):
     runs = [make_run(f"a{s}", seed=s, offset=0.5 * s) for s in (0, 1, 2)]
     runs += [make_run(f"b{s}", connection="ddl", seed=s, offset=0.5 * s - 0.2 + 0.01 * s) for s in (0, 1, 2)]
     comparison = compare(runs)
-    _, difference = comparison.final_difference(comparison.groups[1])
+    _, difference = comparison.final_difference(comparison.rows[1])
     assert difference.mean == pytest.approx(-0.19)
     assert difference.deviation == pytest.approx(0.01)
     assert difference.count == 3
-    assert comparison.groups[1].loss("nats per token").deviation > 0.5
+    assert comparison.rows[1].loss("nats per token").deviation > 0.5
 
 
 def test_without_a_shared_seed_the_means_are_compared_and_it_is_said(make_run):
     runs = [make_run(f"a{s}", seed=s) for s in (0, 1)]
     runs += [make_run(f"b{s}", connection="ddl", seed=s) for s in (7, 8)]
     comparison = compare(runs)
-    _, difference = comparison.final_difference(comparison.groups[1])
+    _, difference = comparison.final_difference(comparison.rows[1])
     assert difference.mean == pytest.approx(0.07)
     assert difference.deviation == pytest.approx(math.hypot(0.01, 0.01) / math.sqrt(2))
     assert difference.count == 0
@@ -89,7 +89,7 @@ def test_without_a_shared_seed_the_means_are_compared_and_it_is_said(make_run):
 def test_differences_by_seconds_hold_the_clock_equal_and_by_step_the_steps(make_run):
     # The slow run loses the same at every step, so at equal seconds it is behind by the steps it has not made yet.
     comparison = compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=1.0)])
-    slow = comparison.groups[1]
+    slow = comparison.rows[1]
     assert [d.mean for d in comparison.differences(slow, "step").values()] == pytest.approx([0.0] * 10)
     by_seconds = {at: d.mean for at, d in comparison.differences(slow, "seconds").items()}
     assert min(by_seconds) == 10.0
@@ -99,7 +99,7 @@ def test_differences_by_seconds_hold_the_clock_equal_and_by_step_the_steps(make_
 
 def test_runs_of_different_length_are_compared_where_both_have_been(make_run):
     comparison = compare([make_run("a", steps=100), make_run("b", connection="ddl", steps=60, offset=-0.1)])
-    group = comparison.groups[1]
+    group = comparison.rows[1]
     at, difference = comparison.final_difference(group)
     assert (at, difference.mean) == (64 * 60, pytest.approx(-0.1))
     assert any("3,840 tokens" in note for note in comparison.notes)
@@ -139,7 +139,7 @@ def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_ru
     crashed, finished = make_run("crashed", offset=1.0, crashed_at=40), make_run("finished")
     for folders in ((crashed, finished), (finished, crashed)):
         comparison = compare(folders)
-        assert [run.folder.name for run in comparison.groups[0].runs] == ["finished"]
+        assert [run.folder.name for run in comparison.rows[0].runs] == ["finished"]
         (note,) = comparison.notes
         assert f"{crashed} repeats {finished}, which came to step 100" in note
 
@@ -180,7 +180,7 @@ def test_of_other_tokenizers_losses_are_compared_in_bits_per_byte_if_both_keep_t
     comparison = compare([bpe, data_of(bytes_, 1.4, tokenizer="byte", tokenizer_fingerprint="2")])
     assert comparison.unit == "bits per byte"
     assert comparison.table().header[2] == "bits per byte"
-    assert comparison.final_difference(comparison.groups[1])[1].mean == pytest.approx(1.4 * 2.03 - 0.4 * 4.03)
+    assert comparison.final_difference(comparison.rows[1])[1].mean == pytest.approx(1.4 * 2.03 - 0.4 * 4.03)
     assert comparison.to_json()["groups"][1]["val_loss"]["mean"] == pytest.approx(2.03)
     lossy = make_run("c", connection="mhc", fingerprint="corpus-c", offset=-3.0)
     comparison = compare([bpe, data_of(lossy, 0.1, tokenizer="theirs", tokenizer_fingerprint="3")])
@@ -225,14 +225,14 @@ def test_a_loss_without_its_place_in_the_run_is_refused(place, make_run):
 
 def test_a_factor_that_is_no_number_gives_no_tokens_and_no_text_as_long_as_their_product(make_run):
     run = make_run("a", steps=10**7, crashed_at=10, batch_size=10**7, sequence_length=10**7, gradient_accumulation="x")
-    assert compare([run]).groups[0].measure.tokens is None
+    assert compare([run]).rows[0].measure.tokens is None
 
 
 def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_and_said(make_run):
     a, copy = make_run("a"), make_run("copy", offset=1.0)
     comparison = compare([a, a.parent / "." / "a", copy])
-    assert comparison.groups[0].seeds == (0,)
-    assert comparison.groups[0].loss("nats per token").mean == pytest.approx(4.03)
+    assert comparison.rows[0].seeds == (0,)
+    assert comparison.rows[0].loss("nats per token").mean == pytest.approx(4.03)
     assert [note for note in comparison.notes if "repeats" in note and "copy" in note]
 
 
@@ -254,7 +254,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_never_hidden(make_run):
 def test_the_baseline_can_be_named_and_a_wrong_name_is_answered_with_the_nearest(make_run):
     folders = [make_run("a"), make_run("b", connection="ddl", offset=-0.1)]
     comparison = compare(folders, baseline="ddl")
-    assert comparison.final_difference(comparison.groups[0])[1].mean == pytest.approx(0.1)
+    assert comparison.final_difference(comparison.rows[0])[1].mean == pytest.approx(0.1)
     with pytest.raises(InputError, match="did you mean residual"):
         compare(folders, baseline="residul")
 
@@ -330,7 +330,7 @@ def test_nothing_to_compare_is_an_input_error():
 def test_a_run_whose_seed_is_not_shared_does_not_shorten_the_others(make_run):
     short = make_run("short", connection="ddl", seed=1, crashed_at=40)
     comparison = compare([make_run("a"), make_run("b", connection="ddl", offset=-0.1), short])
-    group = comparison.groups[1]
+    group = comparison.rows[1]
     assert group.seeds == (0, 1)
     at, difference = comparison.final_difference(group)
     assert (at, difference.mean, difference.count) == (6400, pytest.approx(-0.1), 1)
@@ -340,9 +340,9 @@ def test_a_run_whose_seed_is_not_shared_does_not_shorten_the_others(make_run):
 
 def test_one_evaluation_each_is_enough_for_a_difference(make_run):
     comparison = compare([make_run("a", steps=10), make_run("b", connection="ddl", steps=10, offset=-0.1)])
-    assert [d.mean for d in comparison.differences(comparison.groups[1]).values()] == pytest.approx([-0.1])
+    assert [d.mean for d in comparison.differences(comparison.rows[1]).values()] == pytest.approx([-0.1])
 
 
 def test_a_loss_that_is_not_finite_spoils_its_own_place_alone(make_run):
     comparison = compare([make_run("a", steps=30), make_run("b", connection="ddl", steps=30, not_finite_at=20)])
-    assert [math.isnan(d.mean) for d in comparison.differences(comparison.groups[1]).values()] == [False, True, False]
+    assert [math.isnan(d.mean) for d in comparison.differences(comparison.rows[1]).values()] == [False, True, False]

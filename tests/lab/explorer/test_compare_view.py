@@ -63,7 +63,7 @@ def test_the_payload_is_the_comparison_with_every_group_as_the_baseline(runs):
     for baseline, shown in payload["against"].items():
         found = compare(runs, baseline=baseline)
         assert shown["notes"] == list(found.notes)
-        for group in found.groups:
+        for group in found.rows:
             for axis in payload["axes"]:
                 rows = shown["differences"][group.name][axis]
                 if group is found.baseline:

@@ -22,6 +22,11 @@ def test_an_estimate_is_mean_sample_deviation_and_interval():
     assert found.half_width == pytest.approx(3.182 * statistics.stdev(values) / 2)
 
 
+def test_an_estimate_covers_the_values_that_are_known():
+    assert Estimate.of_known([1.0, None, 3.0]) == (pytest.approx(2.0), pytest.approx(2**0.5), 2)
+    assert Estimate.of_known([None]) is None
+
+
 def test_one_value_has_no_deviation_and_no_interval():
     found = Estimate.of([3.0])
     assert found == (3.0, None, 1)

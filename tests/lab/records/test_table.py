@@ -1,19 +1,11 @@
 from operator import itemgetter
 
-import pytest
-
-from residua.lab.records.table import Group, Table, grouped, print_table
+from residua.lab.records.table import Table, grouped, print_table
 
 
 def test_runs_group_by_identity_in_the_order_of_seeds_and_the_last_of_a_seed_counts():
     runs = [("b", 1, 5.0), ("a", 2, 1.0), ("b", 0, 3.0), ("b", 1, 4.0)]
     assert grouped(runs, itemgetter(0), itemgetter(1)) == [(("b", 0, 3.0), ("b", 1, 4.0)), (("a", 2, 1.0),)]
-
-
-def test_an_estimate_covers_the_runs_that_have_the_quantity():
-    group = Group("name", ({"loss": 1.0}, {"loss": 3.0}, {}))
-    assert group.estimate(lambda run: run.get("loss")) == (pytest.approx(2.0), pytest.approx(2**0.5), 2)
-    assert group.estimate(lambda run: run.get("seconds")) is None
 
 
 def test_markdown_aligns_numbers_and_keeps_bars_as_text():

@@ -1,7 +1,7 @@
 """Compare runs: the loss that each reached, and its difference to a baseline at the same step, tokens or seconds.
 
 Two loss curves look the same in a plot; schemes differ visibly only in the difference of their losses over several
-seeds. Runs that differ only in `train.seed` form a group. If a group and the baseline share seeds, the differences are
+seeds. Runs that differ only in `train.seed` are a row. If a row and the baseline share seeds, the differences are
 taken seed by seed, which removes the noise that both share (the order of the data). Losses that were not measured alike
 have no difference, or one in bits per byte: `comparable.judged` decides.
 """
@@ -53,13 +53,13 @@ def published_beside(comparison: "Comparison") -> list[PublishedModel]:
 
 def published_losses(comparison: "Comparison") -> list[dict[str, Any]]:
     """Return the last validation loss of every run beside the published losses at the same tokens, as plain values."""
-    rows = []
+    losses = []
     for run in (run for run in comparison.runs if run.validation):
         last, size = run.validation[-1], size_of(run.settings) or "small"
         own, plain = (
             models().get((size, preset), PublishedModel(size, preset)) for preset in (run.connection, "residual")
         )
-        rows.append(
+        losses.append(
             {
                 "run": run.folder.name,
                 "tokens": last.tokens,
@@ -70,51 +70,51 @@ def published_losses(comparison: "Comparison") -> list[dict[str, Any]]:
                 "same_size": size_of(run.settings) is not None,
             }
         )
-    return rows
+    return losses
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups of runs, and the group that the others are compared with. `left_out` names runs that are in no group."""
+    """Rows of runs, and the row that the others are compared with. `left_out` has a sentence on each run in no row."""
 
-    groups: tuple[Row, ...]
+    rows: tuple[Row, ...]
     baseline: Row | None
     left_out: tuple[str, ...] = ()
 
     def against(self, baseline: str | None) -> "Comparison":
-        """Return the same runs compared with another baseline: the name of a group, or None for the first with the
+        """Return the same runs compared with another baseline: the name of a row, or None for the first with the
         plain residual. Raises InputError for an unknown name.
         """
         if baseline is None:
             return replace(self, baseline=self._plain_residual)
-        groups = {group.name: group for group in self.groups}
-        named = [groups[baseline]] if baseline in groups else self._of_scheme(label(baseline))
+        rows = {row.name: row for row in self.rows}
+        named = [rows[baseline]] if baseline in rows else self._of_scheme(label(baseline))
         if len(named) != 1:
-            listed, nearest = ", ".join(groups), did_you_mean(baseline, groups)
+            listed, nearest = ", ".join(rows), did_you_mean(baseline, rows)
             raise InputError(f"the baseline must be one of {listed}; got {baseline}{nearest}")
         return replace(self, baseline=named[0])
 
     @property
     def runs(self) -> list[Run]:
-        """All runs that are in a group."""
-        return [run for group in self.groups for run in group.runs]
+        """All runs that are in a row."""
+        return [run for row in self.rows for run in row.runs]
 
     def _of_scheme(self, name: str) -> list[Row]:
-        return [group for group in self.groups if group.connection == name]
+        return [row for row in self.rows if row.connection == name]
 
-    def verdict(self, group: Row) -> Verdict:
-        """Say whether a group can be compared with the baseline, or with the first group if there is none."""
-        return judged(group.measure, (self.baseline or self.groups[0]).measure)
+    def verdict(self, row: Row) -> Verdict:
+        """Say whether a row can be compared with the baseline, or with the first row if there is none."""
+        return judged(row.measure, (self.baseline or self.rows[0]).measure)
 
     @cached_property
     def unit(self) -> Unit:
         """The unit of all differences: bits per byte if the tokenizers differ and keep the text."""
-        units = [self.verdict(group).unit for group in self.groups]
+        units = [self.verdict(row).unit for row in self.rows]
         return "bits per byte" if "bits per byte" in units else "nats per token"
 
     @property
     def _plain_residual(self) -> Row | None:
-        return next((group for group in self.groups if group.connection == BASELINE_CONNECTION), None)
+        return next((row for row in self.rows if row.connection == BASELINE_CONNECTION), None)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -123,11 +123,11 @@ class Comparison:
 
     @cached_property
     def settings(self) -> dict[str, dict[str, list[str]]]:
-        """The settings in which the groups differ and that can move a loss: the groups by value, by key."""
-        alike = {group.connection: group for group in self.groups}
-        runs = {group.name: group.runs[0] for group in self.groups}
+        """The settings in which the rows differ and that can move a loss: the rows by value, by key."""
+        alike = {row.connection: row for row in self.rows}
+        runs = {row.name: row.runs[0] for row in self.rows}
         keys = dict.fromkeys(key for run in runs.values() for key in sorted(run.settings))
-        if all(group.name == name for name, group in alike.items()) and len(alike) == len(runs):
+        if all(row.name == name for name, row in alike.items()) and len(alike) == len(runs):
             keys.pop("model.connection")
         values: dict[str, dict[str, list[str]]] = {}
         for key in keys.keys() - MOVES_NO_LOSS:
@@ -137,7 +137,7 @@ class Comparison:
         return {key: values[key] for key in sorted(values) if len(values[key]) > 1}
 
     def setting_lines(self) -> list[str]:
-        """Return `settings` as lines that list the values with their groups, wrapped if they are long."""
+        """Return `settings` as lines that list the values with their rows, wrapped if they are long."""
         lines = []
         for key, values in self.settings.items():
             lines += wrap(
@@ -151,64 +151,64 @@ class Comparison:
 
     @property
     def colours(self) -> dict[str, int]:
-        """The colour number of every group, the same in all pictures and for every baseline: 0 for the first plain
+        """The colour number of every row, the same in all pictures and for every baseline: 0 for the first plain
         residual, from 1 for the others.
         """
         plain = self._plain_residual
-        others = [group.name for group in self.groups if group is not plain]
+        others = [row.name for row in self.rows if row is not plain]
         return ({plain.name: 0} if plain else {}) | {name: number for number, name in enumerate(others, start=1)}
 
     @property
     def speeds_differ(self) -> bool:
-        """Whether a group takes over 5 % more seconds than the baseline, so that at equal seconds its runs are seen at
+        """Whether a row takes over 5 % more seconds than the baseline, so that at equal seconds its runs are seen at
         an earlier point of their learning rate's schedule.
         """
         if self.baseline is None or self.baseline.seconds is None:
             return False
-        most = max(group.seconds.mean for group in self.groups if group.seconds is not None)
+        most = max(row.seconds.mean for row in self.rows if row.seconds is not None)
         return most > 1.05 * self.baseline.seconds.mean
 
-    def differences(self, group: Row, axis: Axis = "tokens") -> dict[float, Estimate]:
-        """Return the validation loss of `group` minus the baseline's by the place on `axis`, in `unit`.
+    def differences(self, row: Row, axis: Axis = "tokens") -> dict[float, Estimate]:
+        """Return the validation loss of `row` minus the baseline's by the place on `axis`, in `unit`.
 
         See `Row.minus`. Empty for the baseline itself, without a baseline, and if the losses cannot be compared.
         """
-        if self.baseline is None or group is self.baseline or self.verdict(group).unit is None:
+        if self.baseline is None or row is self.baseline or self.verdict(row).unit is None:
             return {}
-        return group.minus(self.baseline, axis, self.unit)
+        return row.minus(self.baseline, axis, self.unit)
 
-    def final_difference(self, group: Row) -> tuple[float, Estimate] | None:
-        """Return the last number of tokens that both the group and the baseline reached, and the difference there."""
-        return max(self.differences(group).items(), default=None)
+    def final_difference(self, row: Row) -> tuple[float, Estimate] | None:
+        """Return the last number of tokens that both the row and the baseline reached, and the difference there."""
+        return max(self.differences(row).items(), default=None)
 
     def table(self) -> table.Table:
-        """Return a row for each group. A star marks losses of stopped runs, and of runs of different lengths."""
+        """Return a line for each row of runs. A star marks losses of stopped runs, and of runs of different lengths."""
         versus = f"vs {self.baseline.name}" if self.baseline else "difference"
         loss = "validation loss" if self.unit == "nats per token" else self.unit
         header = ["run", "seed", loss, versus, "parameters", "tokens/s", "seconds"]
-        rows = [
+        cells = [
             [
-                group.name,
-                f"seed{'s' if len(group.seeds) > 1 else ''} {', '.join(map(str, group.seeds))}",
-                _estimate_text(group.loss(self.unit), ".4f") + STAR * bool(group.loss(self.unit) and group.stopped),
-                "baseline" if group is self.baseline else self._versus(group),
-                "–" if group.parameters is None else f"{group.parameters:,}",
-                _estimate_text(group.tokens_per_second, ",.0f", spread=False),
-                _estimate_text(group.seconds, ",.1f", spread=False),
+                row.name,
+                f"seed{'s' if len(row.seeds) > 1 else ''} {', '.join(map(str, row.seeds))}",
+                _estimate_text(row.loss(self.unit), ".4f") + STAR * bool(row.loss(self.unit) and row.stopped),
+                "baseline" if row is self.baseline else self._versus(row),
+                "–" if row.parameters is None else f"{row.parameters:,}",
+                _estimate_text(row.tokens_per_second, ",.0f", spread=False),
+                _estimate_text(row.seconds, ",.1f", spread=False),
             ]
-            for group in self.groups
+            for row in self.rows
         ]
-        return table.Table(header, rows)
+        return table.Table(header, cells)
 
-    def _versus(self, group: Row) -> str:
-        final = self.final_difference(group)
-        return "–" if final is None else _estimate_text(final[1], "+.4f") + STAR * (len(self.ends(group)) > 1)
+    def _versus(self, row: Row) -> str:
+        final = self.final_difference(row)
+        return "–" if final is None else _estimate_text(final[1], "+.4f") + STAR * (len(self.ends(row)) > 1)
 
-    def ends(self, group: Row) -> set[int]:
-        """Return the tokens at which the compared runs of a group and the baseline end; none without a difference."""
-        if self.final_difference(group) is None:
+    def ends(self, row: Row) -> set[int]:
+        """Return the tokens at which the compared runs of a row and the baseline end; none without a difference."""
+        if self.final_difference(row) is None:
             return set()
-        return {run.validation[-1].tokens for side in group.shared(self.baseline) for run in side.values()}
+        return {run.validation[-1].tokens for side in row.shared(self.baseline) for run in side.values()}
 
     def to_markdown(self) -> str:
         """Return the table in Markdown, with the settings and the notes below it."""
@@ -218,27 +218,27 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values for `json.dumps`; None for numbers that are missing or not finite."""
-        groups = [
+        rows = [
             {
-                "name": group.name,
-                "seeds": list(group.seeds),
-                "folders": [str(run.folder) for run in group.runs],
-                "val_loss": _plain(group.loss("nats per token")),
-                "bits_per_byte": _plain(group.loss("bits per byte")),
-                "stopped": [list(run.stopped or ()) for run in group.stopped],
-                "difference": _at(self.final_difference(group)),
-                "parameters": group.parameters,
-                "tokens": group.tokens,
-                "tokens_per_second": _plain(group.tokens_per_second),
-                "seconds": _plain(group.seconds),
-                "differences": {axis: [*map(_at, self.differences(group, axis).items())] for axis in AXES},
+                "name": row.name,
+                "seeds": list(row.seeds),
+                "folders": [str(run.folder) for run in row.runs],
+                "val_loss": _plain(row.loss("nats per token")),
+                "bits_per_byte": _plain(row.loss("bits per byte")),
+                "stopped": [list(run.stopped or ()) for run in row.stopped],
+                "difference": _at(self.final_difference(row)),
+                "parameters": row.parameters,
+                "tokens": row.tokens,
+                "tokens_per_second": _plain(row.tokens_per_second),
+                "seconds": _plain(row.seconds),
+                "differences": {axis: [*map(_at, self.differences(row, axis).items())] for axis in AXES},
             }
-            for group in self.groups
+            for row in self.rows
         ]
         return {
             "baseline": self.baseline and self.baseline.name,
             "unit": self.unit,
-            "groups": groups,
+            "groups": rows,
             "settings": self.settings,
             "notes": list(self.notes),
         }
@@ -248,22 +248,22 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
     """Compare the runs in `folders`.
 
     Args:
-        folders: run folders, in the order of their groups in the table; duplicates count once.
-        baseline: the name of a group as in the table, or a scheme that one group has; None for the first with the plain
+        folders: run folders, in the order of their rows in the table; duplicates count once.
+        baseline: the name of a row as in the table, or a scheme that one row has; None for the first with the plain
             residual.
 
     Raises:
-        InputError: there is no folder, a folder has no run, or the baseline is not one of the groups.
+        InputError: there is no folder, a folder has no run, or the baseline is not one of the rows.
     """
     unique = {Path(folder).resolve(): Path(folder) for folder in reversed(list(folders))}
     runs = [Run.read(folder) for folder in reversed(unique.values())]
     if not runs:
         raise InputError("give at least one run folder to compare, got none")
-    groups, left_out = _group(runs)
-    return Comparison(tuple(groups), None, tuple(left_out)).against(baseline)
+    rows, left_out = _grouped(runs)
+    return Comparison(tuple(rows), None, tuple(left_out)).against(baseline)
 
 
-def _group(runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
+def _grouped(runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
     """Group runs with equal settings: they are named after their schemes if these differ, or else after their folders.
 
     Of runs with the same settings and seed, the one that came furthest counts.
@@ -272,15 +272,15 @@ def _group(runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
     left_out = []
     for run in runs:
         settings = {**run.settings, "model.connection": run.connection}
-        group = members.setdefault(json.dumps(settings, sort_keys=True, default=str), {})
-        other = group.setdefault(run.seed, run)
+        same = members.setdefault(json.dumps(settings, sort_keys=True, default=str), {})
+        other = same.setdefault(run.seed, run)
         if other is run:
             continue
         if _reached(run) > _reached(other):
-            group[run.seed], run, other = run, other, run
+            same[run.seed], run, other = run, other, run
         reason = f", which came to step {_reached(other)[1]}" if _reached(other) > _reached(run) else ""
         left_out.append(f"{run.folder} repeats {other.folder}{reason} (same settings, same seed {run.seed}): left out.")
-    sets = [tuple(group[seed] for seed in sorted(group)) for group in members.values()]
+    sets = [tuple(same[seed] for seed in sorted(same)) for same in members.values()]
     return list(map(Row, _names(sets), sets)), left_out
 
 
@@ -299,7 +299,7 @@ def _names(sets: Sequence[tuple[Run, ...]]) -> list[str]:
         names = [_common_name([Path(*run.folder.resolve().parts[-depth:]).as_posix() for run in runs]) for runs in sets]
         if len({*names}) == len(sets):
             return names
-    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]  # a folder holds runs of several groups
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]  # a folder holds runs of several rows
 
 
 def _common_name(folders: Sequence[str]) -> str:
@@ -318,7 +318,7 @@ def _short(value: Any) -> str:
 
 
 def _listed(values: Mapping[str, Sequence[str]]) -> str:
-    """Return values with the groups that have them: "0.001 (a, b); 0.002 (c)"."""
+    """Return values with the rows that have them: "0.001 (a, b); 0.002 (c)"."""
     return "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
 
 
@@ -326,59 +326,59 @@ def _notes(comparison: Comparison) -> list[str]:
     """Return caveats about the numbers of a table."""
     notes = []
     baseline = comparison.baseline
-    if baseline is None and len(comparison.groups) > 1:
+    if baseline is None and len(comparison.rows) > 1:
         notes.append("No run with the plain residual, so there are no differences: name a baseline.")
-    if baseline is not None and len(comparison.groups) > 1 and all(len(group.runs) == 1 for group in comparison.groups):
+    if baseline is not None and len(comparison.rows) > 1 and all(len(row.runs) == 1 for row in comparison.rows):
         notes.append("One seed each: the noise in the differences is not measured.")
     if comparison.unit == "bits per byte":
         notes.append("The tokenizers differ, so the losses are in bits per byte of the same held-out text.")
-    other = (baseline or comparison.groups[0]).name
-    for group in comparison.groups:
-        verdict = comparison.verdict(group)
-        notes += [f"{group.name} cannot be compared with {other}: {reason}." for reason in verdict.reasons]
+    other = (baseline or comparison.rows[0]).name
+    for row in comparison.rows:
+        verdict = comparison.verdict(row)
+        notes += [f"{row.name} cannot be compared with {other}: {reason}." for reason in verdict.reasons]
         if verdict.unit is not None and comparison.baseline is not None:
-            notes += [f"{group.name} and {other} differ in {mark}." for mark in verdict.marks if "arithmetic" in mark]
-        notes += [*_notes_of_runs(group), *_notes_of_difference(comparison, group)]
+            notes += [f"{row.name} and {other} differ in {mark}." for mark in verdict.marks if "arithmetic" in mark]
+        notes += [*_notes_of_runs(row), *_notes_of_difference(comparison, row)]
     return notes
 
 
-def _notes_of_runs(group: Row) -> Iterator[str]:
-    missing = [str(run.folder) for run in group.runs if not run.validation]
+def _notes_of_runs(row: Row) -> Iterator[str]:
+    missing = [str(run.folder) for run in row.runs if not run.validation]
     if missing:
-        yield f"{group.name}: no validation loss in {', '.join(missing)}."
-    for run in group.stopped:
+        yield f"{row.name}: no validation loss in {', '.join(missing)}."
+    for run in row.stopped:
         last, planned = run.stopped
-        yield f"{group.name}: {run.folder.name} ended at step {last} of {planned}, stopped or still under way."
+        yield f"{row.name}: {run.folder.name} ended at step {last} of {planned}, stopped or still under way."
     diverged = [
-        run.seed for run in group.runs if any(not math.isfinite(p.loss) for p in (*run.training, *run.validation))
+        run.seed for run in row.runs if any(not math.isfinite(p.loss) for p in (*run.training, *run.validation))
     ]
     if diverged:
-        yield f"{group.name}: the loss is not finite with seed {', '.join(map(str, diverged))}."
+        yield f"{row.name}: the loss is not finite with seed {', '.join(map(str, diverged))}."
 
 
-def _notes_of_difference(comparison: Comparison, group: Row) -> Iterator[str]:
-    baseline, final = comparison.baseline, comparison.final_difference(group)
-    if baseline is None or group is baseline:
+def _notes_of_difference(comparison: Comparison, row: Row) -> Iterator[str]:
+    baseline, final = comparison.baseline, comparison.final_difference(row)
+    if baseline is None or row is baseline:
         return
-    sides = group.shared(baseline)
+    sides = row.shared(baseline)
     if final is None:
-        if all(sides) and comparison.verdict(group).unit is not None:
+        if all(sides) and comparison.verdict(row).unit is not None:
             yield (
-                f"{group.name}: no difference, as the tokens at which it and {baseline.name} were evaluated do not "
+                f"{row.name}: no difference, as the tokens at which it and {baseline.name} were evaluated do not "
                 "overlap; evaluate more often with train.evaluate_every."
             )
         return
-    if len(comparison.ends(group)) > 1:
+    if len(comparison.ends(row)) > 1:
         yield (
-            f"{group.name}: the difference is taken at {final[0]:,.0f} tokens, where the shortest run ends; "
+            f"{row.name}: the difference is taken at {final[0]:,.0f} tokens, where the shortest run ends; "
             "a longer run was still at a higher learning rate there."
         )
-    seeds = max(len(group.runs), len(baseline.runs))
+    seeds = max(len(row.runs), len(baseline.runs))
     count = final[1].count
     if count == 0:
-        yield f"{group.name} and {baseline.name} share no seed: the means are compared."
+        yield f"{row.name} and {baseline.name} share no seed: the means are compared."
     elif count < seeds:
-        yield f"{group.name}: the difference is over the {count} of {seeds} seeds that are shared."
+        yield f"{row.name}: the difference is over the {count} of {seeds} seeds that are shared."
 
 
 def _estimate_text(value: Estimate | None, form: str, *, spread: bool = True) -> str:

@@ -38,7 +38,7 @@ def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
     The first two have a panel by training step and one by seconds. The third has a panel for the labels that repeat an
     earlier pair of tokens, which a model can look up, and one for all others. Return the paths of the pictures.
     """
-    compared = any(comparison.differences(group) for group in comparison.groups)
+    compared = any(comparison.differences(row) for row in comparison.rows)
     pictures = {
         "loss.png": _loss_figure(comparison),
         "difference.png": _difference_figure(comparison) if compared else None,
@@ -53,13 +53,13 @@ def draw_published(comparison: Comparison, folder: str | Path) -> list[Path]:
     curves = published_beside(comparison)
     end = max((point.tokens / 1e9 for run in comparison.runs for point in run.validation), default=0.0)
     shown: list[float] = []
-    for group, style in _styles(comparison):
-        for run in group.runs:
+    for row, style in _styles(comparison):
+        for run in row.runs:
             points = [(point.tokens / 1e9, point.loss) for point in run.validation]
-            label = group.name if run is group.runs[0] else None
+            label = row.name if run is row.runs[0] else None
             figures.curve(panel, points, **style, linewidth=1.3, label=label)
             shown += [loss for at, loss in points if at >= UNSETTLED_LOSS * end and math.isfinite(loss)]
-    colours = {group.connection: style["color"] for group, style in reversed(list(_styles(comparison)))}
+    colours = {row.connection: style["color"] for row, style in reversed(list(_styles(comparison)))}
     for model in curves:
         begun = end >= model.curve[0][0]  # else all of the curve is shown: the run ends before it begins
         points = [(at, loss) for at, loss in model.curve if not begun or at <= 1.15 * end]
@@ -79,12 +79,12 @@ def _loss_figure(comparison: Comparison) -> Figure:
     figure, panels = _panels()
     shown: dict[Axis, list[tuple[float, float]]] = {axis: [] for axis in panels}
     for axis, panel in panels.items():
-        for group, style in _styles(comparison):
-            name = _shown_name(comparison, group)
-            for run in group.runs:
+        for row, style in _styles(comparison):
+            name = _shown_name(comparison, row)
+            for run in row.runs:
                 training = _columns(run.training if comparison.unit == "nats per token" else (), axis)
                 points = _columns(run.curve(comparison.unit), axis) or training
-                label = name if run is group.runs[0] else None
+                label = name if run is row.runs[0] else None
                 figures.curve(panel, points, seeds=[training], **style, linewidth=1.1, label=label)
                 shown[axis] += points if len(points) > 1 else training
     _finish(figure, panels, shown, UNSETTLED_LOSS, "Strong: validation. Pale: training. One line per seed.")
@@ -92,19 +92,19 @@ def _loss_figure(comparison: Comparison) -> Figure:
     return figure
 
 
-def _shown_name(comparison: Comparison, group: Row) -> str:
-    """Return the name of a group, marked if it cannot be compared."""
-    return group.name if comparison.verdict(group).unit else f"{group.name} ({APART})"
+def _shown_name(comparison: Comparison, row: Row) -> str:
+    """Return the name of a row, marked if it cannot be compared."""
+    return row.name if comparison.verdict(row).unit else f"{row.name} ({APART})"
 
 
 def _repeat_figure(comparison: Comparison) -> Figure:
     figure, (panels,) = figures.panels(1, len(LABELS), (10, 4), dpi=150)
     for panel, (kind, title) in zip(panels, LABELS.items()):
         shown: list[float] = []
-        for group, style in _styles(comparison):
-            for run in group.runs:
+        for row, style in _styles(comparison):
+            for run in row.runs:
                 points = _columns(getattr(run, kind), "step")
-                label = _shown_name(comparison, group) if run is group.runs[0] else None
+                label = _shown_name(comparison, row) if run is row.runs[0] else None
                 figures.curve(panel, points, **style, linewidth=1.1, label=label)
                 start = UNSETTLED_LOSS * max((step for step, _ in points), default=0)
                 shown += [loss for step, loss in points if step >= start and math.isfinite(loss)]
@@ -132,13 +132,13 @@ def _difference_figure(comparison: Comparison) -> Figure:
     banded = False
     for axis, panel in panels.items():
         missing, refused = [], []
-        for group, style in _styles(comparison):
-            if group is comparison.baseline:
-                panel.axhline(0, **style, linewidth=1.2, label=f"{group.name} (baseline)")
+        for row, style in _styles(comparison):
+            if row is comparison.baseline:
+                panel.axhline(0, **style, linewidth=1.2, label=f"{row.name} (baseline)")
                 continue
-            differences = comparison.differences(group, axis)
+            differences = comparison.differences(row, axis)
             if not differences:
-                (missing if comparison.verdict(group).unit else refused).append(group.name)
+                (missing if comparison.verdict(row).unit else refused).append(row.name)
                 continue
             means = [difference.mean for difference in differences.values()]
             spreads = [difference.deviation for difference in differences.values()]
@@ -146,11 +146,11 @@ def _difference_figure(comparison: Comparison) -> Figure:
             if None not in spreads:
                 banded = True
                 band = tuple([m + sign * spread for m, spread in zip(means, spreads)] for sign in (-1, 1))
-            figures.curve(panel, zip(differences, means), band=band, **style, label=group.name)
+            figures.curve(panel, zip(differences, means), band=band, **style, label=row.name)
             for values in (means, *(band or ())):
                 shown[axis] += zip(differences, values)
         shown[axis].append((max((at for at, _ in shown[axis]), default=0.0), 0.0))  # the baseline is always visible
-        _note_missing(panel, axis, comparison.baseline, missing, everything=len(missing) == len(comparison.groups) - 1)
+        _note_missing(panel, axis, comparison.baseline, missing, everything=len(missing) == len(comparison.rows) - 1)
         if refused:
             _add_line(panel, f"{APART.capitalize()} with {comparison.baseline.name}: {', '.join(refused)}")
     note = "Band: ± 1 standard deviation over seeds." if banded else "One seed: the noise is not measured."
@@ -160,7 +160,7 @@ def _difference_figure(comparison: Comparison) -> Figure:
 
 
 def _note_missing(panel: Axes, axis: Axis, baseline: Row, names: Sequence[str], *, everything: bool) -> None:
-    """Name the groups that the panel omits because they share no value of its axis with the baseline."""
+    """Name the rows that the panel omits because they share no value of its axis with the baseline."""
     if not names:
         return
     text = f"No common {UNITS[axis]} with {baseline.name}"
@@ -187,11 +187,11 @@ def _panels() -> tuple[Figure, dict[Axis, Axes]]:
 
 
 def _styles(comparison: Comparison) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Yield each group with its line style: black for the plain residual, then colours, then colours with dashes."""
-    for group in comparison.groups:
-        number = comparison.colours[group.name]
+    """Yield each row with its line style: black for the plain residual, then colours, then colours with dashes."""
+    for row in comparison.rows:
+        number = comparison.colours[row.name]
         residual = {"color": RESIDUAL_COLOUR, "linestyle": "-", "zorder": 3}
-        yield group, figures.line_style(number - 1) if number else residual
+        yield row, figures.line_style(number - 1) if number else residual
 
 
 def _columns(points: Sequence[LossPoint], axis: Axis) -> list[tuple[float, float]]:

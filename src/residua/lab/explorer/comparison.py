@@ -12,35 +12,33 @@ from residua.lab.records.jsonlines import finite
 MOST_POINTS = 200
 """Largest number of points in a loss curve; a screen shows no more."""
 MOST_DIFFERENCES = 60
-"""Largest number of points in a curve of differences; there is a curve for every pair of groups and every axis."""
+"""Largest number of points in a curve of differences; there is a curve for every pair of rows and every axis."""
 
 
 def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return the comparison of the runs in `folders` as plain values, with each group in turn as the baseline.
+    """Return the comparison of the runs in `folders` as plain values, with each row in turn as the baseline.
 
-    `against[baseline]` holds the `unit` of the differences; for every group by name, the differences along each axis as
-    rows [at, mean, deviation or None, pairs of seeds], which are zero for the baseline itself; the groups whose final
+    `against[baseline]` holds the `unit` of the differences; for every row by name, the differences along each axis as
+    lists [at, mean, deviation or None, pairs of seeds], which are zero for the baseline itself; the rows whose final
     difference is more than noise (`clear`); those that cannot be compared (`refused`); and `notes`. `colour` is the
-    colour number of a group in every picture.
+    colour number of a row in every picture.
 
     Raises:
         InputError: a folder does not hold a run.
     """
     comparison = compare(folders)
     records = {record["name"]: record for record in comparison.to_json()["groups"]}
-    names, colours = [group.name for group in comparison.groups], comparison.colours
+    names, colours = [row.name for row in comparison.rows], comparison.colours
     return {
         "axes": list(AXES),
         "baseline": comparison.baseline.name if comparison.baseline else names[0],
-        "groups": [
-            _group_values(group, records[group.name]) | {"colour": colours[group.name]} for group in comparison.groups
-        ],
+        "groups": [_row_values(row, records[row.name]) | {"colour": colours[row.name]} for row in comparison.rows],
         "against": {name: _against(comparison.against(name)) for name in names},
-        "settings": _settings(comparison.groups),
+        "settings": _settings(comparison.rows),
     }
 
 
-def _group_values(group: Row, record: dict[str, Any]) -> dict[str, Any]:
+def _row_values(row: Row, record: dict[str, Any]) -> dict[str, Any]:
     names = ("name", "seeds", "val_loss", "parameters", "tokens", "tokens_per_second", "seconds")
     curves = [
         {
@@ -49,7 +47,7 @@ def _group_values(group: Row, record: dict[str, Any]) -> dict[str, Any]:
             "validation": thinned([_rounded(point) for point in run.validation], MOST_POINTS),
             "training": [_rounded(point) for point in _averaged(run.training, MOST_POINTS)],
         }
-        for run in group.runs
+        for run in row.runs
     ]
     return {name: record[name] for name in names} | {"runs": curves}
 
@@ -58,38 +56,38 @@ def _against(comparison: Comparison) -> dict[str, Any]:
     differences: dict[str, dict[str, list[Any]]] = {}
     final: dict[str, Any] = {}
     reached = {}
-    for group in comparison.groups:
-        if group is comparison.baseline:
-            points = [point for run in group.runs for point in run.validation]
-            rows = {axis: [[at, 0.0, None, 0] for at in sorted({getattr(p, axis) for p in points})] for axis in AXES}
-            final[group.name] = [None, 0.0, None, 0]
+    for row in comparison.rows:
+        if row is comparison.baseline:
+            points = [point for run in row.runs for point in run.validation]
+            curves = {axis: [[at, 0.0, None, 0] for at in sorted({getattr(p, axis) for p in points})] for axis in AXES}
+            final[row.name] = [None, 0.0, None, 0]
         else:
-            rows = {
-                axis: [_rounded([at, *value]) for at, value in comparison.differences(group, axis).items()]
+            curves = {
+                axis: [_rounded([at, *value]) for at, value in comparison.differences(row, axis).items()]
                 for axis in AXES
             }
-            reached[group.name] = end = comparison.final_difference(group)
-            final[group.name] = None if end is None else _rounded([end[0], *end[1]])
-        differences[group.name] = {axis: thinned(rows_of_axis, MOST_DIFFERENCES) for axis, rows_of_axis in rows.items()}
+            reached[row.name] = end = comparison.final_difference(row)
+            final[row.name] = None if end is None else _rounded([end[0], *end[1]])
+        differences[row.name] = {axis: thinned(points, MOST_DIFFERENCES) for axis, points in curves.items()}
     clear = [name for name, difference in reached.items() if difference and difference[1].clear]
     return {
         "differences": differences,
         "final": final,
         "clear": clear,
-        "refused": [group.name for group in comparison.groups if comparison.verdict(group).unit is None],
+        "refused": [row.name for row in comparison.rows if comparison.verdict(row).unit is None],
         "unit": comparison.unit,
         "notes": list(comparison.notes),
     }
 
 
-def _settings(groups: Sequence[Row]) -> dict[str, Any]:
-    """Return the settings in which the groups differ, one row each, as text; "–" if a group does not have it."""
-    runs = [group.runs[0] for group in groups]
+def _settings(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the settings in which the rows differ, a line each, as text; "–" if a row does not have it."""
+    runs = [row.runs[0] for row in rows]
     settings = [{**run.settings, "model.connection": run.connection} for run in runs]
     keys = sorted({key for some in settings for key in some})
     differing = [key for key in keys if any(some.get(key, "–") != settings[0].get(key, "–") for some in settings)]
-    rows = [[key, *(_setting_text(some, key) for some in settings)] for key in differing]
-    return {"rows": rows, "equal": len(keys) - len(differing)}
+    lines = [[key, *(_setting_text(some, key) for some in settings)] for key in differing]
+    return {"rows": lines, "equal": len(keys) - len(differing)}
 
 
 def _setting_text(settings: Any, key: str) -> str:

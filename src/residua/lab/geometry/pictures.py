@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from residua.errors import extra
-from residua.lab.geometry.report import TITLES, Record, groups, is_causal
+from residua.lab.geometry.report import TITLES, Group, Record, groups, is_causal
 from residua.lab.records.figures import curve, legend, line_style, panels, save
-from residua.lab.records.table import Group
 
 with extra("lab"):
     from matplotlib.axes import Axes
@@ -45,7 +44,7 @@ class Panel(NamedTuple):
     levels: bool = False
     circles: Curve | None = None
     title: str = ""
-    groups: Sequence[Group[Record]] = ()
+    groups: Sequence[Group] = ()
     references: Sequence[Record] = ()
 
 
@@ -197,7 +196,7 @@ def _draw_levels(axes: Axes, references: Sequence[Record]) -> None:
         axes.text(1.01, place, losses[loss], transform=axes.transAxes, fontsize=7.5, color="#555555", va="center")
 
 
-def _mean(group: Group[Record], curve: Curve) -> Points:
+def _mean(group: Group, curve: Curve) -> Points:
     """Return the mean over the runs that have the curve, at the places that they share."""
     curves = [dict(points) for points in map(curve, group.runs) if points]
     if not curves:

@@ -19,17 +19,17 @@ not records (`published.published`). Whatever is missing or None is shown as a d
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from residua.files.durable import write_text
 from residua.lab.geometry.published import README, RESEARCH, published
 from residua.lab.geometry.tasks import TASKS
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Estimate
-from residua.lab.records.table import Group, Table, cell, grouped
+from residua.lab.records.table import Table, cell, grouped
 
 Record = dict[str, Any]
 OURS, PUBLISHED, REFERENCE = "ours", "published", "reference"
@@ -69,14 +69,25 @@ NOTES = f"""## How to read this
 """
 
 
-def groups(records: Iterable[Record], task: str) -> list[Group[Record]]:
-    """Group the runs of a task that differ in their seed alone, in the order in which they first appear."""
+class Group(NamedTuple):
+    """Runs of one model that differ only in their seed, in the order of their seeds."""
+
+    name: str
+    runs: tuple[Record, ...]
+
+    def estimate(self, quantity: Callable[[Record], float | None]) -> Estimate | None:
+        """Return a quantity over the runs that have it; None if no run has it."""
+        return Estimate.of_known(map(quantity, self.runs))
+
+
+def groups(records: Iterable[Record], task: str) -> list[Group]:
+    """Group the runs of a task that differ only in their seed, in the order in which they first appear."""
     runs = [record for record in records if record.get("kind") == "run" and record.get("task") == task]
     members = grouped(runs, lambda run: (run["label"], json.dumps(run.get("settings"))), itemgetter("seed"))
     return [Group(some[0]["label"], some) for some in members]
 
 
-def is_causal(group: Group[Record]) -> bool | None:
+def is_causal(group: Group) -> bool | None:
     """None where it was not measured; a model that was once seen to look ahead is not causal."""
     measured = [run["causal"] for run in group.runs if run.get("causal") is not None]
     return all(measured) if measured else None
@@ -123,7 +134,7 @@ def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
     return [markdown, numbers]
 
 
-def _ours(group: Group[Record]) -> dict[str, Any]:
+def _ours(group: Group) -> dict[str, Any]:
     first = group.runs[0]
     return {
         "source": OURS,
@@ -165,7 +176,7 @@ def _cell(row: dict[str, Any], key: str) -> str:
     return f"{text} (leak)" if key == "position0_loss" and row.get("position0_leak") else text
 
 
-def _section(task: str, rows: Table, members: Sequence[Group[Record]]) -> str:
+def _section(task: str, rows: Table, members: Sequence[Group]) -> str:
     settings = members[0].runs[0]["settings"]
     shared = {
         key: value for key, value in settings.items() if all(g.runs[0]["settings"].get(key) == value for g in members)

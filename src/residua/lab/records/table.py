@@ -1,27 +1,13 @@
-"""Results as a table: groups of runs, their estimates over seeds, and text in rows and columns."""
+"""Results as a table: runs grouped by what they have in common, and text in rows and columns."""
 
 import shutil
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from residua.lab.records.statistics import Estimate
 from residua.lab.records.terminal import one_line
 
 Member = TypeVar("Member")
-
-
-@dataclass(frozen=True)
-class Group(Generic[Member]):
-    """Runs that differ only in their seed, in the order of their seeds."""
-
-    name: str
-    runs: tuple[Member, ...]
-
-    def estimate(self, quantity: Callable[[Member], float | None]) -> Estimate | None:
-        """Return a quantity over the runs that have it; None if no run has it."""
-        return Estimate.of_known(map(quantity, self.runs))
 
 
 def grouped(
