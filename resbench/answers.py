@@ -294,6 +294,7 @@ def about_the_lookup() -> dict[str, Any]:
     others = [point["other"] for point in last.values()]
     share = {size: gain(size, "lambdas+conv", "lambdas") / gain(size, "lambdas+tc", "lambdas") for size in SIZES}
     return {
+        "lookup_runs": NUMBERS[len(runs)],
         "half_step": half,
         "half_learned": learned,
         "ends_baselines": f"{min(last[name]['repeated'] for name in BASELINES):.1f}",

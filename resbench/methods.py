@@ -195,6 +195,8 @@ def about_what_remains() -> dict[str, Any]:
     losses = split_losses("0.3M")
     assert losses.keys() == whole("0.3M").keys()
     pairs = study("1M").study.primary["1M"]
+    planned = {pair for pair in map(tuple, pairs) if ("0.3M", *pair) in study("main").corrected}
+    assert planned == {("residual+tc", "residual"), ("ddl-tc", WRITING)}  # the latter with other settings of ddl-tc
     assert {frozenset(losses[name]) for pair in pairs for name in pair} == {frozenset({1, 2, 3, 4, 5})}
 
     def contrast(scheme: str, to: str, column: int) -> Contrast:
@@ -276,6 +278,8 @@ def about_ten_million() -> dict[str, Any]:
     assert seeds_are_new("10M")
     assert (len(planned.seeds), len(planned.primary["10M"])) == (3, 2)
     assert {run["facts"]["device"] for run in runs} == {H200}
+    assert {run["scheme"] for run in runs if run["kind"] == "report"} == planned.schemes.keys() - {WRITING}
+    assert not any((RECORDS / name).exists() for name in ("gpu-rates", "gpu-write-only", "gpu-day"))
     (text,) = {run["facts"]["data"]["train_tokens"] for run in runs}
     (read,) = {run["tokens"] for run in runs if run["kind"] == "report"}
     return {

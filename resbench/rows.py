@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from tables import SPLIT, records, study
+from tables import SPLIT, answers, records, study
 
 from residua.lab.records.statistics import Contrast, Estimate, welch
 from residua.lab.study.results import Difference, SchemeRow
@@ -73,13 +73,6 @@ def erasing_at_equal_settings() -> Contrast:
     contrast = welch(list(ours.values()), list(theirs.losses.values()))
     assert side(contrast) == "level"
     return contrast
-
-
-@cache
-def answers() -> dict[tuple[str, str, str], Difference]:
-    """What the questions of the first study compare at equal tokens, over all their seeds."""
-    found = [each for each in study("main").answers if each.measure == "tokens" and each.difference]
-    return {(each.size, each.scheme, each.to): each.difference for each in found}
 
 
 def compared(size: str, scheme: str, to: str) -> Contrast:

@@ -15,7 +15,7 @@ from scipy.stats import binomtest
 
 from residua.lab.evaluation.runs import Run
 from residua.lab.records.statistics import welch
-from residua.lab.study.results import ALPHA, Results, SchemeRow, read_results
+from residua.lab.study.results import ALPHA, Difference, Results, SchemeRow, read_results
 from residua.lab.study.search import loss_of
 
 RECORDS = Path(__file__).with_name("records")
@@ -30,6 +30,13 @@ def records(name: str) -> list[dict[str, Any]]:
 def study(name: str) -> Results:
     """The results of a study's folder beside this file."""
     return read_results(RECORDS / name)
+
+
+@cache
+def answers() -> dict[tuple[str, str, str], Difference]:
+    """What the questions of the first study compare at equal tokens, over all their seeds."""
+    found = [each for each in study("main").answers if each.measure == "tokens" and each.difference]
+    return {(each.size, each.scheme, each.to): each.difference for each in found}
 
 
 def lead(difference: Any) -> str:
@@ -102,8 +109,7 @@ def speedup_text(speedups: list[float], cost: float) -> str:
 def fresh_table() -> str:
     """The contrasts of five seeds that no run of ResBench had: beside ResBench's, split by labels, on a second text."""
     size = "0.1M"
-    fresh, first = study("fresh"), study("main")
-    answers = {(each.size, each.scheme, each.to): each.difference for each in first.answers if each.measure == "tokens"}
+    fresh = study("fresh")
 
     def means(name: str) -> list[float]:
         runs = recorded("fresh", fresh.row(size, name).reported.runs)
@@ -112,7 +118,7 @@ def fresh_table() -> str:
 
     lines = []
     for scheme, to in fresh.study.primary[size]:
-        before = answers.get((size, scheme, to)) or first.row(size, scheme).difference(to, "tokens")
+        before = answers().get((size, scheme, to)) or study("main").row(size, scheme).difference(to, "tokens")
         splits = [f"{ours - theirs:+.3f}" for ours, theirs in zip(means(scheme), means(to))]
         lines.append([f"`{scheme}` − `{to}`", lead(before), lead(fresh.corrected[size, scheme, to]), *splits])
     header = ["loss of the first − the second", "ResBench, seeds 1 to 5", "fresh seeds", "repeated labels"]
