@@ -9,6 +9,7 @@ import argparse
 import csv
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,14 +23,15 @@ import reproduction
 import retrofit_results
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tools"))
+sys.path += [str(HERE.parent / "tools"), str(HERE.parent / "docs")]
 
+import scheme_pages  # noqa: E402
 from blocks import Blocks, markdown, update, wrapped  # noqa: E402
 
 from residua.connections import names  # noqa: E402
-from residua.connections.explained import meanings  # noqa: E402
+from residua.connections.explained import added, meanings, state  # noqa: E402
 from residua.connections.parts.options import named  # noqa: E402
-from residua.connections.registry import PRESETS  # noqa: E402
+from residua.connections.registry import PRESETS, SCHEMES, resolve  # noqa: E402
 from residua.errors import types_of  # noqa: E402
 
 
@@ -721,6 +723,30 @@ def published_table() -> str:
     return markdown(header, lines)
 
 
+def presets_table(family: str) -> str:
+    """Return the rows of the presets of a family. Their words are those on the page; a new preset has its title."""
+    page = (HERE.parent / "docs" / "schemes.md").read_text(encoding="utf-8")
+    written = {}
+    for block in re.findall(r"(?s)<!-- [a-z-]+: experiments/tables.py -->\n\| preset \|.*?<!-- /", page):
+        written |= dict(re.findall(r"(?m)^\| `([^`]+)` \| (.*?) \| [^|]* \| [^|]* \|$", block))
+    kinds = {SCHEMES[name] for name in scheme_pages.families().get(family, ())}
+    rows = []
+    for name in dict.fromkeys([*written, *PRESETS]):
+        scheme = resolve(name)
+        if type(scheme) in kinds:
+            words = written.get(name, f"{type(scheme).title}: {scheme.source}")
+            counts = dict.fromkeys(f"{count:,}" for count in added(scheme).values())
+            rows.append([f"`{name}`", words, state(scheme), " / ".join(counts)])
+    header = ["preset", "what it is", "state per token", "parameters added at 124M / 353M"]
+    return markdown(header, rows) if rows else ""
+
+
+def more_presets() -> str:
+    """Return a section of the presets of new schemes, which are in no family yet; "" if there are none."""
+    rows = presets_table("More")
+    return f"## More\n\n{rows}" if rows else ""
+
+
 SHARED = {  # an option that several schemes have, its meaning, and that of each value
     "start": (
         "how the connections begin",
@@ -844,7 +870,12 @@ def engines_table() -> str:
 
 PAGES: dict[str, Blocks] = {
     "docs/study.md": {"study-keys": study_keys_table},
-    "docs/schemes.md": {"shared-options": shared_options_table, "renamed-options": renamed_options_table},
+    "docs/schemes.md": {
+        **{family.lower().replace(" ", "-"): partial(presets_table, family) for family in scheme_pages.FAMILIES},
+        "more": more_presets,
+        "shared-options": shared_options_table,
+        "renamed-options": renamed_options_table,
+    },
     "docs/transformers.md": {"engines": engines_table},
     "docs/speed.md": {
         "speed": speed_table,

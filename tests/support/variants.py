@@ -1,13 +1,20 @@
-"""The schemes that the shared tests run on: every preset, found by itself, and variants that use every other option."""
+"""The schemes that the shared tests run on: every preset, found by itself, and variants that use every other option.
 
-from typing import Any
+Variants of a class that has none here are derived from its options.
+"""
+
+from contextlib import suppress
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 import torch
 
 from residua import DeepDelta, MultiwayDynamicDense, Scheme
-from residua.connections import PRESETS, resolve
+from residua.connections import PRESETS, SCHEMES, resolve
 from residua.connections.parts.memory import window_of
+from residua.errors import types_of
 from residua.testing import bare_sublayers, normal, perturbed
 
 __all__ = [
@@ -21,6 +28,8 @@ __all__ = [
     "NON_CAUSAL",
     "VARIANTS",
     "bare_sublayers",
+    "choices",
+    "derived",
     "every",
     "normal",
     "perturbed",
@@ -231,9 +240,35 @@ _KERNELS = {
     "jpmhc": "jpmhc:implementation=triton,num_streams=2",
 }
 
+
+def choices(declared: Any) -> list[Any]:
+    """Return the values of a declared type: those of a Literal and of bool, two numbers for int, none for others."""
+    if get_origin(declared) in (Union, UnionType):
+        return [choice for part in get_args(declared) for choice in choices(part)]
+    if get_origin(declared) is Literal:
+        return list(get_args(declared))
+    return {bool: [False, True], NoneType: [None], int: [2, 3]}.get(declared, [])
+
+
+def derived(name: str, kind: type[Scheme]) -> dict[str, Scheme]:
+    """Return one scheme for each other choice of each option of the class, with a second option if it needs one."""
+    own = [field for field in fields(kind) if field.name in kind.__annotations__]
+    single = [(one.name, value) for one in own for value in choices(types_of(kind)[one.name]) if value != one.default]
+    found = {}
+    for option, value in single:
+        for also in ({}, *({other: choice} for other, choice in single if other != option)):
+            with suppress(ValueError):
+                found[f"{name}-{option}-{value}"] = kind(**also, **{option: value})
+                break
+    return found
+
+
 VARIANTS, NON_CAUSAL, KERNELS = (
     {name: resolve(scheme) for name, scheme in schemes.items()} for schemes in (_VARIANTS, _NON_CAUSAL, _KERNELS)
 )
+for _name, _kind in SCHEMES.items():
+    if not any(type(scheme) is _kind for scheme in VARIANTS.values()):
+        VARIANTS |= derived(_name, _kind)
 ALL: dict[str, Scheme] = PRESETS | VARIANTS
 
 # Deep Delta Learning, whose parts tests look at: those that are not inside a convolution of their sublayer's output.
