@@ -94,7 +94,7 @@ def convert(
     with Trial(model, inputs) as trial, evaluating(model):
         size = model.num_parameters()
         conversion = trial.find(scheme)
-        trial.convert(conversion, preserving=start == "preserve")
+        trial.convert(preserving=start == "preserve")
     mark(model, conversion)
     if os.environ.get("RANK", "0") == "0":
         count = sum(map(len, conversion.anatomy))
@@ -128,7 +128,7 @@ class Trial:
 
         with Trial(model, inputs) as trial, evaluating(model):
             conversion = trial.find(scheme)
-            trial.convert(conversion, preserving=True)
+            trial.convert(preserving=True)
 
     Every step keeps what it saw, and goes on unless `refusal` finds a reason in that.
 
@@ -183,13 +183,12 @@ class Trial:
         self.go_on()
         return conversion
 
-    def convert(self, conversion: Conversion, *, preserving: bool) -> None:
+    def convert(self, *, preserving: bool) -> None:
         """Give the layers the connections of the scheme, in the place of the plain residual.
 
         Raises:
             InputError: they change the outputs, and have to be `preserving`.
         """
-        self.streams = new_streams(self.model, conversion)
         exchange(self.stack, self.streams)
         self.compare(PRESERVING, most=self.tolerance if preserving else inf)
         self.undo = nothing
