@@ -27,7 +27,7 @@ from residua.connections.parts.projection import LINEAR_MAPS
 from residua.conversion.flow import UnknownUse
 from residua.errors import InputError
 from support.converted_models import IDS, PLAIN, VOCAB, WINDOWED, converted, llama, model_of
-from support.families import tiny
+from support.families import randomised, tiny
 from support.tolerances import assert_close
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -319,28 +319,70 @@ def m2m(**options):
     return M2M100Model(M2M100Config(**sizes, max_position_embeddings=32, pad_token_id=1, **options))
 
 
-def test_layers_that_are_skipped_at_random_in_training_are_refused_there_with_the_remedy():
-    encoder = m2m(encoder_layerdrop=0.1).get_encoder().eval()
-    before = encoder(IDS).last_hidden_state
-    residua.convert(encoder, "residual")
-    assert torch.equal(encoder(IDS).last_hidden_state, before)
-    with pytest.raises(ValueError, match=r"layerdrop must be 0 .* got 0\.1; set layerdrop = 0 on the M2M100Encoder"):
-        encoder.train()(IDS)
-    encoder.layerdrop = 0
-    encoder(IDS).last_hidden_state.sum().backward()
-
-
-def test_layers_that_a_configuration_lets_skip_are_refused_in_training():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+def sound_encoder(layerdrop):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
     sizes |= {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,), "num_feat_extract_layers": 1}
     sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "do_stable_layer_norm": True}
-    sound = {"input_values": torch.randn(1, 64)}
-    model = Wav2Vec2Model(Wav2Vec2Config(**sizes, layerdrop=0.1, mask_time_prob=0.0))
-    residua.convert(model, "hc", inputs=sound).train()
-    with pytest.raises(ValueError, match=r"got 0\.1; set config\.layerdrop = 0 on the Wav2Vec2EncoderStable"):
-        model(**sound)
-    model.encoder.config.layerdrop = 0
-    model(**sound).last_hidden_state.sum().backward()
+    dropouts = ("hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout")
+    config = Wav2Vec2Config(**sizes, **dict.fromkeys(dropouts, 0.0), layerdrop=layerdrop, mask_time_prob=0.0)
+    return Wav2Vec2Model(config)
+
+
+SOUND = {"input_values": torch.randn(1, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
+SKIPPING = {
+    "encoder": (lambda: m2m(encoder_layerdrop=0.5, dropout=0.0).get_encoder(), {"input_ids": IDS}),
+    "sound": (lambda: sound_encoder(0.5), SOUND),
+}
+
+
+@pytest.mark.parametrize("connection", ["residual", "hc", "mhc", "edelta-stream"])
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_layers_are_skipped_at_random_in_training_as_in_the_plain_model(kind, connection):
+    """Among twenty draws are those that skip the first layers, the last ones, and all."""
+    build, inputs = SKIPPING[kind]
+    plain = randomised(build, scale=0.3).double()
+    model = residua.convert(copy.deepcopy(plain).eval(), connection, inputs=inputs).train()
+    plain.train()
+    names = [name for name, p in plain.named_parameters()]
+    for seed in range(20):
+        results = []
+        for other in (plain, model):
+            torch.manual_seed(seed)
+            out = other(**inputs, output_hidden_states=True)
+            out.last_hidden_state.square().sum().backward()
+            parameters = dict(other.named_parameters())
+            results.append((out.hidden_states, [parameters[name].grad for name in names]))
+            other.zero_grad()
+        (states, gradients), (expected_states, expected) = results
+        for x, y in zip(states, expected_states, strict=True):
+            assert_close(x, y, factor=10)
+        for x, y in zip(gradients, expected, strict=True):
+            assert (x is None) == (y is None)
+            if x is not None:
+                assert_close(x, y, factor=100)  # sums over all tokens and layers
+    assert not [
+        hook for part in residua.unconvert(model.eval(), inputs=inputs).modules() for hook in part._forward_pre_hooks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("encoder", r"layerdrop must be 0 .* got 0\.5; set layerdrop = 0 on the M2M100Encoder"),
+        ("sound", r"layerdrop must be 0 .* got 0\.5; set config\.layerdrop = 0 on the Wav2Vec2EncoderStable"),
+    ],
+)
+def test_a_scheme_that_reads_over_depth_needs_every_layer_in_training(kind, says):
+    build, inputs = SKIPPING[kind]
+    model = build().double().eval()
+    before = model(**inputs).last_hidden_state
+    residua.convert(model, "attnres", inputs=inputs)
+    assert_close(model(**inputs).last_hidden_state, before)
+    with pytest.raises(ValueError, match=says):
+        model.train()(**inputs)
+    trunk = model if kind == "encoder" else model.encoder.config
+    trunk.layerdrop = 0
+    model(**inputs).last_hidden_state.sum().backward()
 
 
 def test_a_model_that_adds_images_between_its_layers_is_asked_for_one():

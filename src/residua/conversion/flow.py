@@ -103,6 +103,7 @@ class Flow:
         self.x: Tensor | None = None
         self.carry: Carry | None = None
         self.read_dtype: torch.dtype | None = None  # in which the layer asks for x; None: that of the state
+        self.end: nn.Module | None = None  # the collapse between layers, if the last ones may be skipped
 
     def read(self) -> Tensor:
         """Return the input of the next sublayer, (batch, seq, dim); every reader of one state gets the same."""
@@ -118,6 +119,11 @@ class Flow:
             self.x = x if x.dtype == dtype or under_autocast(x.device) else x.to(dtype)
         assert self.x is not None
         return self.x if self.lead is None else self.x.reshape(self.shape)
+
+    def read_out(self, collapse: Any, memory: Memory | None = None) -> Tensor:
+        """Return the residual as a tensor in the form in which the first layer got it."""
+        x = collapse(self.state, memory).to(self.dtype)
+        return x if self.lead is None else x.reshape(self.shape)
 
     def reshape(self, *shape: Any) -> "Flow":
         """Return the flow as the layer wants to see it: its tokens in the same order, along other axes."""
@@ -261,24 +267,26 @@ class Flow:
     __truediv__ = __sub__ = __rsub__ = __getitem__ = __neg__ = __matmul__ = _scale
 
 
-def _unflatten(children: Iterable[Any], lead: tuple[int, ...] | None) -> Flow:
+def _unflatten(children: Iterable[Any], context: tuple[tuple[int, ...] | None, nn.Module | None]) -> Flow:
     """Return a flow of the state; some versions of torch put other things in its place, so nothing here looks at it."""
     (state,) = children
-    return Flow(state, lead=lead)
+    flow = Flow(state, lead=context[0])
+    flow.end = context[1]
+    return flow
 
 
 def is_flow(x: Any) -> bool:
     return isinstance(x, Flow)
 
 
-register_pytree_node(Flow, lambda flow: ([flow.state], flow.lead), _unflatten)
+register_pytree_node(Flow, lambda flow: ([flow.state], (flow.lead, flow.end)), _unflatten)
 
 
 class LayerStream(WideParts):
     """The part of the stream that a layer owns: its connections; in the first layer expand, in the last collapse.
 
     keywords: the names of arguments that the layer or a module in it takes; looks_back: whether the scheme reads
-    earlier tokens.
+    earlier tokens; ends: expand and collapse of the scheme if any layer may be skipped, else None and None.
     """
 
     def __init__(
@@ -289,9 +297,11 @@ class LayerStream(WideParts):
         collapse: nn.Module | None,
         *,
         looks_back: bool,
+        ends: tuple[nn.Module | None, nn.Module | None],
     ):
         super().__init__()
         self.keywords = keywords_of(layer)
+        self.ends = ends  # a tuple registers no submodule
         self.looks_back = looks_back
         self.expand = expand
         self.connections = nn.ModuleList(connections)
@@ -319,15 +329,16 @@ class LayerStream(WideParts):
 
     def enter(self, incoming: Any, memories: Memories, *, checkpointed: bool) -> Flow:
         """Return the flow inside the layer, from its input."""
-        if isinstance(incoming, Flow) != (self.expand is None):
-            raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
-        if self.expand is not None:
-            lead = lead_of(incoming)
-            state = self.expand(rows_of(incoming), memories.get(self.expand))
-        else:
+        expand = self.ends[0] if self.expand is None else self.expand  # the layers before this one may be skipped
+        if isinstance(incoming, Flow) and self.expand is None:
             lead = incoming.lead
             # A recomputed layer must not recompute the layer before it, whose weights may be absent.
             state = cut(incoming.state) if checkpointed else incoming.state
+        elif isinstance(incoming, Flow) or expand is None:
+            raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
+        else:
+            lead = lead_of(incoming)
+            state = expand(rows_of(incoming), memories.get(expand))
         connections: Any = self.connections._modules.values()
         return Flow(state, list(zip(connections, map(memories.get, connections))), lead=lead)
 
@@ -341,9 +352,9 @@ class LayerStream(WideParts):
             raise UnknownUse("returned before all its sublayers were written, as they were when it was converted")
         if self.collapse is None:
             output.written = output.ahead = None
+            output.end = self.ends[1]
             return output
-        x = self.collapse(output.state, memories.get(self.collapse)).to(output.dtype)
-        return x if output.lead is None else x.reshape(output.shape)
+        return output.read_out(self.collapse, memories.get(self.collapse))
 
 
 def rows_of(x: Tensor) -> Tensor:

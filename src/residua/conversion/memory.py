@@ -36,13 +36,17 @@ def attach(model: nn.Module, stack: nn.ModuleList) -> None:
     trunk.register_forward_pre_hook(hand_memories, with_kwargs=True)
     for module in (*outer, trunk):
         module.register_forward_hook(read_out)
+    for child in trunk.children() if layerdrop_of(trunk) else ():
+        if child is not stack:
+            child.register_forward_pre_hook(read_skipped)
 
 
 def detach(model: nn.Module, stack: nn.ModuleList) -> None:
     """Undo `attach`."""
-    for module in around(model, stack):
+    *outer, trunk = around(model, stack)
+    for module in (*outer, trunk, *trunk.children()):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (hand_memories, read_out)]:
+            for key in [key for key, hook in hooks.items() if hook in (hand_memories, read_out, read_skipped)]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -60,7 +64,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             reentrant checkpointing, or layers that are skipped at random in training.
     """
     stack, first = _stack_of(trunk)
-    if trunk.training:
+    if trunk.training and getattr(first, STREAM).ends[0] is None:
         expect_every_layer(trunk)
     for module in (trunk, stack[0], first):
         expect_gradients(module)  # type: ignore[arg-type]
@@ -139,18 +143,32 @@ LAYERDROP = ("layerdrop", "speech_encoder_layerdrop")
 """The names of the probability with which a trunk skips a layer in training, of its own or in its configuration."""
 
 
-def expect_every_layer(trunk: Any) -> None:
-    """Raise InputError for a trunk that skips layers at random in training.
+def layerdrop_of(trunk: Any) -> dict[str, float]:
+    """Return the probability with which a trunk skips a layer in training, by the attribute; empty if it skips none."""
+    if "layerdrop" in vars(trunk):
+        return {"layerdrop": trunk.layerdrop}
+    config = getattr(trunk, "config", None)
+    return {f"config.{name}": getattr(config, name) for name in LAYERDROP if getattr(config, name, None) is not None}
 
-    The first makes the state of the scheme from the residual, the last reads it out, and the others keep it whole.
+
+def expect_every_layer(trunk: Any) -> None:
+    """Raise InputError for a trunk that skips layers at random, in training with a scheme that needs all of them.
+
+    Its state grows with depth, or it learns how the first layer makes the state and the last reads it out.
     """
-    owner, place = (trunk, "") if "layerdrop" in vars(trunk) else (getattr(trunk, "config", None), "config.")
-    for name in LAYERDROP:
-        if (value := getattr(owner, name, 0) or 0) > 0:
+    for name, value in layerdrop_of(trunk).items():
+        if value > 0:
             raise InputError(
-                f"{name} must be 0 to train a converted model, whose layers cannot be skipped, got {value}; set "
-                f"{place}{name} = 0 on the {type(trunk).__name__}"
+                f"{name} must be 0 to train with this scheme, whose layers cannot be skipped, got {value}; set "
+                f"{name} = 0 on the {type(trunk).__name__}"
             )
+
+
+def read_skipped(module: nn.Module, args: Any) -> Any:
+    """Before a module that gets the state since the last layers were skipped: read it out."""
+    if any(isinstance(x, Flow) and x.end is not None for x in args):
+        return tuple([x.read_out(x.end) if isinstance(x, Flow) else x for x in args])
+    return None
 
 
 def read_out(module: nn.Module, args: Any, output: Any) -> Any:
@@ -161,10 +179,9 @@ def read_out(module: nn.Module, args: Any, output: Any) -> Any:
     """
     if isinstance(output, Flow):
         last = layer_streams(module)[-1]
-        collapse: Any = last.collapse
         if last.looks_back:
             raise ValueError("output_hidden_states must be False, since this scheme reads earlier tokens in a readout")
-        return collapse(output.state, None).to(output.dtype).reshape(output.shape)
+        return output.read_out(last.collapse)
     if isinstance(output, (tuple, list)):
         items = [read_out(module, args, item) for item in output]
         return output if all(map(is_, items, output)) else type(output)(items)

@@ -45,11 +45,20 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     expect_one_input(whole)
     lend(whole)
     looks_back = any(map(window_of, whole.parts))
+    states = [conversion.scheme.state_spec(boundary, width) for boundary in range(len(norms) + 1)]
+    fixed = not any((*part.parameters(), *part.buffers()) for part in (whole.expand, whole.collapse))
+    skips = fixed and not looks_back and all(state == states[0] for state in states)
     connections: Any = iter(whole.connections)
     streams = []
     for i, (layer, sublayers) in enumerate(zip(stack, anatomy)):
         ends = whole.expand if i == 0 else None, whole.collapse if i == len(stack) - 1 else None
-        stream = LayerStream(layer, islice(connections, len(sublayers)), *ends, looks_back=looks_back)
+        stream = LayerStream(
+            layer,
+            islice(connections, len(sublayers)),
+            *ends,
+            looks_back=looks_back,
+            ends=(whole.expand, whole.collapse) if skips else (None, None),
+        )
         dtype = next(layer.parameters()).dtype
         streams.append(stream.to(_device_of(layer), torch.promote_types(dtype, torch.float32)))
     return streams
