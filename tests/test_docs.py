@@ -3,7 +3,9 @@
 import os
 import re
 import shlex
+import subprocess
 import sys
+import sysconfig
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
@@ -71,6 +73,26 @@ def test_the_python_of_a_page_runs(page, start, tmp_path):
         losses, expected = re.findall(r"last loss (\d\.\d+) ", printed), re.search(r"# such as (.*)", code)[1]
         for loss, about in zip(losses, re.findall(r"\d\.\d+", expected), strict=True):
             assert abs(float(loss) - float(about)) < 0.15
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_the_notebook_installs_a_wheel_where_residua_is_missing(tmp_path):
+    """Its first cell and the model, in an environment with our packages and without residua; no network is used."""
+    folder, python = tmp_path / "notebook", tmp_path / "env/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    (place,) = (tmp_path / "env").glob("lib/*/site-packages")
+    (place / "packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # a .pth in there is not read
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PIP_NO_INDEX": "1"}
+    make = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(make, check=True)
+    install, *code = cells(DOCS / "tutorial.ipynb")
+    assert subprocess.run([python, "-c", "import residua"], env=bare, capture_output=True).returncode == 1
+    model = "\n".join([install, *code[: 1 + next(i for i, cell in enumerate(code) if "residua.build" in cell)]])
+    done = subprocess.run([python, "-c", model], env=bare, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "6,446 parameters" in done.stdout
 
 
 @pytest.mark.nightly
