@@ -119,8 +119,10 @@ def test_a_decoder_half_that_reads_earlier_tokens_remembers_them():
 def test_blocks_that_add_inside_are_opened():
     """T5 adds in modules of a layer, so their norms are what reads."""
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
-    encoder_half = encoder(T5Config(**sizes)).get_encoder()
-    residua.convert(encoder_half, "residual", inputs={"input_ids": torch.arange(8)[None]})
+    model = encoder(T5Config(**sizes))
+    encoder_half = residua.convert(model.get_encoder(), "residual")
+    with pytest.raises(InputError, match="'encoder_hidden_states'"):
+        residua.convert(model.get_decoder(), "residual")
     assert encoder_half.config.residua["layers"][0][0] == {
         "readers": ("layer.0.layer_norm",),
         "normed": True,

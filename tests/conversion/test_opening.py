@@ -1,12 +1,15 @@
 """What is asked of a model of transformers that somebody brings."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MptConfig
 
-from residua.conversion.opening import context_of
+from residua.conversion.opening import context_of, read_model
 from residua.conversion.probe import change, outputs
-from support.converted_models import llama, whisper
+from residua.errors import InputError
+from support.converted_models import converted, llama, save_base, whisper
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,15 @@ def test_an_empty_output_is_no_number_to_compare():
     x = torch.ones(2, 3)
     (kept,) = outputs(Model(), {"x": x})
     assert change([kept], [x]) == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "converted"])
+def test_a_configuration_with_more_layers_than_a_model_has_is_refused(kind, tmp_path):
+    """Building the model, or only the list of the kinds of its layers, would not end."""
+    save_base(tmp_path) if kind == "plain" else converted("hc", torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    (settings if kind == "plain" else settings["residua"]["base"])["num_hidden_layers"] = 10**30
+    file.write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=f"num_hidden_layers must be at most 16384, got {10**30}"):
+        read_model(tmp_path)

@@ -142,7 +142,11 @@ def _token_ids(model: PreTrainedModel) -> dict[str, Any]:
         return any(getattr(config, name, False) is True for name in names)
 
     needed = [model.main_input_name if model.main_input_name in arguments else next(iter(arguments), "")]
-    if "encoder_hidden_states" in arguments and flag("is_encoder_decoder", "add_cross_attention"):
+    # The encoder of T5 is of the decoder's class.
+    attends = flag("is_encoder_decoder", "add_cross_attention") and getattr(
+        model, "is_decoder", True
+    )  # T5's encoder not
+    if "encoder_hidden_states" in arguments and attends:
         needed.append("encoder_hidden_states")
     if needed != ["input_ids"]:
         example = ", ".join(f"{name!r}: ..." for name in needed)

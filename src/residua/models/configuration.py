@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from residua.connections import Scheme, describe, resolve
-from residua.errors import check_types, extra, types_of
-from residua.model_fields import ModelFields
+from residua.errors import InputError, check_types, extra, types_of
+from residua.model_fields import MOST_LAYERS, ModelFields
 
 with extra("lab"):
     from transformers import PreTrainedConfig
@@ -22,8 +22,11 @@ def usable(config: Any, source: object) -> Any:
     """Return the content of a configuration file without attention that is not in `ATTENTION`, and warn if it has some.
 
     The model then runs with the default attention. Pass another one to `from_pretrained`.
+
+    Raises:
+        InputError: it asks for more layers than `MOST_LAYERS`.
     """
-    content = _without_attention(config)
+    content = _without_attention(config, source)
     if content != config:
         warnings.warn(
             f"{source}: the attention that the file names is left out, because code may be downloaded for it; give "
@@ -33,14 +36,16 @@ def usable(config: Any, source: object) -> Any:
     return content
 
 
-def _without_attention(config: Any) -> Any:
+def _without_attention(config: Any, source: object) -> Any:
     if not isinstance(config, dict):
         return config
     content = {}
     for key, value in config.items():
+        if str(key).endswith(("layer", "layers")) and isinstance(value, (int, float)) and value > MOST_LAYERS:
+            raise InputError(f"{source}: {key} must be at most {MOST_LAYERS}, got {value}")
         names = value.values() if isinstance(value, dict) else [value]
         if not str(key).lstrip("_").startswith("attn_implementation") or all(name in ATTENTION for name in names):
-            content[key] = _without_attention(value)
+            content[key] = _without_attention(value, source)
     return content
 
 
