@@ -21,7 +21,7 @@ from residua.lab.evaluation.runs import Row, Run
 from residua.lab.jobs.pool import Job
 from residua.lab.records import figures, jsonlines
 from residua.lab.study.search import Search
-from residua.lab.study.sweep import Outcome, Result, Sweep, parse_over, train_sweep
+from residua.lab.study.sweep import Outcome, Sweep, parse_over, train_sweep
 from residua.lab.training import load_config
 
 OPTIONS = (
@@ -140,8 +140,8 @@ def test_a_value_beyond_which_a_run_diverged_is_not_at_the_edge():
     over = {"train.lr": (1e-3, 2e-3, 4e-3)}
     losses = {1e-3: 1.7, 2e-3: 1.0, 4e-3: None}
     sweep = Sweep(("tiny",), (), over)
-    results = tuple(Result(row_of(loss, **{"train.lr": lr}), won=lr == 2e-3) for lr, loss in losses.items())
-    assert not any("edge" in note for note in Outcome(sweep, results).notes)
+    rows = tuple(row_of(loss, **{"train.lr": lr}) for lr, loss in losses.items())
+    assert not any("edge" in note for note in Outcome(sweep, rows, {"": {"train.lr": 2e-3}}).notes)
 
 
 def test_whole_numbers_stay_whole_and_at_least_one():
@@ -230,8 +230,8 @@ def test_lengths_share_the_schedule_of_a_recipe_as_shares_of_them():
 def test_a_run_that_diverges_is_recorded_and_stands_last(data, tmp_path):
     sweep = sweep_of(data, {"train.lr": (1e30, 1e-3)})
     outcome = train_sweep(sweep, tmp_path / "out", progress=False)
-    assert [result.point["train.lr"] for result in outcome.results] == [1e-3, 1e30]
-    assert outcome.results[1].row.losses("nats per token") == {0: None}
+    assert [row.point["train.lr"] for row in outcome.rows] == [1e-3, 1e30]
+    assert outcome.rows[1].losses("nats per token") == {0: None}
     assert outcome.table().rows[1][-1] == "diverged: 1"
     rows = {row["point"]["train.lr"]: row for row in jsonlines.read(tmp_path / "out" / "records.jsonl")}
     assert "loss and gradient must be finite" in rows[1e30]["diverged"]
@@ -276,7 +276,7 @@ def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_
         process.join()
         resumed += len(list(out.glob("runs/*/checkpoints/step-*")))
     assert resumed, "no run was killed under way"
-    assert len(train_sweep(sweep, out, progress=False).results) == 3
+    assert len(train_sweep(sweep, out, progress=False).rows) == 3
     assert timeless(out) == timeless(tmp_path / "whole")
     assert not list((out / "runs").iterdir())
 
@@ -299,7 +299,7 @@ def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp
     sweep = Sweep(("tiny",), (), {"model.connection": ("residual", "ddl"), "train.lr": (1e-3, 2e-3)}, seeds=2)
     losses = {("ddl", 2e-3): 1.0, ("residual", 1e-3): 2.0, ("residual", 2e-3): 3.0, ("ddl", 1e-3): 4.0}
     rows = (row_of(loss, loss + 0.1, name=run[0], **dict(zip(sweep.over, run))) for run, loss in losses.items())
-    outcome = Outcome(sweep, tuple(map(Result, rows)))
+    outcome = Outcome(sweep, tuple(rows), {})
     drawn = {}
     monkeypatch.setattr(figures, "save", lambda pictures, folder: drawn.update(pictures))
     outcome.draw(tmp_path / "sweep.png")
@@ -332,9 +332,7 @@ def test_values_whose_losses_cannot_be_compared_have_a_best_point_each(key, valu
     """The longer context has the lower losses, and is not recommended for them."""
     losses = {(value, lr): 4 - place - 100 * lr for place, value in enumerate(values) for lr in (1e-3, 2e-3)}
     outcome = outcome_of({key: values, **RATES}, losses)
-    assert [(result.point[key], result.point["train.lr"]) for result in outcome.results if result.won] == [
-        (value, 2e-3) for value in values
-    ]
+    assert [(row.point[key], row.point["train.lr"]) for row in outcome.won] == [(value, 2e-3) for value in values]
     assert outcome.best is None
     assert outcome.to_json()["command"] is None
     assert [f"--{key}={json.dumps(value)}" in c for value, c in zip(values, outcome.commands.values())] == [True] * 2

@@ -232,6 +232,10 @@ class Row:
         return self.runs[0].connection
 
     @property
+    def point(self) -> Mapping[str, Any]:
+        return self.runs[0].point
+
+    @property
     def measure(self) -> Measurement:
         return self.runs[0].measure
 

@@ -1,104 +1,110 @@
-"""The records of a study: the form of each field, checked once, when the file is read, and costs as objects."""
+"""The records of a study: the types of their fields, checked once, when the file is read, and costs as objects."""
 
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
-from residua.errors import fits, require, shown, words
+from residua.errors import InputError, Range, fits, refusal, require, shown, types_of
 from residua.lab.cost.timing import Quartiles
 from residua.lab.records import jsonlines
 
 
-class Form(NamedTuple):
-    """The values that a field may hold: in words, and as a test. absent: whether the field may be left out."""
-
-    words: str
-    holds: Callable[[Any], bool]
-    absent: bool = False
-
-
-def of(kind: Any, *, absent: bool = False) -> Form:
-    """Return the form of a value of one type. absent: the field may be left out."""
-    return Form(words(kind), lambda value: fits(value, kind), absent)
-
-
-def _numbers(value: Any) -> bool:
+def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(fits(number, float) for number in value)
 
 
-def _points(value: Any, length: int) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(point, list)
-        and len(point) >= length
-        and fits(point[0], int)
-        and all(fits(number, float | None) for number in point[1:])
-        for point in value
-    )
+def _are_points(length: int) -> Callable[[Any], bool]:
+    def hold(points: list[Any]) -> bool:
+        return all(
+            isinstance(point, list)
+            and len(point) == length
+            and fits(point[0], int)
+            and all(fits(number, float | None) for number in point[1:])
+            for point in points
+        )
+
+    return hold
 
 
-def _facts(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and isinstance(value.get("data") or {}, dict)
+def _are_facts(value: dict[str, Any]) -> bool:
+    return (
+        isinstance(value.get("data") or {}, dict)
         and fits(value.get("parameters"), int | None)
         and all(fits(value.get(name), str | None) for name in ("device", "cpu", "commit", "torch", "date"))
     )
 
 
-def _documents(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and _numbers(value.get("nats"))
-        and _numbers(value.get("labels"))
-        and sum(value["labels"]) > 0
-        and len(value["nats"]) == len(value["labels"])
+def _are_documents(value: dict[str, Any]) -> bool:
+    nats, labels = value.get("nats"), value.get("labels")
+    return (
+        _are_numbers(nats) and _are_numbers(labels) and sum(labels or ()) > 0 and len(nats or ()) == len(labels or ())
     )
 
 
-def _quartiles(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        fits(value.get(name), float) and value[name] > 0 for name in ("lower", "median", "upper")
-    )
+def _are_quartiles(value: dict[str, Any]) -> bool:
+    return all(fits(value.get(name), float) and value[name] > 0 for name in Quartiles._fields)
 
 
-CURVE = Form(
-    "a list of [step, number or null]",
-    lambda value: _points(value, 2) and all(len(point) == 2 for point in value),
-    absent=True,
-)
-SPLIT = Form("a list of [step, number or null, number or null]", lambda value: _points(value, 3), absent=True)
-TRANSITION = of(float | None, absent=True)
-DOCUMENTS = Form("nats and labels of each document", _documents, absent=True)
-PLACE = {name: of(str) for name in ("size", "scheme", "connection")}
-RUN: Mapping[str, Form] = {
-    **{name: of(str) for name in ("key", "kind")},
-    **PLACE,
-    "point": Form("settings by key", lambda value: isinstance(value, dict) and not any(map(_nested, value.values()))),
-    "seed": of(int),
-    "steps": Form("a whole number from 1 to 2^53", lambda value: fits(value, int) and 0 < value <= 2**53),
-    "val_loss": of(float | None),
-    "facts": Form("an object with an object data, or null", _facts, absent=True),
-    "tokens": of(int | None, absent=True),
-    "seconds": of(float | None, absent=True),
-    **dict.fromkeys(("curve", "further_curve"), CURVE),
-    **dict.fromkeys(("split", "further_split"), SPLIT),
-    **dict.fromkeys(("transition", "further_transition"), TRANSITION),
-    **dict.fromkeys(("documents", "further_documents"), DOCUMENTS),
-}
-"""The forms of the record of a run."""
-COST: Mapping[str, Form] = {
-    **PLACE,
-    **{name: of(str) for name in ("baseline", "date", "device")},
-    "cpu": of(str | None, absent=True),
-    "compiled": of(bool, absent=True),
-    "time_ratio": Form("the positive numbers lower, median and upper", _quartiles),
-    "seconds": Form("a list of numbers", _numbers),
-    "flops_per_token": Form("numbers by name", lambda value: isinstance(value, dict) and _numbers([*value.values()])),
-    **dict.fromkeys(("kept_bytes", "peak_bytes"), of(float | None, absent=True)),
-}
-"""The forms of the record of a cost."""
+def _are_settings(value: dict[str, Any]) -> bool:
+    return not any(isinstance(setting, dict | list) for setting in value.values())
+
+
+_Curve = Annotated[list[Any], Range("a list of [step, number or null]", _are_points(2))]
+_Split = Annotated[list[Any], Range("a list of [step, number or null, number or null]", _are_points(3))]
+_Documents = Annotated[dict[str, Any] | None, Range("nats and labels of each document", _are_documents)]
+
+
+class _Named(TypedDict):
+    size: str
+    scheme: str
+    connection: str
+
+
+class _Run(_Named):
+    key: str
+    kind: str
+    point: Annotated[dict[str, Any], Range("settings by key", _are_settings)]
+    seed: int
+    steps: Annotated[int, Range("a whole number from 1 to 2^53", lambda steps: 0 < steps <= 2**53)]
+    val_loss: float | None
+
+
+class RunRecord(_Run, total=False):
+    """The record of a run."""
+
+    facts: Annotated[dict[str, Any] | None, Range("an object with an object data, or null", _are_facts)]
+    tokens: int | None
+    seconds: float | None
+    bits_per_byte: float | None
+    diverged: str
+    curve: _Curve
+    further_curve: _Curve
+    split: _Split
+    further_split: _Split
+    transition: float | None
+    further_transition: float | None
+    documents: _Documents
+    further_documents: _Documents
+
+
+class _Cost(_Named):
+    baseline: str
+    date: str
+    device: str
+    time_ratio: Annotated[dict[str, Any], Range("the positive numbers lower, median and upper", _are_quartiles)]
+    seconds: Annotated[list[Any], Range("a list of numbers", _are_numbers)]
+    flops_per_token: Annotated[dict[str, Any], Range("numbers by name", lambda value: _are_numbers([*value.values()]))]
+
+
+class CostRecord(_Cost, total=False):
+    """The record of a cost."""
+
+    cpu: str | None
+    compiled: bool
+    kept_bytes: float | None
+    peak_bytes: float | None
 
 
 class Cost(NamedTuple):
@@ -123,7 +129,7 @@ class Cost(NamedTuple):
         """Return the cost in a record."""
         rounds = len(record["seconds"])
         return cls(
-            Quartiles(**record["time_ratio"]),
+            Quartiles(*(record["time_ratio"][name] for name in Quartiles._fields)),
             rounds,
             (record["date"], record["device"], record.get("cpu"), record["baseline"], rounds),
             record["device"],
@@ -139,18 +145,13 @@ class Cost(NamedTuple):
         return math.sqrt(math.pi / 2 / self.rounds) * deviation / self.ratio.median
 
 
-def _nested(value: Any) -> bool:
-    return isinstance(value, dict | list)
-
-
-def read(path: Path, forms: Mapping[str, Form], title: str) -> list[dict[str, Any]]:
-    """Read records of these forms. Raises InputError if one differs. title: the records in words."""
+def read_records(path: Path, kind: type[RunRecord] | type[CostRecord], title: str) -> list[dict[str, Any]]:
+    """Read records of one kind. Raises InputError if one differs. title: the records in words."""
     rows = jsonlines.read(path)
-    needed = {name for name, form in forms.items() if not form.absent}
+    needed = kind.__required_keys__
     for row in rows:
         require(row.keys() >= needed, str(path), f"{title}, each with {', '.join(sorted(needed))}", row)
-        for name, form in forms.items():
-            if name in row:
-                place = f"{path}: {name} of {shown(row.get('key', row['scheme']))}"
-                require(form.holds(row[name]), place, form.words, row[name])
+        for name in types_of(kind):
+            if name in row and (wrong := refusal(kind, name, row[name])):
+                raise InputError(f"{path}: {name} of {shown(row.get('key', row['scheme']))} {wrong}")
     return rows

@@ -19,9 +19,8 @@ from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import read_object
 from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, welch
 from residua.lab.records.table import grouped
-from residua.lab.study import forms
 from residua.lab.study.definition import MEASURES, Question, Study, read_folder
-from residua.lab.study.forms import Cost
+from residua.lab.study.forms import Cost, CostRecord, RunRecord, read_records
 from residua.lab.study.search import at_edge, loss_of, other_loss_of, winners
 
 BELOW = 0.9
@@ -278,7 +277,7 @@ class Results:
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
     """Return the records of a study's runs. Raises InputError for one that no study wrote, or of other data."""
-    rows = forms.read(path, forms.RUN, "records of a study's runs")
+    rows = read_records(path, RunRecord, "records of a study's runs")
     for row in rows:
         fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
         name = f"{path}: the run {shown(row['key'])}"
@@ -294,7 +293,7 @@ def read_results(folder: str | Path) -> Results:
     folder = Path(folder)
     study = read_folder(folder)
     runs = read_runs(folder / "records.jsonl", read_object(folder / "settings.json").get("data"))
-    return results(study, runs, forms.read(folder / "costs.jsonl", forms.COST, "costs of a study's schemes"))
+    return results(study, runs, read_records(folder / "costs.jsonl", CostRecord, "costs of a study's schemes"))
 
 
 def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:

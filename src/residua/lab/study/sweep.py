@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from residua.errors import InputError, fits
 from residua.files.reading import parse_yaml
@@ -121,56 +121,43 @@ class Sweep:
         return shlex.join(["residua", "train", *given, *self.overrides, *over, "--run", "DIR"])
 
 
-class Result(NamedTuple):
-    """The finished runs of one point, as a row with the name of its group, and whether they won in this group."""
-
-    row: Row
-    won: bool = False
-
-    @property
-    def group(self) -> str:
-        return self.row.name
-
-    @property
-    def point(self) -> Mapping[str, Any]:
-        return self.row.runs[0].point
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a sweep, best first; points with fewer seeds than others stand below them."""
+    """The points of a sweep as rows named after their groups, best first; those with fewer seeds stand below.
+
+    winners     the best point of each group, None if all of its runs diverged
+    """
 
     sweep: Sweep
-    results: tuple[Result, ...]
+    rows: tuple[Row, ...]
+    winners: Mapping[str, Mapping[str, Any] | None]
 
     @classmethod
     def of(cls, sweep: Sweep, finished: Mapping[Any, Record]) -> "Outcome":
-        results = []
+        rows, winners = [], {}
         for group, search in sweep.searches().items():
-            jobs, best = search.walk(sweep.job, finished)
+            jobs, winners[group] = search.walk(sweep.job, finished)
             runs = (_run_of(sweep, finished[job.key]) for job in jobs)
-            for members in grouped(runs, lambda run: tuple(map(_value_text, run.point.values())), lambda run: run.seed):
-                results.append(Result(Row(group, members), members[0].point == best))
-        return cls(sweep, tuple(results))._sorted()
+            points = grouped(runs, lambda run: tuple(map(_value_text, run.point.values())), lambda run: run.seed)
+            rows += [Row(group, members) for members in points]
+        return cls(sweep, tuple(rows), winners)._sorted()
 
     def _sorted(self) -> "Outcome":
-        most = max((len(result.row.runs) for result in self.finite), default=0)
-        groups = list(dict.fromkeys(result.group for result in self.results))
+        most = max((len(row.runs) for row in self.finite), default=0)
+        groups = list(dict.fromkeys(row.name for row in self.rows))
 
-        def order(result: Result) -> tuple[float, ...]:
-            place = 0 if self.unit else groups.index(result.group)
-            loss = result.row.whole_loss(self.shown_unit)
-            return (place, len(result.row.runs) < most, loss.mean) if loss else (place, 2, 0)
+        def order(row: Row) -> tuple[float, ...]:
+            place = 0 if self.unit else groups.index(row.name)
+            loss = row.whole_loss(self.shown_unit)
+            return (place, len(row.runs) < most, loss.mean) if loss else (place, 2, 0)
 
-        return replace(self, results=tuple(sorted(self.results, key=order)))
+        return replace(self, rows=tuple(sorted(self.rows, key=order)))
 
     @cached_property
     def verdict(self) -> Verdict:
         """Whether all finite losses can be compared, see `comparable.common_unit`."""
-        verdict = common_unit(result.row.measure for result in self.finite)
-        if verdict.unit == "bits per byte" and any(
-            result.row.whole_loss("bits per byte") is None for result in self.finite
-        ):
+        verdict = common_unit(row.measure for row in self.finite)
+        if verdict.unit == "bits per byte" and not all(row.whole_loss("bits per byte") for row in self.finite):
             return verdict._replace(unit=None, reasons=("other tokenizers, and records that do not say bits per byte",))
         return verdict
 
@@ -185,34 +172,38 @@ class Outcome:
         return self.unit or NATS
 
     @property
-    def best(self) -> Result | None:
+    def won(self) -> list[Row]:
+        """The best point of each group, best first."""
+        return [row for row in self.rows if row.point == self.winners.get(row.name)]
+
+    @property
+    def best(self) -> Row | None:
         """The best point; None if every run diverged, or if the groups cannot be compared."""
-        return next((result for result in self.results if result.won), None) if self.unit else None
+        return next(iter(self.won), None) if self.unit else None
 
     @property
     def commands(self) -> dict[str, str]:
         """The command line that trains the best point, or that of each group if these cannot be compared, by group."""
-        won = [result for result in self.results if result.won]
-        return {result.group: self.sweep.command(result.point) for result in (won[:1] if self.unit else won)}
+        return {row.name: self.sweep.command(row.point) for row in (self.won[:1] if self.unit else self.won)}
 
     @property
-    def finite(self) -> list[Result]:
+    def finite(self) -> list[Row]:
         """The points whose runs all have a loss."""
-        return [result for result in self.results if result.row.whole_loss(NATS)]
+        return [row for row in self.rows if row.whole_loss(NATS)]
 
     @property
     def notes(self) -> list[str]:
         """The sentences that a reader must know: best values at the edge of the tried ones, too few seeds."""
         notes = []
-        for best in (result for result in self.results if result.won):
-            tried = [result.point for result in self.results if result.group == best.group]
+        for best in self.won:
+            tried = [row.point for row in self.rows if row.name == best.name]
             values = [
                 f"{key}={_value_text(best.point[key])}"
                 for key in self.sweep.tuned
                 if at_edge(best.point[key], (point[key] for point in tried))
             ]
             if values:
-                group = f"{best.group}: " if best.group else ""
+                group = f"{best.name}: " if best.name else ""
                 more = "" if self.sweep.neighbours else ", or --neighbours"
                 notes.append(f"{group}the best {', '.join(values)} is at the edge of what was tried; try further{more}")
         for reason in self.verdict.reasons:
@@ -223,7 +214,7 @@ class Outcome:
             notes.append(
                 f"points differ in more than what is tuned, which moves the loss by itself: {'; '.join(marks)}"
             )
-        if self.best and len(self.best.row.runs) == 1 and len(self.results) > 1:
+        if self.best and len(self.best.runs) == 1 and len(self.rows) > 1:
             notes.append("one seed each: the noise is not measured; try --seeds 3")
         return notes
 
@@ -231,39 +222,36 @@ class Outcome:
         """Return everything as plain values for `json.dumps`."""
         results = [
             {
-                "group": result.group,
-                "point": result.point,
-                "losses": list(result.row.losses(NATS).values()),
-                "won": result.won,
-                "bits": list(result.row.losses("bits per byte").values()),
+                "group": row.name,
+                "point": row.point,
+                "losses": list(row.losses(NATS).values()),
+                "won": row in self.won,
+                "bits": list(row.losses("bits per byte").values()),
                 "mean": loss and loss.mean,
                 "half_width": loss and loss.half_width,
             }
-            for result, loss in ((result, result.row.whole_loss(NATS)) for result in self.results)
+            for row, loss in ((row, row.whole_loss(NATS)) for row in self.rows)
         ]
-        command = self.best and self.sweep.command(self.best.point)
         return {
             "results": results,
             "unit": self.unit,
-            "command": command,
+            "command": self.best and self.sweep.command(self.best.point),
             "commands": self.commands,
             "notes": self.notes,
         }
 
     def table(self) -> Table:
-        """Return a row for each point."""
+        """Return a line for each point."""
         unit = self.shown_unit
-        rows = [
+        lines = [
             [
-                *map(_value_text, result.point.values()),
-                str(len(result.row.runs)),
-                estimate_text(loss, ".4f") if loss else f"diverged: {losses.count(None)}",
+                *map(_value_text, row.point.values()),
+                str(len(row.runs)),
+                estimate_text(loss, ".4f") if loss else f"diverged: {[*row.losses(unit).values()].count(None)}",
             ]
-            for result in self.results
-            for loss, losses in [(result.row.whole_loss(unit), [*result.row.losses(unit).values()])]
+            for row, loss in ((row, row.whole_loss(unit)) for row in self.rows)
         ]
-        loss = "validation loss" if unit == NATS else unit
-        return Table([*self.sweep.over, "seeds", loss], rows)
+        return Table([*self.sweep.over, "seeds", "validation loss" if unit == NATS else unit], lines)
 
     def draw(self, path: Path) -> None:
         """Draw the loss against each swept key: a dot for every run, and a line through the best points of each group.
@@ -271,22 +259,21 @@ class Outcome:
         A run that nearly diverged may lie outside. Keys that make groups have no panel, unless nothing is tuned.
         """
         keys = [key for key in self.sweep.over if key in self.sweep.tuned] or list(self.sweep.over)
-        groups = list(dict.fromkeys(result.group for result in self.finite))
+        groups = list(dict.fromkeys(row.name for row in self.finite))
         figure, (panels,) = figures.panels(1, len(keys), (max(5.0, 4.2 * len(keys)), 4.2), dpi=150, sharey=True)
         for key, panel in zip(keys, panels):
-            tried = [result.point[key] for result in self.finite]
+            tried = [row.point[key] for row in self.finite]
             values = list(dict.fromkeys(map(_value_text, sorted(tried) if key in self.sweep.tuned else tried)))
             for colour, group in zip(itertools.cycle(figures.COLOURS), groups):
                 best: dict[int, float] = {}
-                for result in (result for result in self.finite if result.group == group):
-                    position = values.index(_value_text(result.point[key]))
-                    best.setdefault(position, result.row.whole_loss(self.shown_unit).mean)
-                    losses = [*result.row.losses(self.shown_unit).values()]
-                    panel.plot([position] * len(losses), losses, "o", color=colour, alpha=0.4)
+                for row in (row for row in self.finite if row.name == group):
+                    position, losses = values.index(_value_text(row.point[key])), row.losses(self.shown_unit).values()
+                    best.setdefault(position, row.whole_loss(self.shown_unit).mean)
+                    panel.plot([position] * len(losses), list(losses), "o", color=colour, alpha=0.4)
                 panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=group or None)
             panel.set_xticks(range(len(values)), values)
             panel.set_xlabel(key)
-        losses = sorted(loss for result in self.finite for loss in result.row.losses(self.shown_unit).values())
+        losses = sorted(loss for row in self.finite for loss in row.losses(self.shown_unit).values())
         best_loss, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
         span = min(worst - best_loss, 4 * (middle - best_loss)) or 0.1
         panels[0].set_ylim(best_loss - 0.1 * span, best_loss + 1.1 * span)
