@@ -254,7 +254,7 @@ OVER = {"train.lr": [0.1]}
         ("", {"schemes": {"residual": {"parameters_of": "x"}}}, "schemes.residual.parameters_of"),
         ("", {"schemes": ["residual"]}, "schemes must be a mapping"),
         ("", {"sizes": {}}, "sizes must be at least one"),
-        ("sizes", {"a": {"tuned": "b"}}, "sizes.a.tuned must be a size that is tuned by itself (none is there)"),
+        ("sizes", {"a": {"tuned": "b"}}, "sizes.a.tuned must be a size with a search of its own (none is there)"),
         ("sizes", {"a": {"over": OVER}}, "sizes.a.tuned must be a size, as `over` is given"),
         (
             "",
@@ -270,7 +270,7 @@ OVER = {"train.lr": [0.1]}
         (
             "sizes",
             {name: {"tuned": "a", "over": OVER} for name in ("a", "b")},
-            "sizes.a.tuned must be a size that is tuned by itself (none is there)",
+            "sizes.a.tuned must be a size with a search of its own (none is there)",
         ),
         ("sizes", {"a": {"keys": [None]}}, "sizes.a.keys must be a mapping"),
         ("", {"schemes": {"residual": {"keys": "../x"}}}, "schemes.residual.keys must be a mapping"),
@@ -282,7 +282,7 @@ OVER = {"train.lr": [0.1]}
         ("sizes", {"a": {"tokens_per_parameter": 0}}, "sizes.a.tokens_per_parameter must be a positive number"),
         ("tuning", {"finalists": 2}, "tuning.finalists must be 1, as tuning runs are as long"),
         ("tuning", {"finalists": 0, "length": 0.5}, "tuning.finalists must be 1 to tuning.runs"),
-        ("tuning", {"final_seeds": [9, 2]}, "seeds must be others than those that tune (0, 2, 9), got [1, 2, 3]"),
+        ("tuning", {"final_seeds": [9, 2]}, "seeds must be different from those that tune (0, 2, 9), got [1, 2, 3]"),
         ("tuning", {"final_seeds": [9, 9]}, "tuning.final_seeds must be each seed once"),
         ("tuning", {"factors": {"train.lr": 1}}, "tuning.factors must be a number above 1"),
         ("tuning", {"runs": 1}, "tuning.runs must be at least the 2 points of the grid"),

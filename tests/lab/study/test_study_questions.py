@@ -167,7 +167,10 @@ def test_the_page_says_what_the_report_says():
         ({"ask": 5}, "questions.gain.ask must be text"),
         ({"seeds": [4, 4]}, "questions.gain.seeds must be different integers"),
         ({"seeds": [4]}, "questions.gain.at must be tokens, as longer runs of the baselines have no further seeds"),
-        ({"seeds": [3], "at": ["tokens"]}, "questions.gain.seeds must be others than the study's and those that tune"),
+        (
+            {"seeds": [3], "at": ["tokens"]},
+            "questions.gain.seeds must be different from the study's and those that tune",
+        ),
         ({"answer": 5}, "unknown key questions.gain.answer"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Draw a comparison: the losses, and the differences to the baseline, where schemes can be distinguished."""
+"""Draw a comparison: the losses, and the differences to the baseline, which make schemes distinguishable."""
 
 import math
 from collections.abc import Iterator, Sequence

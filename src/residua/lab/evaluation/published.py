@@ -125,7 +125,7 @@ SCORES: tuple[PublishedScores, ...] = (
 
 
 def titled(preset: str) -> str:
-    """Return the name of a preset with the paper's beside it: "ddl-ec (DDL-TC)"."""
+    """Return the name of a preset with the paper's name: "ddl-ec (DDL-TC)"."""
     title = in_the_paper(preset)
     return f"{preset} ({title})" if title else preset
 
@@ -155,7 +155,7 @@ def rows(size: str, num_fewshot: int) -> list[PublishedScores]:
 def comparable(
     config: Any, tasks: Collection[str], num_fewshot: int, *, size: str | None = None
 ) -> list[PublishedScores]:
-    """Return the published rows that stand beside scores on `tasks`: none if one of these is not among the eight.
+    """Return the published rows to show with scores on `tasks`: none if one of these is not among the eight.
 
     size: of the published models, "small" or "medium"; None takes the one with the depth and width of `config`.
     """

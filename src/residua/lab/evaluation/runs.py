@@ -108,7 +108,7 @@ class Run:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
             settings["data"] = fingerprint
         if before := [row["steps_before"] for row in facts.get("resumed", []) if "steps_before" in row]:
-            # Trained on after its last step, so its learning rate was another than that of a run of this length.
+            # Trained on after its last step, so its learning rate differs from that of a run of this length.
             settings["train.steps"] = ", then ".join(dict.fromkeys(map(str, [*before, settings.get("train.steps")])))
         if settings.get("model.base_sha256") is not None:
             settings.pop("model.base", None)
@@ -119,7 +119,7 @@ class Run:
         for row in (row for row in rows if any(name in row for name in names)):
             for place in ("tokens", "seconds"):
                 require(
-                    fits(row.get(place), float), f"{run.metrics}: {place}", "a number beside a loss", row.get(place)
+                    fits(row.get(place), float), f"{run.metrics}: {place}", "a number next to a loss", row.get(place)
                 )
         validation, bits, training, repeated, other = (_points(rows, name) for name in names)
         connection = settings["model.connection"]

@@ -1,1 +1,1 @@
-"""What a run leaves: folders, JSON lines, statistics, tables, figures, progress."""
+"""The records of runs: folders, JSON lines, statistics, tables, figures, progress."""

@@ -78,7 +78,7 @@ class Progress:
     def update(self, done: float, text: str, *, total: float | None = None, line: bool = False) -> None:
         """Show that the work `done` is finished.
 
-        text: shown beside the bar, or in the plain line.
+        text: shown after the bar, or in the plain line.
         line: print a plain line now, even within `LINE_SECONDS` of the last one.
         """
         self._done, self.total = done, self.total if total is None else total

@@ -1,4 +1,4 @@
-"""Results as a table: runs grouped by what they have in common, and text in rows and columns."""
+"""Results as a table: runs grouped by an identity, and text in rows and columns."""
 
 import shutil
 import sys

@@ -1,1 +1,1 @@
-"""Compare residual schemes: tune each, train paired seeds that chose nothing, measure what a step costs, report."""
+"""Compare residual schemes: tune each, train seeds that did not tune, measure the cost of a step, and report."""

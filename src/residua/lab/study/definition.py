@@ -85,7 +85,7 @@ class Size:
     """One size.
 
     keys                   keys of the configuration that only this size has
-    tuned                  another size, whose tuned settings this one takes; None tunes this size by itself
+    tuned                  another size, whose tuned settings this one takes; None if it has a search of its own
     over                   with `tuned`: keys and values of a further search from there, in runs of full length
     longer                 `Study.longer` of this size; without longer runs only equal tokens are compared
     tokens_per_parameter   `Study.tokens_per_parameter` of this size
@@ -253,15 +253,15 @@ class Study:
             self._check_size(size)
         parts = (*self.schemes.values(), *self.sizes.values())
         for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
-            require(key not in BY_THE_STUDY, key, "a key that a study does not set by itself", key)
+            require(key not in BY_THE_STUDY, key, "a key that a study does not set itself", key)
 
     def _check_questions(self) -> None:
         tuners = self.tuning.own_seeds
         listed = f"those that tune ({', '.join(map(str, sorted(tuners)))})"
-        require(not tuners & {*self.seeds}, "seeds", f"others than {listed}", self.seeds)
+        require(not tuners & {*self.seeds}, "seeds", f"different from {listed}", self.seeds)
         for name, question in self.questions.items():
             new = not {*self.seeds, *tuners} & {*question.seeds}
-            require(new, f"questions.{name}.seeds", f"others than the study's and {listed}", question.seeds)
+            require(new, f"questions.{name}.seeds", f"different from the study's and {listed}", question.seeds)
             second = next((pair[1] for pair in question.compare if pair[1] not in self.baselines), None)
             reason = f"tokens, as {second} is not a baseline and is trained for one length"
             require(second is None or question.at == ("tokens",), f"questions.{name}.at", reason, question.at)
@@ -270,7 +270,7 @@ class Study:
         place, again = f"sizes.{size.name}", size.over is not None
         check_names(f"{place}.seeds", size.seeds, self.seeds)
         sizes = [name for name, r in self.sizes.items() if r.tuned is None or (r.over is not None and not again)]
-        expected = f"a size that is tuned by itself ({', '.join(sizes) or 'none is there'})"
+        expected = f"a size with a search of its own ({', '.join(sizes) or 'none is there'})"
         require(size.tuned in (None, *sizes), f"{place}.tuned", expected, size.tuned)
         check_names(f"{place}.over", size.over, self.tuning.over)
         self.tuning_at(size.name)  # checks the budget
@@ -305,7 +305,7 @@ class Study:
         return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 
     def further_seeds(self, size: str, scheme: str) -> list[int]:
-        """Return the further seeds of a scheme: those of the questions about it of which the study has all schemes.
+        """Return the further seeds of a scheme: those of the questions about it, if all their schemes are in the study.
 
         There are none at a size that has seeds of its own.
         """
@@ -341,7 +341,7 @@ def load_study(source: str) -> Study:
     """Read a study: "resbench", or a YAML file.
 
     Raises:
-        InputError: there is no such file, or a key or value in it cannot be used; one line that names it.
+        InputError: there is no such file, or a key or value in it cannot be used.
     """
     if source == "resbench":
         text = (resources.files("residua.lab.study") / "resbench.yaml").read_text(encoding="utf-8")

@@ -55,7 +55,7 @@ def run_study(
     The study may grow from call to call: runs of other schemes and sizes stay in the folder.
 
     Args:
-        data: a folder of prepared data, in place of what the study's configuration names.
+        data: a folder of prepared data instead of the one in the study's configuration.
         sizes: the sizes that get rows; the other ones of the study only tune. None for all of them.
         processes: runs at the same time, each with one thread; no number depends on it.
         executor: makes the runs and measures the costs in place of these processes, see `run_jobs`.
@@ -164,7 +164,7 @@ def joined(study: Study, out: Path) -> Study:
         now = lists.get(name, earlier)
         require({*earlier} <= {*now}, name, f"at least {shown(earlier)}, as in {out}", now)
     first = before.baselines[0]
-    require(study.baselines[0] == first, "baselines", f"{first} first, beside which {out} timed steps", study.baselines)
+    require(study.baselines[0] == first, "baselines", f"{first} first, as step times in {out}", study.baselines)
     for name in ("runs", "baseline_runs", "finalists"):
         least, budget = getattr(before.tuning, name), getattr(study.tuning, name)
         require(budget >= least, f"tuning.{name}", f"at least {least}, as in {out}", budget)

@@ -337,7 +337,7 @@ class Plan:
         """Return the MLP width that brings a scheme nearest to the number of parameters of `entry.parameters_of`."""
         other = self.config(size, entry.parameters_of)
         place = f"schemes.{entry.name}.parameters_of"
-        require(not isinstance(other.model, BaseModelConfig), place, "none beside model.base", entry.parameters_of)
+        require(not isinstance(other.model, BaseModelConfig), place, "null with model.base", entry.parameters_of)
         plain = self.model(load_config(self.study.config, self._shared(size, entry)))
         width = plain.intermediate_size
         wider = ResiduaConfig(**{**plain.to_dict(), "intermediate_size": width + 1})

@@ -157,7 +157,7 @@ def loss_of(run: Run) -> float:
 def other_loss_of(run: Run) -> float:
     """Return the last validation loss of a run on labels that do not repeat, infinite if it diverged.
 
-    Raises InputError for a run whose record, of other code, does not have it.
+    Raises InputError for a run whose record lacks it, as those of early versions.
     """
     if math.isinf(loss_of(run)):
         return math.inf

@@ -1,6 +1,6 @@
 """Tune keys of a training configuration with the search of a study, without baselines and comparisons.
 
-Every scheme must be tuned by itself before it is compared. Swept keys whose values are numbers are tuned; the others,
+Every scheme must be tuned before it is compared. Swept keys whose values are numbers are tuned; the others,
 such as `model.connection`, make groups, and each group has a search of its own. So do keys that decide how a loss is
 measured, such as `train.sequence_length`: a best point is never chosen among losses that cannot be compared.
 """
@@ -62,7 +62,7 @@ class Sweep:
 
     @property
     def tuned(self) -> list[str]:
-        """The keys whose values are all positive numbers, and which do not decide how a loss is measured."""
+        """The keys that have only positive numbers as values and do not decide how a loss is measured."""
         return [
             key
             for key, values in self.over.items()
