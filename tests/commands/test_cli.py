@@ -104,7 +104,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("generate x --prompt a --top-p 0", "--top-p must be a number above 0, at most 1, got 0.0"),
         ("evaluate x y", "unexpected argument 'y'"),
         ("evaluate no-such-folder", "no-such-folder must be a run folder or one with a model of"),
-        ("evaluate x --limit 3", "--limit needs --tasks beside it"),
+        ("evaluate x --limit 3", "--limit needs --tasks, got none"),
         ("compare no-such-folder", "give a run folder"),
         ("train --run x", "--config NAME|FILE.yaml must say what to train"),
         ("cost count", "--config NAME|FILE.yaml must say which run to count"),

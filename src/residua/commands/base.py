@@ -1,4 +1,4 @@
-"""What several commands need: exit statuses, the types of their options, and the paths that they take."""
+"""Exit statuses, types of options and checks of paths that several commands share."""
 
 import sys
 from contextlib import suppress
@@ -24,7 +24,7 @@ LONGEST_MESSAGE = 4000
 
 
 def _cut(line: str) -> str:
-    """Return the beginning and the end of a long line, as the end says what to do."""
+    """Cut the middle out of a long line: its end says what to do."""
     half = LONGEST_MESSAGE // 2
     return line if len(line) <= LONGEST_MESSAGE else f"{line[:half]} ... {line[-half:]}"
 

@@ -69,7 +69,7 @@ def _dispatch(argv: list[str]) -> int | None:
 
 
 def _overview(words: list[str]) -> str:
-    """Return the help of words that commands begin with: an example of each if there are few, and what each does."""
+    """Return the help of words that commands begin with: an example of each if there are few, and a summary of each."""
     prog, choices = " ".join(["residua", *words]), words_after(words)
     width = max(map(len, choices))
     text = f"usage: {prog} COMMAND [options]\n\n"

@@ -27,7 +27,7 @@ def compare(
         runs (RUN): folders of runs
         baseline: a name from the table, or a scheme (default: the plain residual)
         out (DIR): write the pictures, comparison.md and comparison.json here
-        published: show the DDL paper's losses at the same tokens; with --out, draw its curves beside the runs'
+        published: show the DDL paper's losses at the same tokens; with --out, draw its curves with the runs'
     """
     if out is not None:
         with extra("lab"):  # raises before any run is read
@@ -51,7 +51,7 @@ def compare(
 
 
 def _published(comparison: "Comparison") -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the published losses at the tokens of every run, as plain values and as what is printed."""
+    """Return the published losses at the tokens of every run, as plain values and as parts to print."""
     from residua.lab.evaluation.compare import published_losses
 
     rows = published_losses(comparison)
@@ -65,7 +65,7 @@ def _published(comparison: "Comparison") -> tuple[list[dict[str, Any]], list[Any
     notes = ["note: published losses are of one seed each, on the paper's own validation text"]
     if others := [row["run"] for row in rows if not row["same_size"]]:
         notes.append(
-            f"note: no published model has the size of {', '.join(others)}; the losses beside them are of 124M"
+            f"note: no published model has the size of {', '.join(others)}; beside their losses are those of 124M"
         )
     return rows, ["", (header, cells), *map(one_line, notes)]
 

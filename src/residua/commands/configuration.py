@@ -59,7 +59,9 @@ class Configuration:
     overrides: Annotated[tuple[str, ...], key_options] = ()
 
     def load(self, *, needed: str, begun: Mapping[str, Any] = MappingProxyType({})) -> "RunConfig | None":
-        """Return the configuration, or None once it is printed. `needed` says for what, if no recipe or file is given.
+        """Return the configuration, or None once it is printed.
+
+        needed: the end of the message if no recipe or file is given
 
         begun: the settings of a run that goes on, see `load_config`
 

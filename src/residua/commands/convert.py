@@ -34,7 +34,7 @@ def convert(
         model (MODEL): a folder with a Hugging Face model and its tokenizer
         connection (SCHEME): a scheme; residua schemes lists them
         out (DIR): a new or empty folder
-        start: preserve: the model computes what it computed before; fresh: connections start as in a new model
+        start: preserve: the outputs stay as before; fresh: connections start as in a new model
         remote_code: let trust_remote_code=True open it, wherever residua is installed, without import residua
         check: only say whether such a model converts; MODEL may also be a model type of transformers
     """

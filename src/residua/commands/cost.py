@@ -1,4 +1,4 @@
-"""Count what a run will cost, or measure its step."""
+"""Count the cost of a run, or measure its step."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -45,17 +45,17 @@ def step(
 ) -> Output | None:
     """Measure the training step of a run under several schemes.
 
-    Beside the plain residual: time, in rounds in which the schemes take turns; what the backward pass keeps, in vectors
-    of the model's width for each token and layer; and the peak of the memory.
+    Compared with the plain residual: time, in rounds in which the schemes take turns; the memory that the backward pass
+    keeps, in vectors of the model's width for each token and layer; and the peak of the memory.
 
     Examples:
         residua cost step --config tiny --schemes ddl-tc lambdas+tc
         residua cost step --config small --train.compile true --no-peak
 
     Args:
-        schemes (SCHEME): to measure, also with options, as in ddl-cc:recompute=none (default: the run's own)
+        schemes (SCHEME): schemes to measure, with options or without: ddl-cc:recompute=none (default: the run's own)
         rounds: times each scheme is measured
-        peak: leave the peak out, which takes a process for each scheme
+        peak: skip the peak, which needs a process for each scheme
         out (FILE): append one JSON line for each scheme
     """
     names = [canonical(scheme) for scheme in schemes]

@@ -25,7 +25,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is scored in place of the validation loss.
+    """The tasks that are scored in place of the validation loss.
 
     Tasks, by lm-evaluation-harness:
         tasks (paper|NAME,NAME): the paper's eight or any others, in place of the validation loss
@@ -65,13 +65,13 @@ def evaluate(
         run (RUN|HF_DIR): folder of a run, or with --tasks of a Hugging Face model
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
         data (DIR|TEXT): the run's prepared data, if they have moved, or another text to score: prepared with the same
-            tokenizer, of which the held-out part counts, or a file or folder of text
-        text_column: of the rows of such a text; meta.text is the text inside meta
+            tokenizer (its held-out part is scored), or a file or folder of text
+        text_column: the key of the text in rows; meta.text is the text inside meta
     """
     for option in fields(scoring):
         if scoring.tasks is None and getattr(scoring, option.name) != option.default:
             flag = option.name.replace("_", "-")
-            raise InputError(f"--{flag} needs --tasks beside it, got none; give --tasks paper")
+            raise InputError(f"--{flag} needs --tasks, got none; give --tasks paper")
     expect_path(run)
     if scoring.tasks is None:
         return _validated(run, checkpoint, data, text_column)

@@ -19,7 +19,7 @@ def explore(
     checkpoint: CheckpointChoice | None = None,
     data: str | None = None,
 ) -> Output:
-    """See what connections do, as tables and as a page to play with.
+    """Show the connections at work, as tables and as a page to play with.
 
     Examples:
         residua explore

@@ -36,7 +36,7 @@ def reflection(
     """Learn y = -x on R^64 with one operator, in about 2 minutes.
 
     The published operators, exact ones, a linear map, and the hybrid from other gates and penalties. Ours are printed
-    beside the published numbers.
+    with the published numbers.
 
     Examples:
         residua study geometry reflection

@@ -1,4 +1,4 @@
-"""The options of commands that make many runs: how many at the same time, and where."""
+"""The options of commands that make many runs: how many at once, and on which machines."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal

@@ -1,4 +1,4 @@
-"""The process around a command: its streams, its signals, and what is said of an error."""
+"""The process around a command: its streams, its signals, and its message for an error."""
 
 import os
 import signal
@@ -13,13 +13,13 @@ from residua.errors import InputError, RunError
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
 """What torch says of sizes that the machine does not hold."""
 ENDING = ("SIGTERM", "SIGHUP")
-"""Signals that end a command as Ctrl-C does, where nothing else takes them, as training does."""
+"""Signals that end a command as Ctrl-C does, unless something else handles them, as training does."""
 MISPLACED = (FileExistsError, NotADirectoryError, IsADirectoryError)
 """What the system says of a path that the user gave, with a file in the place of a folder or the other way round."""
 
 
 def in_one_line(error: Exception) -> str | None:
-    """Return what to tell the user about an error; None for a defect of ours, which deserves its traceback."""
+    """Return the message for an error; None for a defect of ours, which deserves its traceback."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

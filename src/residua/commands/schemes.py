@@ -51,9 +51,9 @@ def schemes(name: str | None = None) -> Output:
         for record in records
     ]
     notes = [
-        "\npaper: with the name there since its third version, where it differs\n"
+        "\npaper: with the name there since its third version, if it differs\n"
         "state: numbers per token, at the first and last of 24 sublayers; d is the width\n"
-        "parameters: what it adds to the plain residual in a model of 124 million\n"
+        "parameters: added to the plain residual's in a model of 124 million\n"
         "residua schemes NAME: its equation, options, cost, who runs it, results"
     ]
     notes += [
@@ -121,7 +121,7 @@ def _explained(name: str) -> Output:
     cost = f"it cannot be built here: {record['not_built']}"
     if not record["not_built"]:
         counts = " and ".join(f"{count:+,} at {size}" for size, count in record["parameters_added"].items())
-        cost = f"a state of {record['state_per_token']} per token, d the width; parameters beside residual: {counts}"
+        cost = f"a state of {record['state_per_token']} per token, d the width; parameters beyond residual: {counts}"
         cost += ", the DDL paper's models of 124M and 353M"
     parts: list[Any] = [f"{name}: {kind.title or kind.__name__}\n\n{indent(WRAP.fill(kind.equation), '    ')}\n"]
     parts += [f"{text if text.startswith('    ') else WRAP.fill(text)}\n" for text in about(kind)]

@@ -1,12 +1,12 @@
 """The options and the help of a command, read from the signature and the docstring of its function.
 
 Parameters before `*` are arguments, the others are options: `batch_size: int = 8` is `--batch-size N`. A bool is a
-switch, a tuple takes several values, and a parameter whose type is a dataclass stands for the fields of the class. A
-function in the metadata of a field's type yields the options in its place. A function that returns an `Output` has
+switch, a tuple takes several values, and a parameter whose type is a dataclass becomes the fields of the class. A
+function in the metadata of a field's type yields the options of that field. A function that returns an `Output` has
 `--json` too.
 
-The sections of the docstring are the groups of `--help`, with one entry each: "name (METAVAR): text". Examples stand
-first. What stands under "Rarely:" is for `--help-all`.
+The sections of the docstring are the groups of `--help`, with one entry each: "name (METAVAR): text". Examples come
+first. Only `--help-all` shows the entries under "Rarely:".
 """
 
 import argparse
@@ -106,7 +106,7 @@ def run_function(prog: str, function: Callable[..., Any], argv: list[str]) -> An
 
 
 def command_parser(prog: str, function: Callable[..., Any], *, everything: bool = False) -> Parser:
-    """Return the parser of a function. Its help leaves out what is rare unless `everything` is asked for."""
+    """Return the parser of a function. Its help leaves rare options out unless `everything` is asked for."""
     options = list(_options(function))
     if _prints_json(function):
         options.append(Option("--json", "Args", {"action": "store_true", "help": "print JSON instead of text"}))
@@ -162,7 +162,7 @@ def _description(function: Callable[..., Any], wide: int) -> str:
 
 
 def _sections(documented: Any) -> dict[str, str]:
-    """Return the sections of a docstring by their titles, "" for what stands before the first."""
+    """Return the sections of a docstring by their titles, "" for the text before the first."""
     start, *rest = re.split(r"(?m)^([A-Z].*):\n(?=    )", docstring(documented))
     return {"": start.strip()} | {title: textwrap.dedent(text).strip() for title, text in zip(rest[::2], rest[1::2])}
 
@@ -222,7 +222,7 @@ def _option(
 
 
 def _help(text: str, default: Any) -> str:
-    """Return the text on a parameter with its default, unless that is a switch's, empty, or in the text."""
+    """Return the text on a parameter with its default, unless the default is a switch's, empty, or in the text."""
     text = " ".join(text.split()).replace("%", "%%")
     if default in (inspect.Parameter.empty, None, "", ()) or isinstance(default, bool) or "(default" in text:
         return text
@@ -257,5 +257,5 @@ def choices(kind: Any) -> list[str]:
 
 
 def metavar_of(kind: Any) -> str:
-    """Return what stands for a value of a type in the help: its choices, X for a number, N for a whole one, or NAME."""
+    """Return the placeholder of a type in the help: its choices, X for a number, N for a whole one, or NAME."""
     return "|".join(choices(kind)) or ("X" if fits(0.5, kind) else "N" if fits(1, kind) else "NAME")

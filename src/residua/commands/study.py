@@ -27,7 +27,7 @@ def run(
     """Run a study that a file describes, such as ResBench.
 
     Tune every scheme under one budget, train seeds that took no part in it, measure costs, and write tables with
-    intervals. The same command goes on where a killed one ended.
+    intervals. If the command is killed, the same command continues.
 
     Examples:
         residua study run resbench --data data/resbench --out runs/resbench --dry-run
@@ -38,10 +38,10 @@ def run(
             --executor slurm --slurm time=720 partition=gpu gres=gpu:1
 
     Args:
-        study (FILE.yaml|resbench): what to compare, and how
+        study (FILE.yaml|resbench): the study
         out (DIR): the folder of the study, new or to continue
         data (DIR): prepared data, in place of what the study names
-        schemes (SCHEME): these beside the baselines (default: all)
+        schemes (SCHEME): only these and the baselines (default: all)
         sizes (SIZE): only these (default: all)
         dry_run: print runs, hours and the differences that they can show, and train nothing
         teraflops: of another machine, for --dry-run (default: as a step of the first baseline has here)
@@ -87,7 +87,7 @@ def report(folder: str, *, out: str | None = None) -> Output:
 
     Args:
         folder (DIR): the folder of a study
-        out (DIR): where to write (default: the folder of the study)
+        out (DIR): folder for the report (default: that of the study)
     """
     from residua.lab.study.report import markdown, payload, write_report
     from residua.lab.study.results import read_results
@@ -108,11 +108,11 @@ def verify(
 ) -> int:
     """Repeat some runs of a study, and compare to the last bit.
 
-    It begins with what that takes. Runs that were recorded with this device and PyTorch are drawn first: others need
-    not have the same last bits.
+    It first prints what this takes. Runs that were recorded with this device and PyTorch are drawn first: others may
+    differ in the last bits.
 
-    Runs of all points that its settings allow are its own, also of those that it would no longer choose, as when more
-    seeds compared the finalists.
+    A study's own runs are those of all points that its settings allow, even of points that it would no longer choose,
+    as when more seeds compared the finalists.
 
     Examples:
         residua study verify runs/mine --share 0.1

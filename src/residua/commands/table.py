@@ -24,7 +24,7 @@ COMMANDS = {
     "demo": "demo:demo",
 }
 """Every command in the order of the overview, and its function in a module here. The docstring of the module `study`
-explains the word that several commands begin with, and so for other words."""
+is the help of the word `study`; likewise for other words that several commands begin with."""
 
 
 def words_after(words: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ def tune(
 ) -> Output | None:
     """Tune keys of a configuration over grids, seeds and neighbours.
 
-    Keys whose values are not positive numbers, such as model.connection, make groups that are tuned by themselves.
+    Keys whose values are not positive numbers, such as model.connection, make groups, which are tuned separately.
     So do keys that decide how a loss is measured, such as train.sequence_length and those of the data.
 
     Examples:

@@ -1,8 +1,8 @@
 """Write files so that a kill or a power cut leaves either the old content or the new, never half of it.
 
-New content goes into `.NAME.RANDOM.partial` beside its place and takes the name in one step. What a killed writer left
-is removed by the next holder of the folder, see `folder.hold`, and what it left of a whole folder by the next writer of
-that folder, see `unfinished`.
+New content goes into `.NAME.RANDOM.partial` in the same folder and takes the name in one step. The next holder of the
+folder removes the partial files of a killed writer, see `folder.hold`; the next writer of a folder removes its partial
+folders, see `unfinished`.
 """
 
 import errno
@@ -76,19 +76,22 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(temporary)):
-            error.filename, error.filename2 = str(path), None  # a failed write names no file, and nobody knows ours
+            error.filename, error.filename2 = (
+                str(path),
+                None,
+            )  # a failed write names no file, and a user does not know ours
         raise
 
 
 def partial(path: Path) -> Path:
-    """Return a new name beside `path`, for what is not finished; `remove_partials` knows its form."""
+    """Return a new name for an unfinished `path`, in the same folder; `remove_partials` knows its form."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished folder its name, in one step where there is no folder of that name.
+    """Give a finished folder its name, in one step if there is no folder of that name.
 
-    Hidden files that a folder has, such as those of git, stay in it. Raises OSError, also where it has other files.
+    Hidden files that a folder has, such as those of git, stay in it. Raises OSError, also if it has other files.
     """
     if path.is_dir():
         if not is_new(path):
@@ -102,16 +105,17 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def is_new(path: Path) -> bool:
-    """Return whether nothing has this name yet, or a folder with hidden files alone, as file managers and git make."""
+    """Return whether nothing has this name yet, or a folder with only hidden files, as file managers and git make."""
     return not path.exists() or (path.is_dir() and all(entry.name.startswith(".") for entry in path.iterdir()))
 
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Make an empty folder beside `path`, which takes that name when the body ends; after a failure nothing stays. What
-    killed processes left of the same folder is removed.
+    """Make an empty folder that takes the name `path` when the body ends; after a failure nothing stays.
 
-    Raises OSError, also where `path` is there and not a new folder, and for errors of the system that safetensors and
+    Unfinished folders of this name that killed processes left are removed.
+
+    Raises OSError, also if `path` exists and is not a new folder, and for errors of the system that safetensors and
     tokenizers raise as types of their own.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +168,7 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what killed writers left in `folder`; the caller must be its only writer. Raises OSError."""
+    """Remove the partial files of killed writers in `folder`; the caller must be its only writer. Raises OSError."""
     for stale in folder.glob(f".*.{'[0-9a-f]' * 8}.partial"):
         remove(stale)
 

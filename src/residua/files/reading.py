@@ -1,7 +1,7 @@
 """Read JSON and YAML files of any origin: return plain data, or raise an InputError that names the file.
 
 Nothing in a file is executed: YAML is read as by `yaml.safe_load`. Time and memory are bounded: only files are opened,
-and no document is larger or deeper than any that people write.
+and no document may be larger or deeper than those that people write.
 """
 
 import errno
@@ -17,7 +17,7 @@ from typing import Any
 from residua.errors import InputError, extra, require
 
 LARGEST = 2**26
-"""The most characters of a JSON file: an index with half a million shards."""
+"""The most characters of a JSON file: enough for an index with half a million shards."""
 LARGEST_YAML = 2**20
 """The most characters of a YAML document, which people write, before and after its aliases are written out."""
 LARGEST_MODEL_FILE = 2**30
@@ -41,10 +41,10 @@ def regular(path: Path) -> Path:
 
 
 def expect_regular(folder: Path) -> None:
-    """Check a folder of transformers, which opens by itself the files that it finds there.
+    """Check a folder of transformers, which opens the files that it finds there.
 
     Raises:
-        InputError: a pipe or a device has a name in it, or a text is larger than any.
+        InputError: a pipe or a device has a name in it, or a text is larger than any real one.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.exists() and not path.is_dir():
@@ -126,8 +126,8 @@ def parse_yaml(text: str, source: object) -> Any:
     Numbers are those of YAML 1.2: 3e-4 is one, and 1:30, which YAML 1.1 takes for 90, is text, as a date is.
 
     Raises:
-        InputError: it is not YAML, holds a tag of another language or a key twice, or is larger or deeper than what
-            people write. `source` names it in the message.
+        InputError: it is not YAML, holds a tag of another language or a key twice, or is larger or deeper than the
+            documents that people write. `source` names it in the message.
     """
     with extra("lab"):
         import yaml
@@ -178,7 +178,7 @@ def _loader() -> Any:
             node = super().compose_node(parent, index)
             if id(node) not in self._extents:
                 if alias:
-                    raise ValueError("an alias inside of what it stands for")
+                    raise ValueError("an alias inside the value that it stands for")
                 self._extents[id(node)] = self._extent(node)
             return node
 
@@ -203,7 +203,7 @@ def _loader() -> Any:
 
         def construct_yaml_int(self, node: Any) -> int:
             number = int(super().construct_yaml_int(node))
-            str(number)  # Python refuses one of thousands of digits, and would where an error shows it
+            str(number)  # Python refuses a number of thousands of digits here, and otherwise where an error shows it
             return number
 
     numbers = {

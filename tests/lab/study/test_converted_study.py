@@ -120,7 +120,7 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
     [
         ({"schemes": {"residual": {}, "hc": {"parameters_of": "residual"}}}, "schemes.hc.parameters_of must be none"),
         ({"schemes": {"residual": {}, "ddl-cc": {}}}, r"schemes\.ddl-cc: model\.base: .* no start preserves"),
-        ({"sizes": {"small": {"model.hidden_size": 8}}}, "model.hidden_size must not be set beside model.base"),
+        ({"sizes": {"small": {"model.hidden_size": 8}}}, "model.hidden_size must not be set with model.base"),
         (
             {"tuning": {"over": {"train.connection_lr_factor": [10]}, "runs": 1, "baseline_runs": 1}},
             "tuning.over must be .*residual",

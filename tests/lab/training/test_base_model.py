@@ -210,7 +210,7 @@ def test_the_section_of_a_base_has_its_own_keys(base):
     assert config.model == BaseModelConfig(str(base), connection="hc")
     assert config.data.tokenizer == str(base)
     assert load_config("retrofit", given).train.connection_lr_factor == 100
-    with pytest.raises(InputError, match=r"model\.\w+ must not be set beside model\.base"):
+    with pytest.raises(InputError, match=r"model\.\w+ must not be set with model\.base"):
         load_config(None, [*given, "--model.hidden_size=64"])
     tiny = load_config("tiny", given)  # its model gives way to the base
     assert (tiny.model, tiny.data.tokenizer) == (config.model, str(base))

@@ -1,7 +1,6 @@
 """A model to train on: the folder that `model.base` names in a training configuration.
 
-It is a model of transformers, plain or converted, or one of ours: its export, or a run, of which the newest checkpoint
-counts.
+It is a model of transformers, plain or converted, or one of ours: an export, or a run, whose newest checkpoint is used.
 """
 
 import hashlib
@@ -68,7 +67,7 @@ def expect_digest(folder: Path, sha256: str) -> None:
 
 
 def base_connection(folder: Path) -> str | dict[str, Any]:
-    """Return the residual scheme of the model in a folder: the plain residual, if it was not converted and not ours."""
+    """Return the residual scheme of the model in a folder: the plain residual if it is neither converted nor ours."""
     if is_run(folder):
         connection = load_config(str(folder / "config.yaml")).model.connection
         return "residual" if connection is None else connection
@@ -89,10 +88,10 @@ def open_base(
 ) -> PreTrainedModel:
     """Return the model in a folder in float32, converted to `connection` unless it has that already.
 
-    model: that of a run, which is opened elsewhere.
+    model: the opened model of a run, if the folder is a run.
 
     Raises:
-        InputError: there is no such model, it cannot be converted, it was converted to something else, or it cannot be
+        InputError: there is no such model, it cannot be converted, it was converted to another scheme, or it cannot be
             trained here.
     """
     if model is None:
@@ -124,7 +123,7 @@ def open_base(
 
 
 def rebuild_base(folder: Path) -> PreTrainedModel:
-    """Return a model on a base with new weights, from the configuration in a folder, of which nothing is executed.
+    """Return a model on a base with new weights, from the configuration in a folder. Execute nothing from it.
 
     Raises:
         InputError: it is not the configuration of a converted model or of one of ours.
@@ -168,7 +167,7 @@ def _expect_mean_loss(model: Any, folder: Path) -> None:
     """Raise InputError unless the loss of a model is the mean cross-entropy over labels that are aligned already."""
     inputs = probe(model)[0]["input_ids"]
     labels = torch.full_like(inputs, IGNORED_LABEL)
-    labels[:, 0] = inputs[:, 1]  # shifted once more, no label would be left
+    labels[:, 0] = inputs[:, 1]  # if it shifted labels once more, none would be left
     with evaluating(model):
         try:
             output = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False)

@@ -41,7 +41,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder, and what manifest.json says.
+    """A complete checkpoint: its folder, and the content of manifest.json.
 
     `settings` are flat, as `flatten` makes them. `val_loss` is None if the model was not evaluated at this step.
     `files` has bytes and sha256 of each safetensors file by name. `run` is the real path of the run that saved it.
@@ -113,7 +113,7 @@ def drop_old(folder: Path, *, keep: int, keep_best: bool) -> None:
 
 
 def drop_later(folder: Path, step: int) -> None:
-    """Drop the checkpoints after `step`, where a run resumes: they are damaged. Raises OSError."""
+    """Drop the checkpoints after `step`, at which a run resumes: they are damaged. Raises OSError."""
     for later, path in _saved(folder).items():
         if later > step:
             _remove(path)
@@ -213,7 +213,7 @@ def load_checkpoint(
     Args:
         checkpoint: the result of `latest_checkpoint` or `open_checkpoint`.
         device: the device whose random state is restored, besides the CPU's.
-        rank: whose random state is restored.
+        rank: the rank whose random state is restored.
 
     Raises:
         InputError: the checkpoint is damaged or was not made by such a model.

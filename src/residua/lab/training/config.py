@@ -53,7 +53,7 @@ class ModelConfig(ModelFields):
 
     @cached_property
     def architecture(self) -> "ResiduaConfig":
-        """The configuration of the model, with its connection resolved. Raises InputError if there is no such model."""
+        """The configuration of the model, with its connection resolved. Raises InputError if it is not valid."""
         from residua.models import ResiduaConfig  # imported here so that `--help` does not load transformers
 
         settings = {name: value for name, value in asdict(self).items() if (name, value) != ("vocab_size", None)}
@@ -96,11 +96,9 @@ class BaseModelConfig:
         None, "the residual scheme that a plain base gets; null for the one that the base has, as runs do"
     )
     start: Literal["preserve", "fresh"] = setting(
-        "preserve", "the start of a plain base's connections: preserve what it computes, or fresh as in a new model"
+        "preserve", "the start of a plain base's connections: preserve its outputs, or fresh as in a new model"
     )
-    freeze_base: bool = setting(
-        False, "train the connections alone; checkpoints then hold them alone and need the base"
-    )
+    freeze_base: bool = setting(False, "train only the connections; checkpoints then hold only these and need the base")
 
     @cached_property
     def scheme(self) -> "Scheme | None":
@@ -268,7 +266,7 @@ def load_config(
     """Read recipes and YAML files in order, then the overrides. Later values win; other keys keep their defaults.
 
     A recipe is the same at any length: its warmup, evaluations and checkpoints keep their shares of a run with other
-    `train.steps`, shorter or longer, and one line says what they became. A value that a file or an override sets stays.
+    `train.steps`, shorter or longer, and one line prints them. A value that a file or an override sets stays.
 
     Args:
         sources: a name out of `recipe_names()`, the path of a YAML file, or several of these. A document with the key
@@ -293,7 +291,7 @@ def load_config(
         if key not in KEYS:
             raise InputError(f"unknown key {key}{_nearest(key)}")
         if key not in keys:
-            with_base = "beside model.base, which decides it; leave it out (the recipe retrofit has none of these)"
+            with_base = "with model.base, which decides it; leave it out (the recipe retrofit has none of these)"
             raise InputError(f"{key} must not be set {with_base if has_base else 'without model.base'}")
         section, _, name = key.partition(".")
         nested[section][name] = _typed(key, value, types_of(sections[section])[name])
@@ -321,7 +319,7 @@ def _stacked(
 
 
 def _drop_model(values: dict[str, Any]) -> None:
-    """Take a model from scratch and its tokenizer out of the values: a base that is set later stands in its place."""
+    """Take a model from scratch and its tokenizer out of the values: a base that is set later replaces it."""
     model = {key for key in values if key.startswith("model.")}
     if model - _keys(BASE_SECTIONS).keys():
         for key in (model | {"data.tokenizer"}) & values.keys():
@@ -335,7 +333,7 @@ def recipe_shares(sources: str | Sequence[str] | None, overrides: Sequence[str] 
 
 
 def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, Any]) -> None:
-    """Give the values of a recipe their shares of the run, and say what they became, unless the run has begun."""
+    """Give the values of a recipe their shares of the run, and print the results, unless the run has begun."""
     fitted = []
     for key, least in SHARES.items():
         name, whole = key.partition(".")[2], wholes.get(key)
@@ -352,7 +350,7 @@ def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, A
 
 
 def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """Return a recipe or file behind its bases, each with its own values by dotted key."""
+    """Return a recipe or file after its bases, each with its own values by dotted key."""
     if source in chain:
         raise InputError(f"base: {' -> '.join([*chain, source])} is a circle")
     document = parse_yaml(_source_text(source, pipe=not chain), source)

@@ -134,7 +134,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
         raise RunError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: cannot reach the other ranks at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}; all machines must "
-            "reach that address, and GLOO_SOCKET_IFNAME names the network interface where there are several"
+            "reach that address, and GLOO_SOCKET_IFNAME names the network interface if there are several"
         ) from error
     ranks = Ranks(rank, world_size, restarts, control)
     try:
@@ -219,7 +219,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def recompute_layers(model: nn.Module) -> None:
     """Make the layers of a Hugging Face model keep only their inputs and recompute the rest."""
-    newest = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where both exist
+    newest = getattr(model, "activation_checkpointing_enable", None)  # the older name warns if both exist
     (newest or model.gradient_checkpointing_enable)()
 
 

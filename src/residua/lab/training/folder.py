@@ -30,7 +30,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     A folder without training results may be started again. A folder with a run needs `resume`, and then the settings
     it was started with, except `FREE_KEYS`.
 
-    If the body raises InputError before anything is logged or saved, a folder that did not exist before goes again.
+    If the body raises InputError before anything is logged or saved, a folder that did not exist before is removed.
 
     Args:
         settings: the resolved configuration by section: `{"model": {...}, "data": {...}, "train": {...}}`.
@@ -59,7 +59,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         with writable(run.path):
             if steps or not run.checkpoints.is_symlink():
                 remove_partials(run.checkpoints)
-            if not resume:  # `RunState.restore` writes those of a run that goes on, once it is known that they fit
+            if not resume:  # `RunState.restore` writes those of a resumed run, once it has checked them
                 write_text(run.config, write_yaml(dict(settings)))
         try:
             yield run
@@ -79,8 +79,9 @@ def _expect_own_checkpoints(run: RunFolder) -> None:
     """
     if run.checkpoints.is_symlink() and str(run.path.resolve()) not in runs_of_checkpoints(run.path):
         raise InputError(
-            f"{run.checkpoints} must be checkpoints of this run, got a link to {run.checkpoints.resolve()}, where no "
-            f"manifest.json has {run.path.resolve()} as its run; if they are, move them into the place of the link"
+            f"{run.checkpoints} must be checkpoints of this run, got a link to {run.checkpoints.resolve()}, in "
+            f"which no manifest.json has {run.path.resolve()} as its run; if they are, move them to the place of the "
+            "link"
         )
 
 

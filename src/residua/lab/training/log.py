@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class RunLog:
-    """What the first rank writes and shows as a run trains. All of it may raise OSError.
+    """Write and show the progress of a run, on the first rank only. Every method may raise OSError.
 
     Rows of numbers, one per logged step, go into metrics.jsonl, to TensorBoard and to Weights & Biases; those of gates
-    go into connections.jsonl. Opening the log drops the rows after `step`, which a run that resumes there writes again.
+    go into connections.jsonl. Opening the log drops the rows after `step`: a run that resumes there writes them again.
 
     stack: closes what the log opens. gates: whether there will be rows of them. progress: as in `loop.train`.
     """
@@ -42,7 +42,7 @@ class RunLog:
         progress: bool | Callable[[int], None],
     ):
         self._steps, self._report = config.steps, progress if callable(progress) else None
-        self._wandb = _wandb_run(run, config.wandb) if config.wandb else None  # first, because it may be refused
+        self._wandb = _wandb_run(run, config.wandb) if config.wandb else None  # first, because this may fail
         if self._wandb:
             stack.callback(self._wandb.finish)
         paths = [run.metrics, *([run.connections] if gates else [])]

@@ -112,7 +112,7 @@ def _train(
     observe: Callable[[nn.Module, Tensor], Mapping[str, Any]] | None,
     progress: bool | Callable[[int], None],
 ) -> dict[str, Any]:
-    """Take the steps of a run that are not saved yet, as `train` says."""
+    """Take the steps of a run that are not saved yet, as `train` describes."""
     model, ranks = take_step.model, take_step.ranks
     state.restore()
     if state.step == config.steps:
@@ -142,7 +142,7 @@ def _train(
             if not (logging or saving):
                 continue
 
-            state.expect_finite()  # the host waits for the device here and where gates are observed
+            state.expect_finite()  # the host waits for the device here and when gates are observed
             elapsed = time.perf_counter() - lap_start
             seconds += elapsed
             row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks, config.lr * factor)}
@@ -166,7 +166,7 @@ def _train(
 
 
 def _due(step: int, every: int, config: "TrainConfig") -> bool:
-    """Return whether what is done every so many steps follows this one; all of it follows the last."""
+    """Return whether a task with period `every` is due after this step; every task is due after the last one."""
     return step == config.steps or step % every == 0
 
 

@@ -1,4 +1,4 @@
-"""What a run has in its folder: the checkpoint where it resumes, facts, rows, and the checkpoints that it saves."""
+"""The files of a run: the checkpoint at which it resumes, facts, rows, and the checkpoints that it saves."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -34,11 +34,11 @@ FINGERPRINTS = ("fingerprint", "tokenizer_fingerprint")
 
 
 class RunState:
-    """What a run has in its folder, which the first rank writes. `newest` is the newest complete checkpoint, if any.
+    """The files of a run; only the first rank writes them. `newest` is the newest complete checkpoint, if any.
 
     parent: metadata of the model from whose weights the run begins, if any.
-    facts: metadata of the data, whose fingerprints the checkpoints keep beside the settings. So they do with the decays
-        of the optimizer that differ from `train.weight_decay`, as under muP.
+    facts: metadata of the data. Checkpoints keep their fingerprints with the settings, and the decays of the optimizer
+        that differ from `train.weight_decay`, as under muP.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RunState:
         self.run, self._config, self._step, self._facts = run, config, take_step, facts
         self._ranks = take_step.ranks
         self._settings = flatten(run.settings) | {f"data.{name}": facts[name] for name in FINGERPRINTS if name in facts}
-        # What follows from the settings, and has been another function of them before: a run keeps it.
+        # Earlier versions derived these values from the settings in another way: a run keeps its own.
         decays = {group["weight_decay"] for group in take_step.optimizer.param_groups} - {0.0, config.weight_decay}
         if decays:
             self._settings["optimizer.weight_decay"] = sorted(decays)
@@ -103,7 +103,7 @@ class RunState:
             peak = f"{learning_rate_factor(newest.step + 1, self._config):.0%} of the peak"
             say(
                 f"after its last step, {newest.step}, this run goes on to {self._config.steps}: its learning rate "
-                f"rises again, to {peak}, so it is no run of {self._config.steps} steps"
+                f"rises again, to {peak}, so the result does not equal a run of {self._config.steps} steps"
             )
         drop_later(run.checkpoints, newest.step)
         return newest
@@ -137,7 +137,7 @@ class RunState:
                 (self._log.write_gates if gates else self._log.write)(row)
 
     def _write_facts(self) -> None:
-        """Write facts.json: what the run is, and the circumstances of this process. A resumed run keeps its first facts
+        """Write facts.json: the run, and the circumstances of this process. A resumed run keeps its first facts
         and adds to `resumed`. Raises OSError.
         """
         size = sum(parameter.numel() for parameter in self._step.parameters)

@@ -1,4 +1,4 @@
-"""One step of training, the same for language models, for the geometric benchmarks, and where its cost is measured."""
+"""One step of training, the same for language models, the geometric benchmarks, and measurements of its cost."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ def next_token_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the mean loss of a language model, (), and the penalty in it, () or None.
 
-    end_of_text: the token before each document, which the model then reads by itself; None for the row as a whole.
+    end_of_text: the token before each document; the model then reads documents separately. None for whole rows.
     """
     output = model(input_ids=inputs, labels=labels, shift_labels=labels, **documents_apart(inputs, end_of_text))
     return output.loss, getattr(output, "penalty", None)
