@@ -845,7 +845,7 @@ ENGINES = {
         "python tools/engine_tests.py trainers",
         "Trainer, accelerate, FSDP2, Fabric and TRL's SFT on two processes: losses of one",
     ),
-    "torchtitan": ("make titan", "losses, gradient norms, checkpoints and folders on one and two processes"),
+    "torchtitan": ("make titan", "losses, gradient norms, starts, checkpoints and folders on one and two processes"),
     "vllm": ("make vllm", "greedy tokens are those of `generate`"),
     "slurm": ("make slurm", "errors, kills, requeues and outages; a study's records, bit for bit those of one machine"),
 }
