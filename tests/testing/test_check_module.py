@@ -24,9 +24,9 @@ from residua import (
     PooledHouseholder,
     Residual,
 )
-from residua.connections import resolve
+from residua.connections import PRESETS, resolve
 from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, StreamAdapter, check_module
-from residua.testing.adapter import named_once
+from residua.testing.adapter import holding, named_once, named_parameters
 from residua.testing.checks import run
 from residua.testing.diagnosis import _reordered
 from residua.testing.module import checks
@@ -464,6 +464,44 @@ def test_a_direction_that_is_rounded_is_found_although_the_state_is_not():
 )
 def test_bfloat16_is_not_blamed_for_a_mistake_that_has_no_name(adapter):
     assert "bfloat16" not in failures(adapter)
+
+
+class Narrow(StreamAdapter):
+    """Our own stack in bfloat16: computed in float32 between the sublayers, or one connection moves too far."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, scheme, too_far: int | None = None):
+        self.scheme, self.too_far = scheme, too_far
+
+    def build(self, dim, num_sublayers):
+        return self.scheme.build(dim, num_sublayers)
+
+    def parameters(self, ours):
+        return ours
+
+    def forward(self, module, x, sublayers):
+        if self.too_far is None:
+            rounded = [lambda *x, f=f: f(*(x.bfloat16() for x in x)).float() for f in sublayers]
+            with holding(module, {name: x.float() for name, x in named_parameters(module).items()}):
+                return module(x.float(), rounded).bfloat16()
+        state = module.expand(x)
+        for i, (connection, sublayer) in enumerate(zip(module.connections, sublayers)):
+            after = connection(state, sublayer)
+            state = state + 1.3 * (after - state) if i == self.too_far else after
+        return module.collapse(state)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_stack_that_rounds_less_than_ours_is_right_in_bfloat16(name):
+    checks()["forward"](Narrow(PRESETS[name]))
+
+
+@pytest.mark.parametrize("too_far", range(4))
+@pytest.mark.parametrize("name", ["residual", "ddl", "ddl-tc", "hc", "mhc", "edelta"])
+def test_a_write_that_moves_too_far_by_a_third_is_wrong_in_bfloat16(name, too_far):
+    with pytest.raises(CheckFailed, match="largest difference"):
+        checks()["forward"](Narrow(PRESETS[name], too_far))
 
 
 @pytest.mark.nightly

@@ -217,12 +217,21 @@ class Pair:
     @torch.no_grad()
     def steepness(self) -> float:
         """Return by which factor a tolerance has to be wider, 1 or more, because our module enlarges rounding."""
-        runs = []
-        for state in (self.state(), self.moved(self.state())):
+
+        def run(ours: Mapping[str, Tensor], state: Any) -> list[Tensor]:
             sublayers, inputs = recorded(self.sublayers())
-            runs.append([*tensors(self.reference(self.ours, state, sublayers)), *tensors(inputs)])
+            return [*tensors(self.reference(ours, state, sublayers)), *tensors(inputs)]
+
+        results, state = run(self.ours, self.state()), self.state()
+        if self.dtype.itemsize > 2:
+            times, others = ROUNDINGS, run(self.ours, self.moved(state))
+        else:
+            exact = {name: x.double() for name, x in self.ours.items()}
+            times, others = NARROW_ROUNDINGS, run(exact, tree_map(torch.Tensor.double, state))
         relative, absolute = TOLERANCES[self.dtype]
-        return max(1.0, *(ROUNDINGS * _largest(b - a) / (absolute + relative * _largest(a)) for a, b in zip(*runs)))
+        return max(
+            1.0, *(times * _largest(b - a) / (absolute + relative * _largest(a)) for a, b in zip(results, others))
+        )
 
     def disagreement(self, actual: Tensor, expected: Tensor) -> str | None:
         """Return in words how two tensors disagree beyond rounding, or None if they agree."""
@@ -237,6 +246,9 @@ class Pair:
 
 ROUNDINGS = 30
 """How many times the effect of one rounding of the state counts as rounding: a module rounds many times."""
+NARROW_ROUNDINGS = 4
+"""How many times the error of our own module counts as rounding in bfloat16 and float16, where the effect of one
+rounding is not small."""
 
 
 def _largest(x: Tensor) -> float:

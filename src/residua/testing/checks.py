@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 Check = Callable[[Any], None]
 
-SPECIFICATION = "1.1"
+SPECIFICATION = "1.2"
 """The version of what the checks require. It rises with every check that is new or stricter."""
 
 

@@ -286,8 +286,10 @@ def _mistakes_of_all(pair: Pair) -> list[str]:
 def _mistaken_writes(pair: Pair, connection: Connection, state: Any, carry: Any, y: Tensor) -> dict[str, Tensor]:
     """Return the states after our write with one mistake each; none if the shortcut does not describe the write."""
     shortcut, after = connection.shortcut(state, carry, y), connection.write(y, carry)
-    if _is_mixing(shortcut, state) and pair.agree(_mix(shortcut, state, y), after):
-        return {words: change(shortcut, state, y) for words, change in MIXING.items()}
+    if _is_mixing(shortcut, state):
+        wide = shortcut, *(x.to(shortcut.h_res.dtype) for x in (state, y))  # gates may be wider than a state
+        if pair.agree(_mix(*wide), after):
+            return {words: change(*wide).to(state.dtype) for words, change in MIXING.items()}
     if isinstance(shortcut, RankOne) and isinstance(state, Tensor):
         delta = Delta(pair, connection, state, carry, y, shortcut)
         if delta.describes(after):
