@@ -441,8 +441,9 @@ class Scheme(ABC):
             norm = partial(self.default_norm, dim, norm_eps)
         stream = self.assemble(dim, num_sublayers, norm, norm_eps)
         stream.scheme, stream.dim = self, dim
+        connection: Any
         for i, connection in enumerate(stream.connections):
-            vars(connection).update(takes=self.state_spec(i, dim), causal=self.causal)
+            connection.takes, connection.causal = self.state_spec(i, dim), self.causal
         return stream
 
     @abstractmethod
