@@ -117,7 +117,7 @@ class Connection(SelfStarting, ABC):
     def penalty(self, coefficients: Any) -> Tensor | None:
         """Return the auxiliary loss of each token, (batch, seq or 1), or a scalar for all; None for most schemes.
 
-        A model averages over the tokens that are not padding. A scalar it adds as it is: a mean would count padding.
+        A model averages over the tokens that are not padding. It adds a scalar as it is: a mean would count padding.
         """
         return None
 

@@ -211,7 +211,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
     if package not in (None, owner) and not of_a_script:
         raise ValueError(
             f"connection must be the scheme {name!r} of the package {package!r}, got that of {owner!r}, which has "
-            f"the same name here; open it in a process that uses {package!r} alone"
+            f"the same name here; open it in a process that uses only {package!r}"
         )
     return schemes[name]
 

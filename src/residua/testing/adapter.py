@@ -33,7 +33,7 @@ class Adapter(ABC):
     owns_norm: whether your module contains the norm before the sublayer. With False the sublayer's input is compared
         before that norm.
     norm_eps: the eps of your norms, inside the mappings too.
-    dtype: in which both are computed. torch.float32 if your module casts to float32 inside.
+    dtype: that of both computations. torch.float32 if your module casts to float32 inside.
     dim: the width of the model; num_sublayers: of the stack that your module is, or is a part of.
     """
 
@@ -119,7 +119,7 @@ def _borrowed(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def placed(module: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Return values by the id of the parameter or buffer for which each stands.
+    """Return values, keyed by the id of the parameter or buffer that each replaces.
 
     Raises:
         CheckFailed: a name or a shape that the module lacks, or two values for one parameter with two names.

@@ -167,7 +167,7 @@ def shapes(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def any_number_of_sublayers(scheme: Scheme) -> None:
-    """A stack of one sublayer, or of an odd number, computes numbers, and no state is other than described."""
+    """A stack of one sublayer, or of an odd number, computes numbers, and every state is as described."""
     for count in (1, 3):
         stream = build(scheme, count=count)
         state = stream.expand(normal(2, 5, DIM))
@@ -560,9 +560,9 @@ def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def modules_initialise_themselves(scheme: Scheme) -> None:
-    """`reset_parameters` of the modules draws every parameter, as a model needs that was made on the meta device.
+    """`reset_parameters` of the modules draws every parameter, which a model that was made on the meta device needs.
 
-    So it does with every buffer that is not saved: those of a model that is opened come from nowhere else.
+    It also fills every buffer that is not saved: nothing else fills those of a model that is opened.
     """
 
     def contents(stream: Stream) -> dict[str, Tensor]:

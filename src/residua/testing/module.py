@@ -255,7 +255,7 @@ class Comparison(NamedTuple):
 
 
 def structure(tree: Any) -> list[Any]:
-    """Return the shapes of the tensors of a state, and the class of each leaf that is none."""
+    """Return the shapes of the tensors of a state, and the classes of its other leaves."""
     return [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in tree_leaves(tree)]
 
 

@@ -17,7 +17,7 @@ from residua.connections.parts.phases import SharedModule
 class CompressingConnection(Connection):
     """A connection that reads the state through a compressor.
 
-    compress: the map from the state to x_in: (batch, seq, dim), or an earlier connection, whose map it borrows.
+    compress: the map from the state to x_in: (batch, seq, dim), or the earlier connection that owns it.
     """
 
     separates_documents = True
@@ -35,7 +35,7 @@ class CompressingConnection(Connection):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressingScheme(Scheme):
-    """A scheme with the convolutions of Deep Delta Learning over the tokens: before, behind and beside its sublayers.
+    """A scheme with the convolutions of Deep Delta Learning over the tokens, around sublayers and at the start.
 
     branch            None: a sublayer's output is written as it is; "conv": plus a causal convolution of it over the
                       tokens, which starts at 0
@@ -79,8 +79,8 @@ class CompressingScheme(Scheme):
     ) -> Stream:
         """Return the stream of `connection(i, compress)` for each sublayer, between `expand` and `readout(compress)`.
 
-        compressor: makes compressor j, that of the readout as the last. If a block shares one, its second sublayer gets
-        the connection of the first, to borrow from.
+        compressor: makes compressor j; the last one is that of the readout. If a block shares one, its second sublayer
+        gets the connection of the first, which owns it.
         """
         if self.expand == "smear":
             expand = Smear(dim, expand)
@@ -101,7 +101,7 @@ class CompressingScheme(Scheme):
 
 @dataclass(frozen=True, kw_only=True)
 class SingleStreamScheme(CompressingScheme):
-    """A scheme of one stream, (batch, seq, dim), with the convolutions over tokens of Deep Delta Learning if wanted.
+    """A scheme of one stream, (batch, seq, dim), with the optional convolutions of Deep Delta Learning over the tokens.
 
     The options are named as in `DeepDelta` and mean the same. They show how much of its gain needs no delta write. The
     convolutions start as the identity, so that the scheme starts as it does without them.

@@ -115,8 +115,8 @@ class BlockConnection(Connection):
 class BlockCollapse(nn.Module):
     """The readout: the average after the last block. A tuple of tensors (batch, seq, dim) -> (batch, seq, dim).
 
-    average: its first result is x; None for only the last output. A state of another depth is read as its last output
-    too, because the weights belong to the outputs of all blocks.
+    average: its first result is x; None for only the last output. Of a state of another depth only the last output
+    is read too, because the weights belong to the outputs of all blocks.
     """
 
     def __init__(self, average: nn.Module | None, blocks: int):

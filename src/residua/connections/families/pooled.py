@@ -46,7 +46,7 @@ def _sums_within(documents: Tensor, x: Tensor) -> Tensor:
         sums = rows.cumsum(1)
         return sums - (sums - rows).gather(1, firsts)
 
-    # A sum over a document is a difference of sums over the row, which loses digits, and all after what is not finite.
+    # A sum over a document is a difference of sums over the row: digits are lost, and after one NaN or infinity all.
     finite = x.isfinite()
     sums = within(torch.where(finite, x, 0).to(torch.float64)).to(x.dtype)
     return torch.where(within((~finite).long()) > 0, torch.nan, sums)

@@ -189,8 +189,10 @@ def _different_pair(total: float) -> tuple[float, float]:
 def _balanced(
     start: float, step: float, total: float, counts: tuple[int, int], *, choices: int = 2**12
 ) -> tuple[float, float]:
-    """Return two numbers of float32, the first near `start`: `counts` of their sigmoids sum to `total`, the best of
-    many. `step` is that of the first number from choice to choice."""
+    """Return two float32 numbers, the first near `start`, such that `counts` of their sigmoids sum to `total`.
+
+    They are the best of many; from one choice to the next the first number grows by `step`.
+    """
     first, second = counts
     ones = (start + step * torch.arange(choices, dtype=torch.float64, device="cpu")).float().double()
     others = torch.special.logit((total - first * ones.sigmoid()) / second).float().double()

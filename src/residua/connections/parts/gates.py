@@ -41,7 +41,7 @@ class Scale(SelfStarting):
 
 
 class TokenGate(nn.Module):
-    """e = scale tanh(W c + b), at the start 0 for every c. (..., dim) -> (..., heads) in at least float32."""
+    """e = scale tanh(W c + b), 0 at the start for every c. (..., dim) -> (..., heads) in at least float32."""
 
     def __init__(self, dim: int, heads: int, *, scale: float):
         super().__init__()
@@ -53,7 +53,7 @@ class TokenGate(nn.Module):
 
 
 class StaticGate(SelfStarting):
-    """e = scale tanh(b), at the start 0; the same for every context. (..., dim) -> (heads,) in at least float32."""
+    """e = scale tanh(b), 0 at the start; the same for every context. (..., dim) -> (heads,) in at least float32."""
 
     def __init__(self, heads: int, *, scale: float):
         super().__init__()

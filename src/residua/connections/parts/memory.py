@@ -20,7 +20,7 @@ class Memory(Protocol):
 
     A part uses either `extend`, if it needs earlier inputs, or `recall` and `keep`, if it needs a running sum. One that
     reads only tokens with the same number in `documents` says so with the attribute `separates_documents = True`;
-    others are never given any.
+    other parts never get any documents.
     """
 
     keeps: bool  # whether anything is kept for later calls; False without a cache
@@ -45,9 +45,9 @@ class Memory(Protocol):
 
 
 class Identity:
-    """Which stream a part or a memory belongs to. A deep copy of a stream is another stream, as is a loaded one.
+    """The identity of a stream, for its parts and its memory. A deep copy is another stream, and so is a loaded one.
 
-    A memory that is loaded without its stream belongs to the stream that it was saved with. count: of its parts.
+    A memory that is loaded without its stream belongs to the stream that it was saved with. count: the number of parts.
     """
 
     def __init__(self, number: str | None = None, count: int = 0):
@@ -166,7 +166,7 @@ class StreamMemory:
         self._tokens[number] = had
 
     def _expect_no_gap(self, number: Any, tokens: Tensor | None) -> None:
-        """Raise ValueError if a row goes on after padding, in this piece of a part or since the pieces before."""
+        """Raise ValueError if a row has tokens after padding, in this piece of a part or in the earlier ones."""
         before = self._ends.get(number)
         if tokens is None:
             if before is None:
@@ -302,12 +302,12 @@ def documents_in(memory: Memory | None) -> Tensor | None:
 def tokens_of(mask: Tensor) -> Tensor:
     """Return which entries of an attention mask (batch, seq) are tokens, as a new boolean tensor.
 
-    Booleans and integers are numbers: a token has any but 0, such as that of its document. So are floating-point
-    numbers, unless one of them is below 0, -0.0 too: then they are added to scores, and `seen` tells what they hide.
+    In a mask of booleans or integers a token has any number but 0, such as that of its document. So it has in a mask of
+    floating-point numbers, unless one of them is below 0 or -0.0: those are added to scores, which `seen` reads.
 
     Raises:
-        ValueError: the mask has other axes, or it is 0.0 everywhere, which as numbers is nothing but padding, and added
-            to scores nothing but tokens.
+        ValueError: the mask has other axes, or it is 0.0 everywhere: all padding if these are numbers of tokens, all
+            tokens if they are added to scores.
     """
     expect_rows("attention_mask", mask)
     if not mask.is_floating_point():
@@ -316,8 +316,8 @@ def tokens_of(mask: Tensor) -> Tensor:
     if mask.numel():
         expect_none(
             (mask == 0).all() & ~added,
-            f"attention_mask must be boolean or of integers where it is 0 everywhere, got {mask.dtype}: as numbers "
-            "all would be padding, and added to scores none",
+            f"attention_mask must be boolean or of integers if it is 0 everywhere, got {mask.dtype}: read as numbers "
+            "of tokens all is padding, added to scores none is",
         )
     return torch.where(added, seen(mask), mask != 0)
 
@@ -326,10 +326,10 @@ HIDDEN_BELOW, LOWEST_BIAS = 100.0, -5000.0
 
 
 def seen(mask: Tensor) -> Tensor:
-    """Return what attention sees, given entries of one mask, boolean or added to scores; of any shape.
+    """Return which entries of one mask attention sees; the mask is boolean or added to scores, of any shape.
 
-    Whatever lies 100 or more below the largest entry, or below 0 if that is larger, is hidden: softmax gives it less
-    than 1e-43. All other entries are biases. If no entry is above -5000, all are hidden.
+    Entries 100 or more below the largest one, or below 0 if the largest is positive, are hidden: softmax gives them
+    less than 1e-43. All other entries are biases. If no entry is above -5000, all are hidden.
 
     Raises:
         ValueError: the mask holds NaN.
@@ -403,7 +403,7 @@ def masked(x: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def finite_at_padding(x: Tensor, mask: Tensor) -> Tensor:
-    """Return x: (batch, seq, dim) with 0 for what is not finite at padding.
+    """Return x: (batch, seq, dim) with 0 in place of numbers at padding that are not finite.
 
     0 times NaN is NaN, so that it would reach gradients of tokens. mask: of any form that `tokens_of` takes.
     """
@@ -434,7 +434,7 @@ def current(out: Tensor, x: Tensor, extended: Tensor) -> Tensor:
 
 
 def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
-    """Raise ValueError if earlier tokens are needed (`window` > 0) and the axes of x are others than `axes`.
+    """Raise ValueError if earlier tokens are needed (`window` > 0) and the axes of x differ from `axes`.
 
     Without the check, the entries of a batch (batch, dim) would be mixed as if they were a sequence, or the columns of
     an image (batch, height, width, dim).
@@ -445,7 +445,7 @@ def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
 
 
 def no_sequence(shape: tuple[int, ...]) -> str:
-    """Return the error for an embedding of this shape where a scheme reads other tokens than the current one."""
+    """Return the error for an embedding of this shape if a scheme reads other tokens than the current one."""
     hint = {2: "; add the axis of the batch: x[None]"}.get(len(shape), "")
     if len(shape) > 3:
         hint = "; flatten height and width: x.flatten(1, -2)"

@@ -1,4 +1,4 @@
-"""Start the parameters of a module as its code says: also if an engine has sharded them, or a model starts its own.
+"""Start the parameters of a module as its own code says, even if an engine shards them or a model fills all modules.
 
 An engine builds a model on the meta device, shards it with `fully_shard`, gives it memory with `to_empty`, and calls
 `reset_parameters` of every module. The parameters are then `DTensor`s: a part such as `taps[0]` may be a copy, so that
@@ -49,7 +49,7 @@ def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None
 
 
 def mark_start(parameters: Iterable[Any]) -> None:
-    """Note that parameters have their start. Torch counts the changes of a tensor in place."""
+    """Note that these parameters are at their start; torch counts the changes of a tensor in place."""
     for parameter in parameters:
         if not parameter.is_inference():
             parameter.started_at = parameter._version

@@ -72,7 +72,7 @@ class DeltaDepthConnection(SourcesConnection):
     def __init__(self, scheme: DeltaAttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, index)
         self.scheme = scheme
-        self.completed = index // scheme.block_size  # blocks; with the embedding as many sources, and one more
+        self.completed = index // scheme.block_size  # complete blocks; with the embedding there is one source more
         self.reads = index > 0
         learned = self.reads and scheme.null_source
         self.sources = (*[None] * learned, *summed(self.completed * scheme.block_size, scheme.block_size))

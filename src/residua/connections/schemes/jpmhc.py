@@ -1,4 +1,4 @@
-"""JPmHC (arXiv 2602.18308): hyper-connections whose mixing is an approximate or exact rotation of the streams.
+"""JPmHC (arXiv 2602.18308): hyper-connections that mix by an approximate or exact rotation of the streams.
 
     x = sum_i h_pre[i] X[i],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))
 

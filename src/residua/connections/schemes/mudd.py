@@ -183,7 +183,7 @@ def _activated(x: Tensor, scale: Tensor) -> Tensor:
 
 
 class MultiwayConnection(BlockConnection):
-    """One connection of MUDD around sublayer `index`; where a block begins with averages, its first reads them."""
+    """One connection of MUDD around sublayer `index`; the first sublayer of a block reads its averages, if any."""
 
     def __init__(self, scheme: MultiwayDynamicDense, dim: int, index: int, blocks: int, norm: Norm, *, norm_eps: float):
         block, begins = divmod(index, 2)[0], index % 2 == 0
