@@ -19,7 +19,7 @@ from residua.testing.agreement import TOLERANCES, disagreement
 from residua.testing.checks import CheckFailed, expect, tensors
 from residua.testing.inputs import bare_sublayers, normal, perturbed, recorded
 
-Sublayer = Callable[..., Tensor]
+SublayerFunction = Callable[..., Tensor]
 
 
 class Adapter(ABC):
@@ -67,7 +67,7 @@ class ConnectionAdapter(Adapter):
         """Return your module, freshly initialised."""
 
     @abstractmethod
-    def connect(self, module: nn.Module, state: Any, sublayer: Sublayer) -> Any:
+    def connect(self, module: nn.Module, state: Any, sublayer: SublayerFunction) -> Any:
         """Return the state after your module around `sublayer`: (batch, seq, dim) -> the same shape.
 
         state: as in our scheme, such as (batch, seq, streams, dim), or a tuple of sources. Change the layout here.
@@ -82,7 +82,7 @@ class StreamAdapter(Adapter):
         """Return your module, freshly initialised."""
 
     @abstractmethod
-    def forward(self, module: nn.Module, x: Tensor, sublayers: list[Sublayer]) -> Tensor:
+    def forward(self, module: nn.Module, x: Tensor, sublayers: list[SublayerFunction]) -> Tensor:
         """Return the output of your stack for x: (batch, seq, dim), the same shape, before the final norm."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-Check = Callable[[Any], None]
+CheckFunction = Callable[[Any], None]
 
 SPECIFICATION = "1.2"
 """The version of what the checks require. It rises with every check that is new or stricter."""
@@ -60,7 +60,7 @@ class Report:
         return "\n".join(lines + [f"{name}: FAILED, {reason}" for name, reason in self.failed.items()])
 
 
-def seeded(check: Check) -> Check:
+def seeded(check: CheckFunction) -> CheckFunction:
     """Return the check with its own seed, which leaves the random numbers of the caller as they are."""
 
     @wraps(check)
@@ -72,22 +72,24 @@ def seeded(check: Check) -> Check:
     return run_seeded
 
 
-class Suite(dict[str, Check]):
+class Suite(dict[str, CheckFunction]):
     """Checks by name, in order. The decorator `add` adds one, which draws the same numbers in every run."""
 
-    def add(self, check: Check) -> Check:
+    def add(self, check: CheckFunction) -> CheckFunction:
         self[check.__name__] = seeded(check)
         return self[check.__name__]
 
 
-def expect_names(expected_failures: Mapping[str, str], checks: Mapping[str, Check]) -> None:
+def expect_names(expected_failures: Mapping[str, str], checks: Mapping[str, CheckFunction]) -> None:
     """Raise ValueError for an expected failure of a check that does not exist."""
     for name in expected_failures:
         if name not in checks:
             raise ValueError(f"expected_failures must name checks, {', '.join(checks)}, got {name!r}")
 
 
-def run(checks: Mapping[str, Check], subject: Any, expected_failures: Mapping[str, str] | None = None) -> Report:
+def run(
+    checks: Mapping[str, CheckFunction], subject: Any, expected_failures: Mapping[str, str] | None = None
+) -> Report:
     """Run every check on `subject` and return the report. An error of the code under test fails its check.
 
     expected_failures: reasons by check. A check of these that passes has failed: the list is out of date.

@@ -26,8 +26,8 @@ from residua.connections.parts.memory import window_of
 from residua.connections.registry import written
 from residua.testing.agreement import assert_close
 from residua.testing.checks import (
-    Check,
     CheckFailed,
+    CheckFunction,
     NotChecked,
     Report,
     Suite,
@@ -46,7 +46,7 @@ CONTRACT = Suite()
 """The checks of a scheme by name, in order."""
 
 
-def checks(*, compiled: bool = False) -> dict[str, Check]:
+def checks(*, compiled: bool = False) -> dict[str, CheckFunction]:
     """Return the checks of a scheme by name; `compiled` adds those that call a compiler."""
     return CONTRACT | ({"compiles": seeded(compiles)} if compiled else {})
 

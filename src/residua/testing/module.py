@@ -25,7 +25,7 @@ from residua.testing.adapter import (
     Ours,
     Pair,
     StreamAdapter,
-    Sublayer,
+    SublayerFunction,
     built,
     named_once,
     named_parameters,
@@ -36,8 +36,8 @@ from residua.testing.adapter import (
 )
 from residua.testing.agreement import agree, disagreement
 from residua.testing.checks import (
-    Check,
     CheckFailed,
+    CheckFunction,
     NotChecked,
     Report,
     Suite,
@@ -83,7 +83,7 @@ CHECKS = Suite()
 """The checks of a module by name, in order."""
 
 
-def checks(*, compiled: bool = False) -> dict[str, Check]:
+def checks(*, compiled: bool = False) -> dict[str, CheckFunction]:
     """Return the checks of a module by name; `compiled` adds the one that calls a compiler.
 
     Of a scheme with several published versions, each takes the one that is nearest to the module.
@@ -91,11 +91,11 @@ def checks(*, compiled: bool = False) -> dict[str, Check]:
     return {name: _of_nearest(check) for name, check in _suite(compiled).items()}
 
 
-def _suite(compiled: bool) -> dict[str, Check]:
+def _suite(compiled: bool) -> dict[str, CheckFunction]:
     return CHECKS | ({"compiles": seeded(compiles)} if compiled else {})
 
 
-def _of_nearest(check: Check) -> Check:
+def _of_nearest(check: CheckFunction) -> CheckFunction:
     @wraps(check)
     def judge(adapter: Adapter) -> None:
         check(nearest(adapter))
@@ -115,12 +115,12 @@ def nearest(adapter: Adapter) -> Adapter:
     adapters = [with_attributes(adapter, scheme=scheme) for scheme in candidates]
     with torch.random.fork_rng(devices=[]), suppress(Exception):
         torch.default_generator.manual_seed(0)
-        compared = [Comparison.of(each) for each in adapters]
+        compared = [PairedPass.of(each) for each in adapters]
         return next((one.pair.adapter for one in compared if one.agrees), None) or min(compared, key=_gap).pair.adapter
     return adapter
 
 
-def _gap(compared: "Comparison") -> tuple[int, float]:
+def _gap(compared: "PairedPass") -> tuple[int, float]:
     """Return how many differences no known mistake explains, then the size of the whole difference, if any is left."""
     unexplained = diagnosis.unexplained(compared.findings)
     pairs = zip(tensors(compared.result), tensors(compared.reference))
@@ -211,13 +211,13 @@ def in_words(values: Tensor) -> str:
 @CHECKS.add
 def forward(adapter: Adapter) -> None:
     """The same inputs of the sublayers and the same state, with random parameters and distinct streams."""
-    one = Comparison.of(adapter)
+    one = PairedPass.of(adapter)
     if not one.agrees:
         expect(_repeats(one.pair), "a second call gives other numbers")
         raise CheckFailed(diagnosis.in_words(one.findings) + diagnosis.dtype_hint(one.pair, one.result, one.reference))
 
 
-class Comparison(NamedTuple):
+class PairedPass(NamedTuple):
     """One forward pass of both modules: the results, and the inputs of their sublayers (`actual` of theirs)."""
 
     pair: Pair
@@ -228,7 +228,7 @@ class Comparison(NamedTuple):
     expected: diagnosis.Calls
 
     @classmethod
-    def of(cls, adapter: Adapter) -> "Comparison":
+    def of(cls, adapter: Adapter) -> "PairedPass":
         """Call both modules. Raises CheckFailed for results that cannot be compared."""
         pair = Pair(adapter)
         state = pair.state()
@@ -444,7 +444,7 @@ def _flipped(state: Any, length: float) -> Any:
     return tree_map(lambda x: x + length * x.flip(-1), state)
 
 
-def quiet(dtype: torch.dtype) -> tuple[list[Tensor], Sublayer]:
+def quiet(dtype: torch.dtype) -> tuple[list[Tensor], SublayerFunction]:
     """Return a sublayer that writes one fixed vector, whatever it reads, and the list of its inputs."""
     inputs: list[Tensor] = []
 
