@@ -425,3 +425,13 @@ def test_connections_stay_in_float32_in_units_of_their_own(alone):
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     assert {dtype for name, dtype in seen.items() if ".stream." in name} == {torch.float32}
     assert {dtype for name, dtype in seen.items() if ".stream." not in name} == {torch.bfloat16}
+
+
+def test_a_mask_that_only_the_layer_itself_takes_by_its_name_is_taken():
+    """Its attention to the encoder calls `encoder_attention_mask` another name."""
+    model = randomised(m2m, scale=0.3).double().eval()
+    states = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = {"input_ids": IDS, "encoder_hidden_states": states, "encoder_attention_mask": torch.ones(2, 9).tril(6)}
+    before = model.get_decoder()(**inputs).last_hidden_state
+    residua.convert(model.get_decoder(), "hc", inputs={"input_ids": IDS, "encoder_hidden_states": states})
+    assert_close(model.get_decoder()(**inputs).last_hidden_state, before)

@@ -40,7 +40,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 PLAIN = (
     "its layers were rebuilt with the plain residual, and {way} its outputs changed by up to {amount:.1e}: they use "
-    "their residual in a way that is not seen"
+    "their residual in a way that is not seen{dialect}"
 )
 PRESERVING = (
     "with this scheme's preserving start its outputs change by {amount:.1e} of the largest one, more than {most:.0e}; "
@@ -176,9 +176,9 @@ class Trial:
         self.run()
         conversion = Conversion(scheme, self.path, self.observe())
         plain = new_streams(self.model, replace(conversion, scheme=Residual()))
+        self.streams = new_streams(self.model, conversion)
         rebuild(self.model, conversion, plain)
         self.compare(PLAIN, most=0)
-        self.streams = new_streams(self.model, conversion)
         self.fits = not self.streams[0].looks_back or is_causal(plain, self.ways[self.way])
         self.go_on()
         return conversion
@@ -252,7 +252,7 @@ class Trial:
                 self.error = error
                 break
             if amount > most:
-                self.changed = refusal.format(way=way, amount=amount, most=most)
+                self.changed = refusal.format(way=way, amount=amount, most=most, dialect=self._dialect)
                 break
         self.go_on()
 
@@ -291,7 +291,7 @@ class Trial:
         if self.error or not all(layer.ran for layer in self.layers):
             return f"{self._use(line)}{self._dialect}"
         if self.changed:
-            return f"{self.changed}{'' if self.streams else self._dialect}"
+            return self.changed
         if not self.fits:
             return (
                 "connection must be a scheme that reads single tokens, got one that reads earlier ones; this model "

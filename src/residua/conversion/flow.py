@@ -308,13 +308,9 @@ class LayerStream(WideParts):
         self.collapse = collapse
 
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Do as `nn.Module`; refuse the `save_pretrained` of a model that is converted in part.
-
-        That asks for all modules, by accelerate, before it writes. Nothing else in the model around the converted one
-        knows of the connections.
-        """
-        if self.expand is not None and (saved := being_saved()) is not None:
-            expect_converted_whole(saved["self"])
+        """Do as `nn.Module`; `save_pretrained` asks for all modules, by accelerate, before it writes."""
+        if self.expand is not None:
+            refuse_saving_in_part()
         return super().named_modules(*args, **options)
 
     @property
@@ -367,6 +363,16 @@ def lead_of(x: Tensor) -> tuple[int, ...] | None:
     return None if x.dim() == 3 else tuple(x.shape[:-1])
 
 
+def refuse_saving_in_part() -> None:
+    """Raise InputError if a model with a converted part is being saved whole.
+
+    The class and the configuration of the model around the part know nothing of the connections, and `convert` changes
+    neither, so the stack of calls is where its `save_pretrained` can be seen.
+    """
+    if (saved := being_saved()) is not None:
+        expect_converted_whole(saved["self"])
+
+
 def being_saved() -> Mapping[str, Any] | None:
     """Return the variables of the `save_pretrained` of a model that is running; None if none is."""
     if torch.compiler.is_compiling():
@@ -378,16 +384,13 @@ def being_saved() -> Mapping[str, Any] | None:
 
 
 def expect_converted_whole(model: PreTrainedModel) -> None:
-    """Raise InputError for a model that is converted only in part: opened again it would be a plain model.
-
-    Its own configuration says nothing of the connections.
-    """
+    """Raise InputError for a model that is converted only in part: opened again it would be a plain model."""
     for name, part in model.named_modules():
         config = vars(part).get("config")
         if getattr(config, KEY, None) != getattr(model.config, KEY, None) and hasattr(config, KEY):
             raise InputError(
                 f"{type(model).__name__} must be converted whole to be saved by save_pretrained, got one with a "
-                f"converted part; save that alone: residua.save_connection(model.{name}, FOLDER)"
+                f"converted part; save only the part: residua.save_connection(model.{name}, FOLDER)"
             )
 
 
