@@ -374,10 +374,10 @@ EDELTA = "edelta-sequence:gamma_init={},penalty={}"
 
 def penalty_table() -> str:
     """Give EDelta's losses on the gyroscope by penalty, published and ours, and say what its default has elsewhere."""
-    from residua.lab.geometry.published import GYROSCOPE_EARLIER, LOSSES, MODELS, PENALTY, PENALTY_DEFAULT
+    from residua.lab.geometry.published import GYROSCOPE_EARLIER, LOSSES, PAPER_MODELS, PENALTY, PENALTY_DEFAULT
     from residua.lab.records.statistics import Estimate
 
-    default = dict(zip(MODELS, LOSSES["gyroscope"]))["edelta-sequence"]
+    default = dict(zip(PAPER_MODELS, LOSSES["gyroscope"]))["edelta-sequence"]
     ours: dict[float, dict[int, tuple[float, float]]] = {weight: {} for weight in PENALTY}
     for run in records("geometry/gates/records.jsonl"):
         if run["task"] == "gyroscope":

@@ -24,9 +24,9 @@ from residua.lab.records.table import cell
 from residua.lab.records.terminal import printable
 
 PACKAGE = Path(__file__).parents[1]
-ENTRY = "residua.models.transformer"
+MODEL_MODULE = "residua.models.transformer"
 # transformers needs one file with the classes; other modules are named by their dotted name with underscores.
-FILES = {ENTRY: "modeling_residua", "residua.models.configuration": "configuration_residua"}
+FILES = {MODEL_MODULE: "modeling_residua", "residua.models.configuration": "configuration_residua"}
 CLASSES = {"AutoConfig": "ResiduaConfig", "AutoModel": "ResiduaModel", "AutoModelForCausalLM": "ResiduaForCausalLM"}
 OPTIONAL = {"triton"}
 """Packages that a copied module imports but that may not be installed."""
@@ -112,7 +112,7 @@ def add_code(folder: Path) -> None:
     if settings["model_type"] == MODEL_TYPE:
         entry, classes, code = CONVERTED_CODE, CONVERTED_CLASSES, {CONVERTED_CODE: CONVERTED_TEXT}
     else:
-        entry, classes, code = FILES[ENTRY], CLASSES, model_code()
+        entry, classes, code = FILES[MODEL_MODULE], CLASSES, model_code()
     for name, text in code.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
     # All classes are in one file: for a second file transformers would load another copy of everything.
@@ -123,10 +123,10 @@ def add_code(folder: Path) -> None:
 def model_code() -> dict[str, str]:
     """Return the modules that the model needs as texts by file name: flat, with relative imports, for transformers.
 
-    They follow from the imports of `ENTRY`. Only their import lines change.
+    They follow from the imports of `MODEL_MODULE`. Only their import lines change.
     """
     files: dict[str, str] = {}
-    queue = [ENTRY]
+    queue = [MODEL_MODULE]
     while queue:
         module = queue.pop()
         if _file(module) in files:

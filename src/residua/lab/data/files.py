@@ -13,7 +13,7 @@ from residua.lab.data.formats import PIECE, PROSE, SUFFIXES, file_documents, fil
 
 SIDE_FILES = (".json", ".csv", ".tsv", ".arrow")
 """Formats of many files that are no text: beside texts, such a file without the column is left out."""
-SHOWN = 20
+MOST_SUFFIXES = 20
 """Suffixes of files that cannot be read to print."""
 
 
@@ -39,10 +39,10 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
         files = [file for file in files if _is_usable(file, text_column)] or files
     if not files:
         suffixes = sorted({file.suffix or file.name for file in paths}) or ["no files"]
-        more = f" and {len(suffixes) - SHOWN:,} more" if len(suffixes) > SHOWN else ""
+        more = f" and {len(suffixes) - MOST_SUFFIXES:,} more" if len(suffixes) > MOST_SUFFIXES else ""
         raise InputError(
             f"{path} must be or hold files ending in {' '.join(SUFFIXES)} (the texts among them also in .gz or .zst), "
-            f"found {', '.join(suffixes[:SHOWN])}{more}"
+            f"found {', '.join(suffixes[:MOST_SUFFIXES])}{more}"
         )
     rows = any(kind(file) not in PROSE for file in files)
     require(rows or text_column == "text", "text_column", f"left out, since {path} has no rows", text_column)

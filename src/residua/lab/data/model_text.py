@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from residua.errors import InputError, extra, require
 from residua.lab.data.corpus import Corpus, hashed
 from residua.lab.data.encode import Encoder
-from residua.lab.data.shards import DTYPES, PreparedData, Tokens
+from residua.lab.data.shards import TOKEN_DTYPES, PreparedData, Tokens
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.split import share_of
 
@@ -72,7 +72,7 @@ def open_text(
         require(text_column == "text", "--text-column", f"left out, as {place} is prepared", text_column)
         return _held_out(place, tokenizer, folder, trained_on)
     corpus = open_corpus(place, text_column=text_column, longest_document=trained_on.get("longest_document"))
-    encoder = Encoder(tokenizer, DTYPES["uint32"], lossless=False)
+    encoder = Encoder(tokenizer, TOKEN_DTYPES["uint32"], lossless=False)
     documents = [x for group in encoder.map([document.text.encode()] for document in corpus) for x in group]
     if not documents:
         raise InputError(f"{place} must hold documents, found nothing or white space")

@@ -18,7 +18,7 @@ from residua.errors import InputError, extra, require
 from residua.files.durable import write_text
 from residua.lab.data import writer
 from residua.lab.data.corpus import Corpus, Document
-from residua.lab.data.shards import DTYPES, FORMAT, VERSION, PreparedData, SplitFiles
+from residua.lab.data.shards import DATA_VERSION, FORMAT, TOKEN_DTYPES, PreparedData, SplitFiles
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.split import MOST_KEYS, HeldOutShare, Split, Splitting, share_of, split_documents
 from residua.lab.data.tokenizer import (
@@ -42,7 +42,7 @@ BPE_TEXT = 100_000_000
 """Approximate bytes of text to train a BPE on: every n-th document of a larger local corpus, the first of the hub's."""
 
 DEFAULT_ENTRIES = 2048
-SHOWN = 20
+MOST_NAMED = 20
 """Names of files that were left out to print; index.json has all."""
 NOTABLE = 0.1
 """The relative distance of the held-out share from the one asked beyond which a line says so."""
@@ -112,7 +112,7 @@ def prepare(
         corpus = replace(corpus, read=_cut(corpus, share), identity=corpus.identity | {"split": "share"})
 
     plan = {
-        "version": VERSION,
+        "version": DATA_VERSION,
         "source": corpus.name,
         **corpus.identity,
         "tokenizer": f"bpe {entries}" if codec is None else _content_hash(codec),
@@ -125,7 +125,7 @@ def prepare(
         else:
             codec = codec or _train(corpus, entries, validation_fraction, progress, share)
             save_tokenizer(codec, stage.folder / "tokenizer")
-        dtype = DTYPES[_dtype(codec)]
+        dtype = TOKEN_DTYPES[_dtype(codec)]
         lossless = tokenizer in LOSSLESS
         splits, text = writer.write_shards(
             corpus, codec, dtype, stage, validation_fraction, shard_tokens, progress, share, lossless
@@ -168,9 +168,9 @@ def _remarks(data: PreparedData, corpus: Corpus) -> Iterator[str]:
     """Yield a line for each thing that is not as the user may think."""
     facts = data.facts
     if corpus.left_out:
-        listed = ", ".join(corpus.left_out[:SHOWN])
-        more = f" and {len(corpus.left_out) - SHOWN:,} more, all in {data.folder / 'index.json'}"
-        yield f"left out {len(corpus.left_out):,} files: {listed}{more if len(corpus.left_out) > SHOWN else ''}"
+        listed = ", ".join(corpus.left_out[:MOST_NAMED])
+        more = f" and {len(corpus.left_out) - MOST_NAMED:,} more, all in {data.folder / 'index.json'}"
+        yield f"left out {len(corpus.left_out):,} files: {listed}{more if len(corpus.left_out) > MOST_NAMED else ''}"
     if blank := facts.get("blank_documents"):
         yield f"left out {blank:,} rows or documents without text"
     asked, held_out = facts["validation_fraction"], facts["validation_tokens"] / facts["tokens"]
@@ -226,7 +226,7 @@ def _index(
             )
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": DATA_VERSION,
         "dtype": _dtype(tokenizer),
         "vocab_size": vocabulary(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,

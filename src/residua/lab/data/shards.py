@@ -36,8 +36,8 @@ with extra("lab"):
     from transformers import PreTrainedTokenizerFast
 
 FORMAT = "residua tokens"
-VERSION = 1
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DATA_VERSION = 1
+TOKEN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 VERIFY_ON_OPEN = 64_000_000
 """Bytes of shards up to which `PreparedData.open` also verifies their content."""
 MAPPED_SHARDS = 256
@@ -168,7 +168,7 @@ class PreparedData:
             if tokenizer != index["tokenizer_sha256"]:
                 raise InputError(f"{folder}: tokenizer/ is gone or did not make the tokens; prepare the data again")
 
-            content = [VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
+            content = [DATA_VERSION, index["dtype"], vocab_size, eos_token_id, tokenizer]
             content += [[name, [[x.tokens, x.sha256] for x in split.shards]] for name, split in splits.items()]
             fingerprints = {
                 "fingerprint": _fingerprint(content),
@@ -180,8 +180,8 @@ class PreparedData:
                 eos_token_id=eos_token_id,
                 fingerprint=fingerprints["fingerprint"],
                 facts=index["facts"] | fingerprints,
-                train=Tokens(folder, splits["train"].shards, DTYPES[index["dtype"]], vocab_size),
-                validation=Tokens(folder, splits["validation"].shards, DTYPES[index["dtype"]], vocab_size),
+                train=Tokens(folder, splits["train"].shards, TOKEN_DTYPES[index["dtype"]], vocab_size),
+                validation=Tokens(folder, splits["validation"].shards, TOKEN_DTYPES[index["dtype"]], vocab_size),
                 validation_bytes=splits["validation"].bytes,
             )
         files = data._files()
@@ -245,6 +245,8 @@ def _fingerprint(content: list[Any]) -> str:
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / "index.json"
     index = read_json(path) if path.exists() else None
-    if isinstance(index, dict) and (index.get("format"), index.get("version")) == (FORMAT, VERSION):
+    if isinstance(index, dict) and (index.get("format"), index.get("version")) == (FORMAT, DATA_VERSION):
         return index
-    raise InputError(f"{folder} must hold prepared data, with an index.json of format {VERSION}; run `residua prepare`")
+    raise InputError(
+        f"{folder} must hold prepared data, with an index.json of format {DATA_VERSION}; run `residua prepare`"
+    )

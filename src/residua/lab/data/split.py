@@ -17,7 +17,7 @@ Splitting = Literal["documents", "share"]
 """How documents are held out: each by its own key alone, or so many that their bytes are the share that was asked."""
 MOST_KEYS = 1_000_000
 """Documents whose keys are kept to find a share; of more than these, each goes by its own key."""
-CLOSE = 0.25
+CLOSE_SHARE = 0.25
 """The relative distance from the asked share up to which documents go by their own keys."""
 UNCUT = 0.05
 """The relative distance from the asked share up to which no document is cut to meet it."""
@@ -120,7 +120,7 @@ def share_of(
     texts, places, copies = np.unique(np.array(keys, np.uint64), return_inverse=True, return_counts=True)
     length = np.bincount(places, np.array(sizes))
     by_key = length[texts < fraction * 2**64].sum() / max(1, length.sum())
-    if not always and abs(by_key - fraction) <= CLOSE * min(fraction, 1 - fraction):
+    if not always and abs(by_key - fraction) <= CLOSE_SHARE * min(fraction, 1 - fraction):
         return None
     wanted = fraction * length.sum()
     number = int(np.searchsorted(length.cumsum(), wanted))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PAGE = "explorer.html"
 ASSETS = Path(__file__).parent / "assets"
-RESULTS = Path(__file__).parent / "results.json"
+BROWSER_RESULTS = Path(__file__).parent / "results.json"
 STYLE_SHEETS = ("style.css", "learn.css", "panels.css")
 
 # What stays as it is in the address of a module, beside letters and digits.
@@ -48,7 +48,7 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
     data = [
         _json('type="importmap"', {"imports": modules(ASSETS)}),
         _json('type="application/json" id="payload"', payload),
-        _json('type="application/json" id="results"', json.loads(RESULTS.read_text(encoding="utf-8"))),
+        _json('type="application/json" id="results"', json.loads(BROWSER_RESULTS.read_text(encoding="utf-8"))),
         *(_array(key, array) for key, array in arrays.items()),
         *([_packed('id="plotly"', _plotly())] if plots else []),
     ]

@@ -23,7 +23,7 @@ from residua.errors import InputError, did_you_mean
 from residua.models.transformer import total_penalty
 
 STD = 0.02
-TOLERANCE = 0.03  # of the plain residual's parameter count
+SIZE_TOLERANCE = 0.03  # of the plain residual's parameter count
 
 
 class PlainAttention(nn.Module):
@@ -232,13 +232,13 @@ def match(name: str, *, features: int, length: int, dim: int, layers: int, heads
         # Every hidden unit costs a row and a column in each layer; steps of 4 keep the matrices aligned.
         hidden = max(4, standard + 4 * round(missing / (count * 2 * dim * 4)))
         architecture = sized(name, model, count, hidden, target)
-        if abs(architecture.ratio - 1) <= TOLERANCE:
+        if abs(architecture.ratio - 1) <= SIZE_TOLERANCE:
             matches.append(architecture)
             if usual is not None:
                 break
     if not matches:
         raise InputError(
-            f"model {name}: no number of layers and MLP width comes within {TOLERANCE:.0%} of the {target:,} "
+            f"model {name}: no number of layers and MLP width comes within {SIZE_TOLERANCE:.0%} of the {target:,} "
             f"parameters of the plain residual at width {dim} with {layers} layers; choose a larger width"
         )
     return min(matches, key=lambda architecture: abs(math.log(architecture.hidden / standard)))

@@ -16,15 +16,22 @@ with extra("lab"):
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 FIXED = {"residual": "#111111", "zero-layer": "#8a8a8a"}  # the colours of what has no scheme
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
+PATTERNS: tuple[Any, ...] = (
+    "-",
+    (0, (5, 2)),
+    (0, (1, 1.5)),
+    (0, (6, 2, 1, 2)),
+    (0, (9, 3)),
+    (0, (3, 1, 1, 1, 1, 1)),
+)
 REFERENCE_COLOUR = "#777777"
 WIDTH, PANEL_HEIGHT = 10.0, 3.3  # inches
 MOST_DOTS = 12  # more hide the dashes
 MOST_LINES = 7  # of a panel in colour: of more, three have their colours and names, and the others are grey
 OTHERS = {"color": "#c9c9c9", "linewidth": 0.9, "marker": "", "zorder": 1}
 
-Points = list[tuple[float, float]]
-Curve = Callable[[Record], Points]
+PointList = list[tuple[float, float]]
+Curve = Callable[[Record], PointList]
 
 
 class Panel(NamedTuple):
@@ -48,11 +55,11 @@ class Panel(NamedTuple):
     references: Sequence[Record] = ()
 
 
-def _finite(points: Iterable[Sequence[float | None]]) -> Points:
+def _finite(points: Iterable[Sequence[float | None]]) -> PointList:
     return [(at, value) for at, value in points if value is not None and math.isfinite(value)]
 
 
-def _online(record: Record) -> Points:
+def _online(record: Record) -> PointList:
     """Online minus full is paired: added to the line over all data, it has no noise from the choice of trajectories."""
     full = record.get("by_position") or []
     points = _finite((at + 1, full[at] + online - same) for at, online, same in record.get("online_by_position") or [])
@@ -64,7 +71,7 @@ GATES = (
     Panel("mean gate γ", lambda run: _finite(run.get("gates", {}).get("gamma", [])), "unit", line=0.5),
     Panel("mean strength β", lambda run: _finite(run.get("gates", {}).get("beta", [])), "ratio"),
 )
-NORMS = Panel(
+NORM_PANEL = Panel(
     "state norm / first state norm",
     lambda run: _finite(enumerate(run.get("stream_norms") or [])),
     "ratio",
@@ -77,16 +84,16 @@ POSITIONS = Panel(
     at="inputs seen",
     circles=_online,
 )
-COSINES = Panel("cosine with −x", lambda run: _finite(run.get("cosines") or []), "linear")
+COSINE_PANEL = Panel("cosine with −x", lambda run: _finite(run.get("cosines") or []), "linear")
 PICTURES: dict[str, tuple[tuple[Panel, ...], str]] = {
     "loss.png": ((LOSS,), "Full sequences."),
     "gates.png": (GATES, "Mean over sublayers and tokens. β is at most 2 for a reflection, any number for a rotation."),
-    "norms.png": ((NORMS,), "Inside the stream, before any output norm."),
+    "norms.png": ((NORM_PANEL,), "Inside the stream, before any output norm."),
     "positions.png": (
         (POSITIONS,),
         "Lines: full sequences. Circles: from prefixes alone, for models that are not causal.",
     ),
-    "reflection.png": ((COSINES, LOSS, *GATES), ""),
+    "reflection.png": ((COSINE_PANEL, LOSS, *GATES), ""),
 }
 
 
@@ -116,7 +123,7 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Give every name a style, the same in all pictures, and different from all others as long as there are dashes."""
     styles = {name: {"color": colour} for name, colour in FIXED.items()}
     others = (name for name in dict.fromkeys(names) if name not in FIXED)
-    return styles | {name: line_style(number, DASHES) for number, name in enumerate(others)}
+    return styles | {name: line_style(number, PATTERNS) for number, name in enumerate(others)}
 
 
 def _figure(shown: Sequence[Panel], styles: dict[str, dict[str, Any]], note: str) -> Figure:
@@ -196,7 +203,7 @@ def _draw_levels(axes: Axes, references: Sequence[Record]) -> None:
         axes.text(1.01, place, losses[loss], transform=axes.transAxes, fontsize=7.5, color="#555555", va="center")
 
 
-def _mean(group: Group, curve: Curve) -> Points:
+def _mean(group: Group, curve: Curve) -> PointList:
     """Return the mean over the runs that have the curve, at the places that they share."""
     curves = [dict(points) for points in map(curve, group.runs) if points]
     if not curves:

@@ -11,13 +11,13 @@ from residua.lab.records.statistics import Estimate
 
 REPOSITORY = "arash-shahmansoori/edelta at 783e727"
 README = f"arXiv:2605.06729; README of {REPOSITORY}"
-SEEDS = 3
+PAPER_SEEDS = 3
 RESEARCH = f"arXiv:2605.06729; docs/RESEARCH.md v3.6 of {REPOSITORY}"
 
 
 def _value(mean: float, deviation: float | None = None) -> Estimate:
     """A mean over the published seeds, and its standard deviation, None if none was published."""
-    return Estimate(mean, deviation, SEEDS)
+    return Estimate(mean, deviation, PAPER_SEEDS)
 
 
 class PaperModel(NamedTuple):
@@ -40,7 +40,7 @@ class PaperModel(NamedTuple):
         return f"{self.what} (“{self.name}”, {self.size})"
 
 
-MODELS: dict[str, PaperModel] = {
+PAPER_MODELS: dict[str, PaperModel] = {
     "residual": PaperModel("plain residual", "GPT", "9 layers", 1_780_000),
     "pooled-householder-sequence": PaperModel(
         "pooled Householder, sequence", "DDL", "8 layers", 1_784_000, causal=False
@@ -49,7 +49,7 @@ MODELS: dict[str, PaperModel] = {
     "jpmhc": PaperModel("JPmHC", "JPmHC", "7 layers, width 512", 1_771_000),
     "edelta-sequence": PaperModel("EDelta, sequence", "EΔ-MHC-Geo", "6 layers", 1_788_000, causal=False),
 }
-# Of README, three seeds: mean squared errors in the order of `MODELS`.
+# Of README, three seeds: mean squared errors in the order of `PAPER_MODELS`.
 LOSSES: dict[str, tuple[Estimate, ...]] = {
     "gyroscope": (
         *(_value(3.78e-3, 0.04e-3), _value(3.36e-3, 0.13e-3), _value(4.02e-3, 0.03e-3)),
@@ -108,14 +108,14 @@ def published(task: str) -> list[dict[str, Any]]:
     Each has model, label, causal (of the published code; None on the reflection, where nothing comes later), seeds,
     source, and what was published of: loss, norm_deviation, cosine, beta, gamma (each an `Estimate`), parameters.
     """
-    facts = {"seeds": SEEDS, "source": README}
+    facts = {"seeds": PAPER_SEEDS, "source": README}
     if task == "reflection":
         return [
-            {"model": name, "label": MODELS[name].operator, "causal": None, **values, **facts}
+            {"model": name, "label": PAPER_MODELS[name].operator, "causal": None, **values, **facts}
             for name, values in REFLECTION.items()
         ]
     rows: list[dict[str, Any]] = []
-    for (name, model), loss, deviation in zip(MODELS.items(), LOSSES[task], NORM_DEVIATIONS):
+    for (name, model), loss, deviation in zip(PAPER_MODELS.items(), LOSSES[task], NORM_DEVIATIONS):
         row = {"model": name, "label": model.label, "causal": model.causal, "parameters": model.parameters}
         measured = {"norm_deviation": _value(deviation)} if task == "stability" else {}
         rows.append({**row, "loss": loss, **measured, **facts})

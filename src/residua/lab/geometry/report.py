@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from residua.files.durable import write_text
 from residua.lab.geometry.published import README, RESEARCH, published
 from residua.lab.geometry.tasks import TASKS
+from residua.lab.jobs.pool import Record
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Estimate
 from residua.lab.records.table import Table, cell, grouped
 
-Record = dict[str, Any]
 OURS, PUBLISHED, REFERENCE = "ours", "published", "reference"
 DASH = "—"
 
@@ -44,9 +44,9 @@ TITLES = {
 }
 # The columns of a table: keys of its rows, with headings.
 WHOSE = {"source": "source", "name": "model", "seeds": "seeds", "parameters": "parameters"}
-SEQUENCES = {"causal": "causal", "loss": "MSE, full sequence", "online_loss": "MSE, online"}
-SEQUENCES |= {"position0_loss": "MSE, position 0", "norm_deviation": "norm deviation"}
-REFLECTION = {"cosine": "cosine with −x", "beta": "β", "gamma": "γ", "loss": "MSE"}
+SEQUENCE_COLUMNS = {"causal": "causal", "loss": "MSE, full sequence", "online_loss": "MSE, online"}
+SEQUENCE_COLUMNS |= {"position0_loss": "MSE, position 0", "norm_deviation": "norm deviation"}
+REFLECTION_COLUMNS = {"cosine": "cosine with −x", "beta": "β", "gamma": "γ", "loss": "MSE"}
 AVERAGED = ("loss", "online_loss", "position0_loss", "norm_deviation", "cosine", "beta", "gamma")
 # How a mean and its deviation are written: losses, and other values.
 STYLES = dict.fromkeys(("cosine", "beta", "gamma"), (".3f", ".3f")) | {"norm_deviation": (".3g", ".1g")}
@@ -113,7 +113,7 @@ def summary(records: Sequence[Record], task: str) -> list[dict[str, Any]]:
 def table(records: Sequence[Record], task: str) -> Table:
     """The rows of a task as text; the first column says whose number it is: published, ours or reference."""
     rows = summary(records, task)
-    columns = WHOSE | (REFLECTION if task == "reflection" else SEQUENCES)
+    columns = WHOSE | (REFLECTION_COLUMNS if task == "reflection" else SEQUENCE_COLUMNS)
     columns = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
     return Table([*columns.values()], [[_cell(row, key) for key in columns] for row in rows])
 

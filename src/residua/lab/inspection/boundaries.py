@@ -31,7 +31,7 @@ LOGITS = 2**26
 """Numbers of logits at a time, of some boundaries."""
 STEPS, ITERATIONS = 10, 100
 """Newton steps at most for a readout that is not linear, and iterations for the linear equations of each."""
-CLOSE = 1e-6
+READ_TOLERANCE = 1e-6
 """The largest difference, relative to the wanted value, between it and the readout of the state that was found."""
 
 
@@ -164,7 +164,7 @@ def written(collapse: nn.Module, state: State, value: Tensor) -> State:
             point = point + _least_change(read, point, missing)
         changes = (point - start).split([shape.numel() for shape in shapes])
         state = tree_unflatten([(p.double() + c.reshape(p.shape)).to(p.dtype) for p, c in zip(flat, changes)], form)
-        if not (target - read(point)).norm() <= CLOSE * target.norm():
+        if not (target - read(point)).norm() <= READ_TOLERANCE * target.norm():
             raise InputError("boundaries found no state near this one whose readout is the value of the hook")
         return state
 

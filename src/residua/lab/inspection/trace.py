@@ -28,7 +28,7 @@ from residua.lab.records.provenance import circumstances
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 1
+TRACE_VERSION = 1
 """Of the format of trace files."""
 
 
@@ -107,7 +107,7 @@ class Trace:
         """Write `values` as one safetensors file, with `facts` and `tokens` as JSON in its metadata. Raises OSError."""
         path = Path(path)
         metadata = {
-            "residua_trace": str(VERSION),
+            "residua_trace": str(TRACE_VERSION),
             "facts": json.dumps(self.facts, allow_nan=False),
             "tokens": json.dumps(self.tokens),
         }
@@ -130,10 +130,10 @@ class Trace:
         """Read a trace file. Raises InputError if it is missing, damaged, of another version, or not a trace."""
         values, metadata = read_tensors(path, "a trace", "residua explore RUN writes one")
         version = metadata.get("residua_trace")
-        if version != str(VERSION):
+        if version != str(TRACE_VERSION):
             other = "other tensors" if version is None else f"version {version}"
             raise InputError(
-                f"{path} must be a trace of version {VERSION}, got {other}; residua explore RUN writes one"
+                f"{path} must be a trace of version {TRACE_VERSION}, got {other}; residua explore RUN writes one"
             )
         tokens = _parsed(metadata, "tokens", path)
         count = len(tokens) if isinstance(tokens, list) else 0
@@ -141,7 +141,7 @@ class Trace:
         return cls(_facts(_parsed(metadata, "facts", path), count, path), tokens, values)
 
 
-NEEDED: Mapping[str, Any] = {
+NEEDED_FACTS: Mapping[str, Any] = {
     "run": str | None,
     "checkpoint": int | None,
     "preset": str | None,
@@ -167,7 +167,7 @@ def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
     """Return the facts of a trace of `count` tokens. Raises InputError for others."""
     require(isinstance(facts, dict), f"{path}: facts", "an object", facts)
     facts = {**facts, "sources": facts.get("sources", [])}  # a trace that nothing over depth was read for may have none
-    for name, kind in NEEDED.items():
+    for name, kind in NEEDED_FACTS.items():
         require(name in facts and fits(facts[name], kind), f"{path}: facts.{name}", words(kind), facts.get(name))
     for name in ("sublayers", "sources"):
         require(all(isinstance(each, str) for each in facts[name]), f"{path}: facts.{name}", "texts", facts[name])
@@ -219,7 +219,7 @@ def trace(
     counted = losses[:-1]
     process = circumstances(ids.device)
     model_facts = {
-        "version": VERSION,
+        "version": TRACE_VERSION,
         **{name: process[name] for name in ("residua", "commit", "date")},
         "preset": next((name for name, preset in PRESETS.items() if preset == scheme), None),
         "scheme": describe(scheme),

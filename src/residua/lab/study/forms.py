@@ -62,7 +62,7 @@ class _Named(TypedDict):
     connection: str
 
 
-class _Run(_Named):
+class _RunFields(_Named):
     key: str
     kind: str
     point: Annotated[dict[str, Any], Range("settings by key", _are_settings)]
@@ -71,7 +71,7 @@ class _Run(_Named):
     val_loss: float | None
 
 
-class RunRecord(_Run, total=False):
+class RunRecord(_RunFields, total=False):
     """The record of a run."""
 
     facts: Annotated[dict[str, Any] | None, Range("an object with an object data, or null", _are_facts)]
@@ -89,7 +89,7 @@ class RunRecord(_Run, total=False):
     further_documents: _Documents
 
 
-class _Cost(_Named):
+class _CostFields(_Named):
     baseline: str
     date: str
     device: str
@@ -98,7 +98,7 @@ class _Cost(_Named):
     flops_per_token: Annotated[dict[str, Any], Range("numbers by name", lambda value: _are_numbers([*value.values()]))]
 
 
-class CostRecord(_Cost, total=False):
+class CostRecord(_CostFields, total=False):
     """The record of a cost."""
 
     cpu: str | None

@@ -525,7 +525,7 @@ def page(payload: Mapping[str, Any]) -> str:
     return f"{parts[0]}{title}{parts[1]}{data}{parts[2]}"
 
 
-MARKS = {
+MEASURE_MARKS = {
     "tokens": (figures.COLOURS[0], "o"),
     "FLOPs": (figures.COLOURS[2], "D"),
     "seconds": (figures.COLOURS[1], "s"),
@@ -560,7 +560,7 @@ def draw(results: Results) -> Figure | None:
     for panel, baseline in zip(panels, baselines):
         panel.axvline(0, color="#222222", linewidth=1.2)
         for number, measure in enumerate(results.measures):
-            (colour, mark), aside = MARKS[measure], 0.2 * ((len(results.measures) - 1) / 2 - number)
+            (colour, mark), aside = MEASURE_MARKS[measure], 0.2 * ((len(results.measures) - 1) / 2 - number)
             differences = {place + aside: row.difference(baseline, measure) for place, row in rows.items()}
             _marks(panel, differences, colour, mark, f"equal {measure}")
         panel.set_yticks(range(len(lines)), [line if isinstance(line, str) else line.scheme for line in lines])

@@ -36,7 +36,7 @@ with extra("lab"):
 
 MANIFEST = "manifest.json"
 WEIGHTS, OPTIMIZER = "model", "optimizer"
-SHOWN = 5
+EXAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _refuse_other_weights(source: Path, stored: Any, weights: Mapping[str, Tenso
         if stored_shapes.get(name) != model_shapes.get(name)
     ]
     if differences:
-        examples = ", ".join(differences[:SHOWN]) + (" and others" if len(differences) > SHOWN else "")
+        examples = ", ".join(differences[:EXAMPLES]) + (" and others" if len(differences) > EXAMPLES else "")
         raise InputError(f"{source} must hold the weights of this model, which differ in {examples}")
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from residua.errors import Diverged
 
-SHOWN = 5
+MOST_GRADIENTS = 5
 
 
 class FiniteCheck:
@@ -50,7 +50,7 @@ class FiniteCheck:
         """
         norms = self._norms.tolist()
         # NaN first, then infinity, then by size: the likeliest causes come first.
-        order = sorted(range(len(norms)), key=lambda i: (norms[i] != norms[i], norms[i]), reverse=True)[:SHOWN]
+        order = sorted(range(len(norms)), key=lambda i: (norms[i] != norms[i], norms[i]), reverse=True)[:MOST_GRADIENTS]
         largest = ", ".join(f"{self._named[i][0]} {norms[i]:.3g}" for i in order)
         return Diverged(
             f"step {self._step.item()}: loss and gradient must be finite, got loss {self._loss.item():.4g}; "
