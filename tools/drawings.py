@@ -300,12 +300,12 @@ def more(title: str, ratios: dict[str, dict[str, float]]) -> str:
 def training_time() -> str:
     rows = [row for row in records("bench-steps.jsonl") if not row["train"]["compile"] and ":" not in row["scheme"]]
     times = {row["scheme"]: row["time_ratio"] for row in rows}
-    return more("what a training step takes beyond the plain residual's", times)
+    return more("extra time of a training step beyond the plain residual's", times)
 
 
 def token_time() -> str:
     times = {row["preset"]: row["ratio"] for row in records("bench-generate-converted.jsonl")}
-    return more("what a token takes beyond the unconverted Llama's", times)
+    return more("extra time per token beyond the unconverted Llama's", times)
 
 
 def learning_rates() -> str:

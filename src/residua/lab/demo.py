@@ -23,7 +23,7 @@ from residua.lab.training import RunConfig, load_config
 RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual+tc": "nano-residual-tc"}
 """The recipe of each run. They differ only in the connection and the settings tuned for it."""
 EARLIER_NAMES = {"residual+tc": "residual-tc"}
-"""Earlier names of run folders, which stay in use."""
+"""Earlier names of run folders, which still open."""
 PROMPT = "The function returns"
 SAMPLE_TOKENS = 80
 
@@ -39,7 +39,7 @@ class Demonstration:
 
 
 def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
-    """Train the runs that `out` lacks, and compare all of them.
+    """Train the runs that are missing in `out`, and compare all of them.
 
     Args:
         out: a folder. Runs that were begun resume; finished ones stay as they are.

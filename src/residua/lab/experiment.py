@@ -63,15 +63,15 @@ with extra("lab"):
 VOCABULARY_MULTIPLE = 64
 GPT2_VOCABULARY = 50257
 LONGEST_WINDOW = 1024
-"""Tokens of a window for the loss of a model of which the training is not known, unless its context is shorter."""
+"""Tokens of a window for the loss of a model whose training is not known, unless its context is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenModel:
-    """An opened model, in evaluation mode, and the tokenizer that made the tokens that it was trained on.
+    """An opened model, in evaluation mode, and the tokenizer that made its training tokens.
 
     `folder` is that of its run, or a folder of transformers; then there is no `step`. `bfloat16` says whether the model
-    was trained under autocast, so that it computes in this precision here too.
+    was trained under autocast; it computes in this precision here too.
     """
 
     model: PreTrainedModel
@@ -82,7 +82,7 @@ class OpenModel:
 
     @property
     def window(self) -> int | None:
-        """The number of tokens of the windows in which all of its training was, if that is known."""
+        """The number of tokens of the windows that it was trained on, if all had one length that is known."""
         return None
 
     @property
@@ -96,7 +96,7 @@ class OpenModel:
 
     @property
     def trained_on(self) -> Mapping[str, Any]:
-        """The facts of the data that it was trained on, none if they are not known."""
+        """The facts of its training data, none if they are not known."""
         return {}
 
     def excerpt(self, tokens: int | None) -> list[int]:
@@ -137,7 +137,7 @@ class OpenRun(OpenModel):
         return facts
 
     def is_own(self, place: str | Path) -> bool:
-        """Return whether a folder holds the data that the model was trained on, and not another text."""
+        """Return whether a folder holds the training data of the model, and not another text."""
         if not (Path(place) / "index.json").is_file():
             return not Path(place).exists()  # for the error that opening it gives
         found = PreparedData.open(place).fingerprint
@@ -145,7 +145,7 @@ class OpenRun(OpenModel):
 
     @cached_property
     def data(self) -> PreparedData:
-        """The data that the model was trained on. Raises InputError if they are missing, damaged or different."""
+        """The training data of the model. Raises InputError if they are missing, damaged or different."""
         try:
             data = PreparedData.open(self.place)
         except InputError as error:
@@ -262,7 +262,7 @@ def resolved(config: RunConfig) -> RunConfig:
         description = describe(model.scheme)
     else:
         description = model.architecture.connection
-    if "package" in description:  # names what to install before the run is opened elsewhere
+    if "package" in description:  # says which package to install before the run is opened elsewhere
         model = replace(model, connection=description)
     return replace(config, model=model, data=data)
 
@@ -334,7 +334,7 @@ def _model_to_train(
 def build_model(
     config: RunConfig, tokenizer: PreTrainedTokenizerFast, kept: Path | None = None, *, verify_base: bool = True
 ) -> ResiduaForCausalLM | PreTrainedModel:
-    """Build the model of a run as it is before the first step. No global random state changes.
+    """Build the model of a run in its state before the first step. No global random state changes.
 
     From scratch, its weights depend only on `train.seed`. Without `model.vocab_size`, use the vocabulary of the data's
     tokenizer, rounded up to a multiple of 64. With a base, its weights are the base's.
@@ -483,7 +483,7 @@ def _relative_place(folder: Path, data: Path) -> str | None:
 
 
 def _place_of_data(config: DataConfig, folder: Path) -> Path:
-    """Return the folder of a run's data: the configured one, or if it is gone, its place relative to the run."""
+    """Return the folder of a run's data: the configured one, or if that is gone, its place relative to the run."""
     configured = folder / "data" if config.path is None else Path(config.path)
     facts = RunFolder(folder).facts
     if configured.exists() or not facts.is_file():
@@ -520,7 +520,7 @@ def open_model(
 def _evaluator(
     config: RunConfig, texts: Mapping[str, PreparedData], ranks: Ranks = ALONE
 ) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """Return what measures a model on the held-out part of each of the `texts`; results get its prefix."""
+    """Return a function that measures a model on the held-out part of each of the `texts`; results get its prefix."""
     size = config.train.batch_size, config.train.sequence_length
     batches = {prefix: HeldOutBatches(data.validation, *size) for prefix, data in texts.items()}
 

@@ -39,7 +39,7 @@ from residua.conversion.configuration import ConvertedConfig
 __all__ = ["ConvertedConfig"]
 """
 """The remote code of a converted model. It runs its family's code in transformers, which cannot be copied, so it needs
-residua; transformers stops and names a package that is missing."""
+residua; transformers stops and names a missing package."""
 
 
 def export(
@@ -98,7 +98,7 @@ def add_code(folder: Path) -> None:
     """Add to the folder of a saved model the code that `trust_remote_code=True` runs.
 
     Raises:
-        InputError: the scheme of the model, which is not a converted one, is another package's.
+        InputError: the model is not a converted one, and its scheme is another package's.
         OSError: the folder cannot be written.
     """
     config = folder / "config.json"
@@ -219,7 +219,7 @@ def base_name(folder: str | Path) -> str:
 
 
 def _front_matter(base: str | Path | None, dataset: str | None) -> str:
-    """Return what the hub reads of a card: the base and its license, where it is known, and the data set of the hub."""
+    """Return the front matter of a card: the base and its license, if it is known, and the data set of the hub."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
     if base is not None:
         lines.append(f"base_model: {json.dumps(base_name(base))}")
@@ -306,7 +306,7 @@ def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
 def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
     """Return the lines that replace an import, and the modules of this package that they need."""
     if isinstance(node, ast.Import) or node.module.partition(".")[0] != "residua":
-        # transformers refuses a model with an import that fails, unless it stands in a try statement.
+        # transformers refuses a model with an import that fails, unless it is in a try statement.
         return ["try:", textwrap.indent(ast.unparse(node), "    "), "except ImportError:", "    raise"], []
     names: dict[str, list[str]] = {}  # by the module that defines them
     lines: list[str] = []

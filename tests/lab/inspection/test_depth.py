@@ -164,7 +164,7 @@ def test_a_summary_says_what_is_read_most_and_how_alike_the_streams_are():
 def test_streams_that_never_part_are_warned_of():
     copies = trace(tiny_model(HyperConnections(), scale=0.0), prompt(TOKENS))
     sentence = (
-        "the streams are copies of one another before and after every sublayer: together they hold what one holds"
+        "the streams are copies of one another before and after every sublayer: together they hold no more than one"
     )
     assert warnings(copies)[-1] == sentence
     parted = copies.values["stream_similarity"].clone()

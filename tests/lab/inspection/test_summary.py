@@ -164,7 +164,7 @@ def test_a_compressor_that_reads_one_channel():
         compress.taps[1] = 1.0
         compress.read.copy_(torch.tensor([0.0, 0.0, 1.0, 0.01]))
     (found,) = warnings(trace(model, prompt(8)))
-    assert found == "the compressor reads channel 2 alone: 2 attention, 2 mlp"
+    assert found == "the compressor reads only channel 2: 2 attention, 2 mlp"
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What training costs: counted before a run (`estimate`), and measured (`steps`, `measured_memory`)."""
+"""The cost of training: counted before a run (`estimate`), and measured (`steps`, `measured_memory`)."""

@@ -47,7 +47,7 @@ def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str,
 
     matrices     linear maps of the sublayers and the head, as in the plain residual
     attention    7 T d in each layer for a causal mask that skips what it hides: 2 forward, 5 backward
-    connections  what the scheme adds
+    connections  the maps that the scheme adds
 
     PyTorch's counter runs over one sequence on the meta device. `elementwise` counts all other arithmetic.
     """
@@ -88,7 +88,7 @@ class _NoModules(nullcontext):
 
 
 def elementwise(model: PreTrainedConfig, length: int) -> float:
-    """Count the arithmetic of one token in a training step that is no matrix product, in FLOPs.
+    """Count the arithmetic of one token in a training step outside matrix products, in FLOPs.
 
     Every operation that is neither a product nor a view counts one for each element of its largest tensor. A rank-one
     write is of this kind, so leaving it out would flatter it.

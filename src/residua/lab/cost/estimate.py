@@ -1,4 +1,4 @@
-"""Estimate what a run will cost: its parameters, FLOPs per token, memory per GPU and number of tokens.
+"""Estimate the cost of a run: its parameters, FLOPs per token, memory per GPU and number of tokens.
 
 Everything is counted, except time: run a few steps on your device and multiply.
 """
@@ -38,7 +38,7 @@ class CostEstimate:
     assumptions: tuple[str, ...]
 
     def parts(self) -> Iterator[Any]:
-        """Yield what `residua cost count` prints: texts and tables."""
+        """Yield the output of `residua cost count`: texts and tables."""
         yield Table(["parameters", ""], [[name, f"{number:,}"] for name, number in self.parameters.items()])
         yield ""
         yield Table(["MFLOP per token", ""], [[name, f"{x / 1e6:,.2f}"] for name, x in self.flops_per_token.items()])

@@ -38,7 +38,7 @@ def peak_of(
     """Measure the most bytes that `make(*arguments)` and two calls of its result take.
 
     On a CUDA device, the peak of PyTorch's allocations in the second call; on the CPU, the growth of a new process with
-    one thread, or None if the system does not tell it: only Linux does.
+    one thread, or None if the system does not report it: only Linux does.
 
     Raises:
         RunError: the process of `name` ran out of memory.

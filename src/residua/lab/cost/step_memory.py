@@ -21,7 +21,7 @@ class Activations(NamedTuple):
     """Bytes that one micro-batch adds to weights and gradients in eager mode, at the peak of the step.
 
     kept: by the forward pass for the backward pass; casts: bfloat16 copies of weights, made by autocast; logits: logits
-    and what the loss keeps; temporary: what comes on top at the peak.
+    and the tensors that the loss keeps; temporary: the rest at the peak.
     """
 
     kept: int

@@ -20,7 +20,7 @@ class Corpus:
 
     `size` is the number of bytes to read, the unit of progress (estimated for parquet and the hub, 0 if unknown).
     `read` begins a pass over all documents, blank ones included. `identity` changes when the text does; `facts` go into
-    the records. `local` is False if reading means downloading. `validation_fraction` is held out unless told otherwise.
+    the records. `local` is False if reading means downloading. `validation_fraction` is held out by default.
     """
 
     name: str

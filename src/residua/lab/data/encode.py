@@ -45,7 +45,7 @@ def lost_bytes(text: str, decoded: str) -> int:
 
 
 def _unknown_token(backend: Tokenizer) -> int | None:
-    """Return the id that stands for whatever has none of its own, if there is one."""
+    """Return the id of all texts without an id of their own, if there is one."""
     model = json.loads(backend.to_str())["model"]
     if model.get("unk_token") is None:
         unknown: int | None = model.get("unk_id")

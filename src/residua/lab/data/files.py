@@ -12,7 +12,7 @@ from residua.lab.data.corpus import Corpus
 from residua.lab.data.formats import PIECE, PROSE, SUFFIXES, file_documents, file_size, has_column, is_text, kind
 
 SIDE_FILES = (".json", ".csv", ".tsv", ".arrow")
-"""Formats of many files that are no text: beside texts, such a file without the column is left out."""
+"""Formats of many files other than texts: in a folder with texts, such a file without the column is left out."""
 MOST_SUFFIXES = 20
 """Suffixes of files that cannot be read to print."""
 

@@ -28,7 +28,7 @@ ABSENT = object()
 
 
 class TextRow(NamedTuple):
-    """A row of a file: its place for errors, what it holds, and the bytes that it takes there (None: its text's)."""
+    """A row of a file: its place for errors, its value, and the bytes that it takes there (None: those of its text)."""
 
     place: str
     value: Any
@@ -60,7 +60,7 @@ def file_documents(file: Path, column: str, longest: int = PIECE) -> Iterator[Do
     column: the key of the text in a row, also dotted, as in "meta.text" for the text inside "meta".
     longest: characters of a document of prose, 0 for a whole file.
 
-    Raises InputError if the file is not what its suffix says, or no row has the key.
+    Raises InputError if the file does not fit its suffix, or no row has the key.
     """
     with reading(file):
         if (suffix := kind(file)) in BINARY:
@@ -192,7 +192,7 @@ def _json_lines(file: Path, stream: TextIO) -> Iterator[TextRow]:
 
 
 def _json_array(file: Path, stream: TextIO) -> Iterator[TextRow]:
-    """Yield the objects or texts of an array, or an object by itself, or JSON lines, which many programs name .json."""
+    """Yield the objects or texts of an array, a single object, or JSON lines, which many programs name .json."""
     text = stream.read()
     try:
         value = json.loads(text or "[]")

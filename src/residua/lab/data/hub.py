@@ -20,7 +20,7 @@ VALIDATION_TOKENS = 100_000_000
 
 
 def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
-    """Open "fineweb-edu", of which `sample` picks a part, or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
+    """Open "fineweb-edu" (`sample` picks a part), or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
 
     The revision (a commit, tag or branch; by default the newest) is resolved to its commit, and every reading uses that
     commit. Raises InputError if the hub does not have it, RunError if the hub does not answer.
@@ -97,7 +97,7 @@ def _commit(repository: str, revision: str | None) -> str:
 def _asking(name: str, *errors: type[Exception]) -> Iterator[None]:
     """Turn errors of the hub: a wrong name or missing access is the user's to mend, anything else may pass.
 
-    errors: what else a call raises if the hub cannot be read.
+    errors: further exceptions that a call raises if the hub cannot be read.
     """
     with extra("lab"):
         from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, RevisionNotFoundError

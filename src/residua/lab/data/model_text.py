@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 CUTS = ("split", "validation_fraction", "longest_document")
-"""The facts that say how a text was cut into the documents of which there is a digest."""
+"""The facts that say how a text was cut into documents; the digest depends on the cuts."""
 
 
 class Text(NamedTuple):
     """Tokens to predict.
 
     bytes   of their text in UTF-8; None if the tokens lose some of it
-    own     whether it is the text that the model was trained on, training part included; None if that is not known
+    own     whether the model was trained on this text, training part included; None if that is not known
     """
 
     name: str
@@ -61,8 +61,8 @@ def open_text(
     """Return the held-out part of prepared data, or the whole of a file or folder of text in a model's own tokens.
 
     Args:
-        folder: that of the tokenizer, for errors.
-        text_column: of the rows of a text that is not prepared.
+        folder: the folder of the tokenizer, for errors.
+        text_column: the key of the text in rows, if the text is not prepared.
         trained_on: the facts of the data of the model's run. Long documents are cut as in these.
 
     Raises:

@@ -1,7 +1,7 @@
 """Turn text into tokens on disk: `prepare` writes the folder that `PreparedData` opens.
 
-A large text is written shard by shard. At the end of a shard, progress.json notes what is safely on the disk, and the
-next call with the same arguments continues there.
+A large text is written shard by shard. At the end of a shard, progress.json notes the shards that are safely on the
+disk, and the next call with the same arguments continues there.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def prepare(
     """Tokenize the text of `source` into the new folder `out`.
 
     The same arguments and text give the same bytes. `out` appears when all of it is written, or not at all. If a long
-    preparation ends early, even by a kill, its whole shards stay beside `out`, and a call with the same arguments
+    preparation ends early, even by a kill, its whole shards stay in a folder next to `out`, and the same call
     continues from there: it reads the text again from the start (a data set of the hub is downloaded again) and
     tokenizes the rest. Memory does not grow with the text.
 
@@ -165,7 +165,7 @@ def _cut(corpus: Corpus, share: HeldOutShare) -> Callable[[], Iterator[Document]
 
 
 def _remarks(data: PreparedData, corpus: Corpus) -> Iterator[str]:
-    """Yield a line for each thing that is not as the user may think."""
+    """Yield a line for each thing that the user may not expect."""
     facts = data.facts
     if corpus.left_out:
         listed = ", ".join(corpus.left_out[:MOST_NAMED])

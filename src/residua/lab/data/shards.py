@@ -124,7 +124,7 @@ class Tokens:
 
 
 def _most_mapped() -> int:
-    """Return MAPPED_SHARDS, or less where a process may have few open files: an eighth of them."""
+    """Return MAPPED_SHARDS, or an eighth of the files that a process may open, if that is less."""
     if resource is None:
         return MAPPED_SHARDS
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -14,7 +14,7 @@ with extra("lab"):
 
 Split = Literal["train", "validation"]
 Splitting = Literal["documents", "share"]
-"""How documents are held out: each by its own key alone, or so many that their bytes are the share that was asked."""
+"""How documents are held out: each by its own key, or so many that their bytes are the share that was asked."""
 MOST_KEYS = 1_000_000
 """Documents whose keys are kept to find a share; of more than these, each goes by its own key."""
 CLOSE_SHARE = 0.25
@@ -38,7 +38,7 @@ def split_documents(
     validation empty (few documents), the document with the smallest key goes there, with its copies: until validation
     has a document, those with the smallest key so far wait.
 
-    settled: validation has documents of an earlier call, so that none waits.
+    settled: validation has documents from an earlier call, so that none waits.
     share: decides in place of the fraction.
     """
     if share is not None:
@@ -143,7 +143,7 @@ def share_of(
 
 
 def _cut_position(text: str, tail: int) -> int:
-    """Return where a text is cut so that about `tail` bytes follow: after a blank line, a line or a word if it can."""
+    """Return the place to cut a text before about `tail` bytes, after a blank line, a line or a word if possible."""
     position = len(text.encode()[:-tail].decode(errors="ignore")) if tail else len(text)
     near = min(position, len(text) - position) // 20
     for end in ("\n\n", "\n", " "):

@@ -58,7 +58,7 @@ class Staging:
         self.saved = splits
 
     def close(self) -> None:
-        """Say what is kept for the next call, or remove the folder."""
+        """Print the progress that is kept for the next call, or remove the folder."""
         if not self.saved:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
@@ -173,8 +173,8 @@ def write_shards(
 ) -> tuple[dict[Split, SplitFiles], dict[str, Any]]:
     """Write the shards of both splits into `stage`, continuing after what it has saved.
 
-    It saves after each shard, but at least SAVE_TEXT bytes of text apart. An interrupted preparation ends with the same
-    bytes as any other: it reads the text from the start and skips the documents that are on the disk.
+    It saves after each shard, with SAVE_TEXT bytes of text or more in between. An interrupted preparation ends with the
+    same bytes as any other: it reads the text from the start and skips the documents that are on the disk.
 
     Args:
         dtype: of a token on the disk.
@@ -209,7 +209,7 @@ def write_shards(
             stage.lost += document.lost
             unsaved_bytes += len(document.text)
             whole_shards = sum(len(writer.shards) for writer in writers.values())
-            # Where validation has a document and training gets the next, none waits, so all that were read are added.
+            # If validation has a document and training gets the next, none waits: all documents so far are added.
             complete = side == "train" and writers["validation"].documents
             if complete and whole_shards > shards and unsaved_bytes >= SAVE_TEXT:
                 shards, unsaved_bytes = whole_shards, 0
@@ -244,7 +244,7 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[bytes]]:
 class ShardWriter:
     """Write the shards of `split` into `folder`, each of `shard_tokens` tokens except the last.
 
-    saved: where to continue, from `state()`. Raises InputError if a shard of it is gone or cut.
+    saved: the state to continue from, as `state()` returned it. Raises InputError if a shard of it is gone or cut.
     """
 
     def __init__(self, folder: Path, split: Split, dtype: np.dtype, shard_tokens: int, saved: SplitFiles):

@@ -1,4 +1,4 @@
-"""Collect the traces of run folders, trace files and models, and make of them what the explorer's page shows: a JSON
+"""Collect the traces of run folders, trace files and models, and turn them into the data of the explorer's page: a JSON
 payload, and arrays.
 
 The page must stay small enough for mail, so the arrays share the rest of `PAGE_BYTES`: float32 if all fit, else float16
@@ -48,15 +48,14 @@ SMALL = (
     *("determinant", "singular_max", "singular_min", "defect", "singular_values"),
 )
 AT_SAMPLES = "depth_weights"
-"""A value of the sampled tokens, which is left out where it takes more than a quarter of the room."""
+"""A value of the sampled tokens, which is left out if it takes more than a quarter of the room."""
 DRAWN = ("mean", "q05", "q50", "q95")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The text that models read, the beginning of the validation data for None, and the checkpoint, as `open_run`
-    takes it, with the folder of the data where they have moved. A run that has a trace is traced again if any of
-    these is given."""
+    """The text that models read (None: the beginning of the validation data), the checkpoint as `open_run` takes it,
+    and the folder of the data if they have moved. A run that has a trace is traced again if any of these is given."""
 
     prompt: str | None = None
     tokens: int | None = None
@@ -78,12 +77,12 @@ class Source:
     file: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts of the trace, what a reader must know first, and every sublayer's numbers."""
+        """Return the facts of the trace, its warnings, and every sublayer's numbers."""
         statistics = {"warnings": warnings(self.trace), "sublayers": sublayer_statistics(self.trace)}
         return {"trace": self.file and str(self.file), **self.trace.facts, **statistics}
 
     def parts(self) -> Iterator[Any]:
-        """Yield what a terminal shows of the trace: texts and a table."""
+        """Yield the parts of the trace for a terminal: texts and a table."""
         first, *lines = overview(self.trace)
         yield fill(one_line(first), 79)
         yield summary(self.trace)
@@ -244,7 +243,7 @@ def _over_training(source: Source) -> dict[str, np.ndarray]:
     if folder is None or not folder.is_dir():
         return {}
     path = folder / "connections.jsonl"
-    with undamaged(path, "the gates of a run over its steps", "explore its trace file by itself"):
+    with undamaged(path, "the gates of a run over its steps", "explore only its trace file"):
         return _gates_over_training(jsonlines.read(path), source.trace.facts["gates"])
 
 

@@ -1,8 +1,8 @@
 """Assemble the page: markup, style, modules and data in ONE file that makes no request and needs no server.
 
 The browser gets the modules as data: addresses in an import map, small data as JSON, and large data (arrays, the
-plotting library) gzipped and in base64, unpacked by the views that need it. This module does not depend on what the
-views show.
+plotting library) gzipped and in base64, unpacked by the views that need it. This module does not depend on the content
+of the views.
 """
 
 import base64
@@ -27,7 +27,7 @@ ASSETS = Path(__file__).parent / "assets"
 BROWSER_RESULTS = Path(__file__).parent / "results.json"
 STYLE_SHEETS = ("style.css", "learn.css", "panels.css")
 
-# What stays as it is in the address of a module, beside letters and digits.
+# Characters that stay as they are in the address of a module, in addition to letters and digits.
 LITERAL = " !$'()*+,-./:;=?@[]^_`{|}~"
 # Stored types of arrays: a browser's typed arrays of numbers have no wider integers.
 STORED = {"bool": "uint8", "int64": "int32", "uint32": "int32", "uint64": "int32"}
@@ -36,9 +36,9 @@ STORED = {"bool": "uint8", "int64": "int32", "uint32": "int32", "uint64": "int32
 def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str, "numpy.ndarray"]) -> Path:
     """Write the page to the file `out` and return its path.
 
-    payload: what JSON can hold, with "title", "traces" (a list) and "comparison" (an object or None); the page has the
-    views Inspect and Compare where there is something to see. "home", if it is there, is the address behind its name.
-    arrays: what `arrays(key)` gives in the browser, as a typed array with its `shape`: floats as they are (float16
+    payload: values for JSON, with "title", "traces" (a list) and "comparison" (an object or None); the page has the
+    views Inspect and Compare if there is something to see. "home", if it is there, is the address behind its name.
+    arrays: the results of `arrays(key)` in the browser, as a typed array with its `shape`: floats as they are (float16
     widened to 32 bits), integers and booleans as integers of at most 32 bits.
 
     Raises ModuleNotFoundError if curves have to be drawn and plotly is missing.

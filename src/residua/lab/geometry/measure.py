@@ -1,8 +1,8 @@
 """Measure a model from outside: whether it sees the future, its error online, and norms.
 
 A model here is a callable inputs (trajectories, length, dim) -> predictions of the same shape. Modules are measured in
-eval mode and without gradients, on the device and in the dtype of their parameters, and are left as they were; data may
-be anywhere. The fields of results are the names that records have for them.
+eval mode and without gradients, on the device and in the dtype of their parameters, and are left unchanged; data may
+be on any device. The fields of results are the names that records have for them.
 """
 
 import copy
@@ -68,7 +68,7 @@ class Position0(NamedTuple):
 
 
 def causality(model: Predict, dim: int, length: int) -> Causality:
-    """Change the last input of four sequences of random unit vectors, and nothing else; look at the outputs before it.
+    """Compare earlier outputs before and after a change of the last input, in four sequences of random unit vectors.
 
     A module is measured as a copy in float64, where roundings are far below any leak. `length` is at least 2.
     """
@@ -92,9 +92,9 @@ def full_and_online(
 ) -> SquaredErrors:
     """Compare the error of a model on whole sequences with its error when used online.
 
-    Online, the prediction at t is made from inputs[:, : t + 1] alone, in a forward pass of its own, for the first
+    Online, the prediction at t is made only from inputs[:, : t + 1], in a separate forward pass, for the first
     `trajectories` of the data. With a `stride` above 1, all of the first `stride` positions are measured (errors change
-    fastest there) and then every `stride`-th, each standing for those up to the next.
+    fastest there) and then every `stride`-th, each counted for all positions up to the next.
     """
     inputs, targets = inputs.cpu(), targets.cpu()
     length = inputs.shape[1]
@@ -126,7 +126,7 @@ def full_and_online(
 def position0(model: Predict, data: Data) -> Position0:
     """Detect a leak on the gyroscope: x_0 alone cannot beat `references.causal_floor`.
 
-    The model gets full sequences. It leaks when its error at position 0, trajectory by trajectory, is more than 3
+    The model gets full sequences. It leaks if its error at position 0, trajectory by trajectory, is more than 3
     standard errors below the error of the best causal prediction. A model can leak unnoticed here: `causality` decides.
     """
     inputs, targets = data.val_inputs.cpu(), data.val_targets[:, 0].cpu().double()
@@ -142,8 +142,8 @@ def norm_deviation(model: Predict, dim: int, *, length: int = 100) -> float:
     """Measure how far the outputs for 50 sequences of independent unit vectors are from unit norm, as published.
 
     N_t is the mean over sequences of ||y_t||, and the result the mean over t of |N_t - 1|: deviations of single
-    outputs cancel in N_t. It sees only what follows the output norm, and is 0 for copying the input: `stream_norms`
-    looks inside.
+    outputs cancel in N_t. It depends only on the values after the output norm, and is 0 for copying the input:
+    `stream_norms` looks inside.
     """
     inputs = unit_vectors(50, length, dim, generator=Generator().manual_seed(0)).float()
     with _measuring(model) as run:
@@ -155,7 +155,7 @@ def stream_norms(states: Sequence[Any]) -> list[float]:
     """Return the norm of the residual state by depth: for each state, the mean over tokens of |state_l| / |state_0|.
 
     states: pytrees of tensors (batch, seq, ...), the first after the expansion, then one after each sublayer. The norm
-    is over everything that a token has: all tensors, streams and features.
+    is over all tensors, streams and features of a token.
     """
     rows = ([leaf.detach().flatten(2).double() for leaf in tree_leaves(state)] for state in states)
     norms = [torch.cat(row, -1).norm(dim=-1) for row in rows]

@@ -208,7 +208,7 @@ def match(name: str, *, features: int, length: int, dim: int, layers: int, heads
 
     dim, layers and heads are the plain residual's. Published models keep their number of layers if they can (in
     proportion, where the plain residual has fewer than 9), others take the number that leaves the MLP closest to 4
-    times the width; the MLP's hidden width takes up the rest. The zero-layer network is as small as it is.
+    times the width; the MLP's hidden width takes up the rest. The zero-layer network keeps its small size.
 
     Raises:
         InputError: unknown name, sizes that do not fit the scheme, or no sizes within 3 % of the plain residual.

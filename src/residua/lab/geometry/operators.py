@@ -2,8 +2,8 @@
 
 The published comparison has three operators: the pooled Householder ("DDL" there, without the delta write), the gated
 mixture of rotation and reflection ("hybrid"), and a truncated Cayley map ("JPmHC"), whose start from I keeps it from
-ever reaching the eigenvalue -1. The comparison leaves out, and this one adds: the exact rotation alone, the Cayley
-map from its own start and exact, x + MLP(x), one linear map, and the hybrid from other gates and penalties.
+ever reaching the eigenvalue -1. This one adds the exact rotation without a reflection, the Cayley map from its own
+start and exact, x + MLP(x), one linear map, and the hybrid from other gates and penalties.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ DIM, HIDDEN = 64, 128
 
 
 class Gates(NamedTuple):
-    """beta and gamma: (batch,), None where the operator has none."""
+    """The gates beta and gamma: (batch,), None if the operator has none."""
 
     beta: Tensor | None = None
     gamma: Tensor | None = None
@@ -31,7 +31,7 @@ class Operator(nn.Module):
     gate_penalty = 0.0
 
     def penalty(self, coefficients: list[Gates]) -> Tensor | None:
-        """Return what the loss adds for the `coefficients` that `forward` collected, or None."""
+        """Return the penalty for the `coefficients` that `forward` collected, or None."""
         if not self.gate_penalty:
             return None
         return self.gate_penalty * gate_penalty(coefficients[0].gamma).mean()
@@ -65,7 +65,7 @@ class Rotation(Operator):
         self.beta = _network(1)
 
     def plane(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return two orthogonal unit vectors, so that the angle of the rotation is beta's alone, and beta."""
+        """Return two orthogonal unit vectors, so that only beta decides the angle of the rotation, and beta."""
         u = unit(self.u(x))
         v = self.v(x)
         return u, unit(v - (u * v).sum(-1, keepdim=True) * u), F.softplus(self.beta(x).squeeze(-1))
@@ -141,7 +141,7 @@ class Linear(Operator):
 class OperatorRow(NamedTuple):
     """A row of the table: its label, its class and options, and the cost of a step in units of the linear map's.
 
-    `is_control`: its options are what it is a control for.
+    `is_control`: it is a control for its options.
     """
 
     label: str

@@ -15,7 +15,7 @@ with extra("lab"):
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-FIXED = {"residual": "#111111", "zero-layer": "#8a8a8a"}  # the colours of what has no scheme
+FIXED = {"residual": "#111111", "zero-layer": "#8a8a8a"}  # the colours of rows without a scheme
 PATTERNS: tuple[Any, ...] = (
     "-",
     (0, (5, 2)),
@@ -27,7 +27,7 @@ PATTERNS: tuple[Any, ...] = (
 REFERENCE_COLOUR = "#777777"
 WIDTH, PANEL_HEIGHT = 10.0, 3.3  # inches
 MOST_DOTS = 12  # more hide the dashes
-MOST_LINES = 7  # of a panel in colour: of more, three have their colours and names, and the others are grey
+MOST_LINES = 7  # curves of a panel in colour; of more, three have colours and names, and the others are grey
 OTHERS = {"color": "#c9c9c9", "linewidth": 0.9, "marker": "", "zorder": 1}
 
 PointList = list[tuple[float, float]]
@@ -35,7 +35,7 @@ Curve = Callable[[Record], PointList]
 
 
 class Panel(NamedTuple):
-    """What a panel shows: for each group of runs with more than a point the mean of a curve, and pale its seeds.
+    """The content of a panel: the mean curve of each group of runs with more than one point, and its seeds in pale.
 
     scale     of the values; "ratio" is logarithmic with plain numbers
     line      a value that divides the panel
@@ -91,14 +91,14 @@ PICTURES: dict[str, tuple[tuple[Panel, ...], str]] = {
     "norms.png": ((NORM_PANEL,), "Inside the stream, before any output norm."),
     "positions.png": (
         (POSITIONS,),
-        "Lines: full sequences. Circles: from prefixes alone, for models that are not causal.",
+        "Lines: full sequences. Circles: only from prefixes, for models that are not causal.",
     ),
     "reflection.png": ((COSINE_PANEL, LOSS, *GATES), ""),
 }
 
 
 def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
-    """Draw the `PICTURES` that there is something for, a panel for each task; return their paths."""
+    """Draw the `PICTURES` that the records have data for, a panel for each task; return their paths."""
     members = {task: groups(records, task) for task in TITLES}
     references = [record for record in records if record.get("kind") == "reference"]
     styles = _styles(group.name for group in chain(*members.values()))

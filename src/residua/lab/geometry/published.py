@@ -1,8 +1,8 @@
 """The numbers that were published for these tasks: arXiv:2605.06729 and its public repository. None of them is ours.
 
-The models go by what they are here. What the publication calls "DDL" is a Householder shortcut pooled over the sequence
-and without the delta write, which is not Deep Delta Learning (arXiv:2601.00417); what it calls "mHC" splits the width
-into streams. Losses are mean squared errors; whether the best or the last of a run is not stated consistently.
+The models have descriptive names here. The publication's "DDL" is a Householder shortcut pooled over the sequence and
+without the delta write, which is not Deep Delta Learning (arXiv:2601.00417); its "mHC" splits the width into streams.
+Losses are mean squared errors; whether they are the best or the last of a run is not stated consistently.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ def _value(mean: float, deviation: float | None = None) -> Estimate:
 
 
 class PaperModel(NamedTuple):
-    """What it is, what the publication calls it, its size, its parameters without what surrounds the blocks, and
-    whether the published code sees no later inputs: where not, its coefficients come from the mean over the sequence.
+    """A description, the publication's name, the size, the parameters of the blocks, and whether the published code is
+    causal: if not, its coefficients come from the mean over the sequence.
     """
 
     what: str
@@ -62,7 +62,7 @@ LOSSES: dict[str, tuple[Estimate, ...]] = {
     "near-pi": tuple(map(_value, (1.19e-5, 1.11e-5, 9.64e-3, 6.54e-6, 1.44e-6))),
     "near-pi-multi": tuple(map(_value, (3.34e-6, 3.75e-6, 1.63e-3, 1.69e-6, 1.24e-6))),
 }
-# Of the models trained on stability: in RESEARCH alone, without a word on seeds.
+# Of the models trained on stability: only in RESEARCH, without a word on seeds.
 NORM_DEVIATIONS = (0.474, 0.506, 0.543, 0.004, 0.001)
 
 # Of EDelta on the gyroscope by the weight of its gate's penalty, with its gates at the end, and in the main table:
@@ -105,8 +105,8 @@ COSINES = {
 def published(task: str) -> list[dict[str, Any]]:
     """Return the published rows of a task.
 
-    Each has model, label, causal (of the published code; None on the reflection, where nothing comes later), seeds,
-    source, and what was published of: loss, norm_deviation, cosine, beta, gamma (each an `Estimate`), parameters.
+    Each has model, label, causal (of the published code; None on the reflection, which has no later inputs), seeds,
+    source, and those published of: loss, norm_deviation, cosine, beta, gamma (each an `Estimate`), parameters.
     """
     facts = {"seeds": PAPER_SEEDS, "source": README}
     if task == "reflection":

@@ -1,4 +1,4 @@
-"""What no training is needed for: predictors that see the inputs up to t and nothing else, and the floors they imply.
+"""References without training: predictors that see only the inputs up to t, and the floors that they imply.
 
 Each takes inputs (trajectories, length, dim) and returns predictions of the same shape; prediction t uses inputs up to
 t. A learned model that does worse than one of these has learned little.
@@ -17,7 +17,7 @@ Predictor = Callable[[Tensor], Tensor]
 
 
 def running_mean(inputs: Tensor) -> Tensor:
-    """Return the mean of x_s over s <= t: on stability nearly the best that can be done."""
+    """Return the mean of x_s over s <= t: nearly the best predictor on stability."""
     counts = torch.arange(1, inputs.shape[1] + 1, device=inputs.device, dtype=torch.float64)
     return (inputs.cumsum(1, dtype=torch.float64) / counts.unsqueeze(-1)).to(inputs.dtype)
 
@@ -48,7 +48,7 @@ def causal_floor(dim: int) -> float:
     """Return the least expected error at position 0 of the gyroscope that a causal model can reach, mean squared.
 
     x_0 says nothing about the rotation, so the best prediction is E R x_0, whose error per coordinate is
-    (1 - ||E R||_F^2 / dim) / dim. A model below it has seen what comes later.
+    (1 - ||E R||_F^2 / dim) / dim. A model below it has seen later inputs.
     """
     return (1 - expected_rotation(dim).square().sum().item() / dim) / dim
 
@@ -60,15 +60,15 @@ def plane_known_floor(dim: int) -> float:
 
 
 def expected_first_point(inputs: Tensor) -> Tensor:
-    """E R x_0 (trajectories, dim): what reaches `causal_floor` on the gyroscope."""
+    """E R x_0 (trajectories, dim): the prediction that reaches `causal_floor` on the gyroscope."""
     return (inputs[:, 0].double() @ expected_rotation(inputs.shape[-1]).to(inputs.device).T).to(inputs.dtype)
 
 
 def solved_rotation(inputs: Tensor) -> Tensor:
     """E R x_0 at position 0; from there on the rotation is read off the last two points, and applied.
 
-    Two points are enough: they differ in the two axes of the plane alone, and there by the angle. So the gyroscope has
-    nothing left to learn after position 0, and this is, up to rounding, the best causal predictor there is.
+    Two points are enough: they differ only in the two axes of the plane, by the angle. So the gyroscope leaves nothing
+    to learn after position 0, and this is, up to rounding, the best possible causal predictor.
     """
     before, now = inputs[:, :-1].double(), inputs[:, 1:].double()
     axes = (now - before).abs().topk(2, dim=-1).indices
@@ -85,7 +85,7 @@ class Reference(NamedTuple):
 
 
 def predictors(task: Task) -> dict[str, Reference]:
-    """Return the references of a task by key; "solved" is the best that can be done, where its closed form is known."""
+    """Return the references of a task by key; "solved" is the best possible one, if its closed form is known."""
     references = {
         "zero": Reference("predict 0", torch.zeros_like),
         "copy": Reference("copy x_t", torch.clone),
@@ -103,8 +103,8 @@ def predictors(task: Task) -> dict[str, Reference]:
 def references(task: Task) -> list[dict[str, Any]]:
     """Return one record (`report`) per reference: its mean squared error on the validation data of `task`.
 
-    On the gyroscope also the two floors of position 0, exact and not measured: their `loss` is what position 0 alone
-    adds to the mean over positions, so the "causal-floor" is the lowest expected loss of any causal model.
+    On the gyroscope also the two floors of position 0, exact and not measured: their `loss` is the part of
+    position 0 in the mean over positions, so the "causal-floor" is the lowest expected loss of any causal model.
     """
     inputs, targets = task.data()[2:]
     records: list[dict[str, Any]] = []

@@ -2,11 +2,11 @@
 
 A record is a dict that JSON can hold. A run (`study.train`, `study.train_operator`) writes one of kind "run":
 
-    task, model, label, seed    label: what a reader sees; seed: of weights and batches (the data's is the task's)
+    task, model, label, seed    label: the name in tables; seed: of weights and batches (the data's is the task's)
     parameters                  of all of the model, wrapper included
     loss, best_loss             mean squared error on the whole validation set, at the end and the lowest on the way
     curve, gates                [[step, validation loss], ...], and the same for the mean "gamma" and "beta"
-    diverged                    the run ended with numbers that are not finite; what was not measured is None
+    diverged                    the run ended with numbers that are not finite; values that were not measured are None
     settings                    sizes and recipe; runs of different settings are never averaged
     position0_loss              mean squared error at position 0, from full sequences
     norm_deviation, stream_norms, and the fields of Causality, SquaredErrors and, for the gyroscope, Position0:
@@ -14,8 +14,8 @@ A record is a dict that JSON can hold. A run (`study.train`, `study.train_operat
     cosine, cosines             reflection: the mean cosine of predictions with -x at the end; of operators by step
     beta, gamma                 reflection: at the end
 
-A reference (`references.references`) has kind "reference". Records of other kinds are left alone. Published numbers are
-not records (`published.published`). Whatever is missing or None is shown as a dash.
+A reference (`references.references`) has kind "reference". Records of other kinds are ignored. Published numbers are
+not records (`published.published`). Missing values and None are shown as a dash.
 """
 
 import json
@@ -58,13 +58,13 @@ NOTES = f"""## How to read this
   trained. Sizes and data of ours are those stated, not the published ones.
 - *published*: {README}, three seeds.
   The norm deviation: {RESEARCH}.
-  Names in “quotes” are the publication's. Its parameters leave out what surrounds the blocks; ours are all.
+  Names in “quotes” are the publication's. Its parameters are those of the blocks; ours are all.
 - ±: sample standard deviation over seeds; published ones as published. A run that diverged has no number and
-  is not in the mean: it stands in the column of seeds.
-- Full sequence: the model is given whole sequences, as published. Online: each prediction from its prefix
-  alone. They differ for a model that is not causal, and online is what can be had in use.
+  is not in the mean: it is in the column of seeds.
+- Full sequence: the model is given whole sequences, as published. Online: each prediction only from its
+  prefix. They differ for a model that is not causal; only the online score can be reached in use.
 - Causal: whether earlier outputs stay as they are when the last input changes (published rows: by the
-  published code). *leak*: below what a causal model can reach at position 0, by more than 3 standard errors.
+  published code). *leak*: below the error that a causal model can reach at position 0, by more than 3 standard errors.
 - Norm deviation is taken after the output norm, as published.
 """
 
@@ -88,7 +88,7 @@ def groups(records: Iterable[Record], task: str) -> list[Group]:
 
 
 def is_causal(group: Group) -> bool | None:
-    """None where it was not measured; a model that was once seen to look ahead is not causal."""
+    """Whether no run looks ahead; None if it was not measured."""
     measured = [run["causal"] for run in group.runs if run.get("causal") is not None]
     return all(measured) if measured else None
 

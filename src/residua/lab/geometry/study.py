@@ -20,7 +20,7 @@ from residua.lab.records.jsonlines import finite
 from residua.lab.training import TrainConfig
 from residua.lab.training.step import Step
 
-REPORT_STEPS = 10  # between two looks at the loss, which make a GPU wait
+REPORT_STEPS = 10  # steps between two looks at the loss, which make a GPU wait
 StepReport = Callable[[int], None]
 
 
@@ -29,8 +29,8 @@ class Settings:
     """Sizes and recipe of a study, the same for all its models. The defaults are the published ones.
 
     dim, layers, heads    of the plain residual, which all models match in parameters
-    features              of an input, fewer than `dim`, because the last norm takes a direction away, and with it what
-                          outputs could say along it; None: as published for the task
+    features              of an input, fewer than `dim`, as the last norm removes a direction; None: as published for
+                          the task
     length                inputs of a trajectory; None: as published for the task
     num_train, num_val    trajectories; None: as published for the task
     lr, final_lr          the peak, reached linearly after `warmup` steps, and the end of the cosine
@@ -62,7 +62,7 @@ class Settings:
     def task(self, name: str) -> Task:
         """Return the task `name` in the sizes of this study. Raises InputError for an unknown one.
 
-        The reflection keeps its single position and its few vectors, which are what it asks about.
+        The reflection keeps its single position and its few vectors, which define it.
         """
         published = task(name)
         sizes = {"dim": self.features}
@@ -120,7 +120,7 @@ class OperatorSettings:
 
 
 def job(model: str, task_name: str, seed: int, settings: Settings, device: torch.device) -> Job:
-    """Describe the run of one model, task and seed. Raises InputError where they do not exist or fit."""
+    """Describe the run of one model, task and seed. Raises InputError if they do not exist or fit."""
     sized = settings.task(task_name)
     sizes = {"dim": settings.dim, "layers": settings.layers, "heads": settings.heads}
     architecture = match(model, features=sized.dim, length=sized.length, **sizes)
@@ -226,11 +226,11 @@ class _Fit(NamedTuple):
     curves: dict[str, list[list[Any]]]
 
     def last(self, score: str) -> float | None:
-        """Return the value at the end, None where the model has none or diverged."""
+        """Return the value at the end, None if the model has none or diverged."""
         return self.curves[score][-1][1] if self.converges and score in self.curves else None
 
     def record(self, task: str, model: str, label: str, seed: int) -> dict[str, Any]:
-        """Return what the records of all runs have."""
+        """Return the part of a record that all runs have."""
         return {
             "kind": "run",
             "task": task,
@@ -311,7 +311,7 @@ def _gate_means(coefficients: list[Any]) -> dict[str, float]:
     return {gate: sum(parts) / len(parts) for gate, parts in means.items() if parts}
 
 
-# What is measured of a model, without numbers where it diverged or the task has a single position.
+# The measurements of a model: None if it diverged or the task has a single position.
 _NOTHING: dict[str, Any] = dict.fromkeys(
     (*measure.SquaredErrors._fields, *measure.Causality._fields, "position0_loss", "norm_deviation", "stream_norms")
 )
@@ -323,7 +323,7 @@ def _measure(model: nn.Module, task: Task, data: Data, settings: Settings) -> di
     with torch.no_grad():
         model(data.val_inputs[:64], states=states)
         norms = measure.stream_norms(states)
-        if task.length == 1:  # nothing comes before or after: no order to keep, no prefix to score
+        if task.length == 1:  # a single position: no order to keep, no prefix to score
             predictions = model(data.val_inputs)
             loss = F.mse_loss(predictions, data.val_targets).item()
             cosine = F.cosine_similarity(predictions, data.val_targets, dim=-1).mean().item()

@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from residua.errors import require
 
-# Angles in radians. The gyroscope's is drawn uniformly; pi itself is what an exact Cayley transform cannot reach.
+# Angles in radians. The gyroscope's is drawn uniformly; an exact Cayley transform cannot reach pi itself.
 GYROSCOPE_ANGLES = (0.1, 2.5)
 NEAR_PI_ANGLE = 3.10
 NEAR_PI_MULTI_ANGLE = 3.14
@@ -35,7 +35,7 @@ class Task:
     """A task and its sizes; `dataclasses.replace` gives a smaller one.
 
     `length` is the number of inputs of a trajectory (a trajectory has one point more). With `val_seed` None the
-    validation set is the last `num_val` trajectories of the one draw with `seed`; otherwise it is a draw of its own.
+    validation set is the last `num_val` trajectories of the draw with `seed`; otherwise it is a separate draw.
     """
 
     name: str
@@ -124,7 +124,7 @@ def near_pi_planes(task: Task) -> tuple[Tensor, Tensor, float]:
 
 
 def _near_pi(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw the start alone: the rotation is the same in every trajectory."""
+    """Draw only the start: the rotation is the same in every trajectory."""
     first, second, angle = near_pi_planes(task)
     start = unit_vectors(num, task.dim, generator=generator)
     planes = first.expand(num, -1), second.expand(num, -1)

@@ -1,7 +1,7 @@
-"""Look into a model between its sublayers, and change what is there.
+"""Look into a model between its sublayers, and change the state there.
 
-Whatever the state of a scheme is, its readout makes one tensor (batch, seq, dim) of it, as it does at the end of the
-model. `boundaries` gives that tensor at every boundary to hooks, and writes what they return back into the state.
+The readout of a scheme makes one tensor (batch, seq, dim) from any state, as it does at the end of the model.
+`boundaries` gives that tensor to hooks at every boundary, and writes the values that they return back into the state.
 """
 
 import copy
@@ -43,9 +43,9 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
     pass the output of each is the readout of the state there, (batch, seq, dim), as at the end of the model and before
     its last norm. If a hook returns another value, the state gets the smallest change, in the Euclidean norm, after
     which its readout is that value: for a linear readout the pseudo-inverse times the difference, for another one
-    Newton steps of this kind. Otherwise the state stays what it is, bit for bit. A module without hooks costs nothing.
+    Newton steps of this kind. Otherwise the state stays the same, bit for bit. A module without hooks costs nothing.
 
-    Values are written back under `torch.no_grad()`; with gradients only where the state is itself the readout. Inside
+    Values are written back under `torch.no_grad()`; with gradients only if the state is itself the readout. Inside
     the context the modules are also the submodule `boundaries` of the model.
 
     Raises:
@@ -107,10 +107,10 @@ class _Passed(StandIn):
 def _stand_ins(
     connections: Iterable[Any], points: Sequence[nn.Module], ends: Sequence[int], collapse: nn.Module
 ) -> list[_Passed]:
-    """Return what takes the place of the connections: in our models the boundary after each is visited at its write.
+    """Return the stand-ins of the connections: in our models the boundary after each is visited at its write.
 
     ends: of the layers of transformers, which may add attention and MLP to one read, one after the other. So a boundary
-    inside such a layer is visited at the next read, and that at its end where the layer is left.
+    inside such a layer is visited at the next read, and that at its end after the layer.
     """
     if not ends:
         return [_Passed(c, None if i else points[0], points[i + 1], collapse) for i, c in enumerate(connections)]
@@ -118,7 +118,7 @@ def _stand_ins(
 
 
 def _leave(leave: Callable[..., Any], point: nn.Module, collapse: nn.Module, output: Any, memories: Any) -> Any:
-    """Return what a layer returns, after the hooks of its last boundary."""
+    """Return the outputs of a layer, after the hooks of its last boundary."""
     if isinstance(output, Flow) and output.carry is None and not output.ahead:  # else it is refused
         output.state = _visit(point, collapse, output.state)
     return leave(output, memories)
@@ -141,7 +141,7 @@ def written(collapse: nn.Module, state: State, value: Tensor) -> State:
     if isinstance(collapse.compress if type(collapse) is Collapse else collapse, Same):
         return value
     if torch.is_grad_enabled() and any(part.requires_grad for part in [value, *tree_leaves(state)]):
-        raise InputError("boundaries writes a value back into this scheme's state under torch.no_grad() alone")
+        raise InputError("boundaries writes a value back into this scheme's state only under torch.no_grad()")
     with torch.no_grad():
         if torch.equal(collapse(state, whole_sequence(collapse)), value):
             return state
@@ -200,7 +200,7 @@ def _least_change(read: Callable[[Tensor], Tensor], point: Tensor, missing: Tens
 
 @dataclass(frozen=True)
 class Lens:
-    """What a model would predict if it ended at each boundary. Sizes: B boundaries, T tokens, k predictions.
+    """The predictions of a model if it ended at each boundary. Sizes: B boundaries, T tokens, k predictions.
 
     names        of the boundaries
     loss         (B, T): -log p of the token after each, NaN for the last

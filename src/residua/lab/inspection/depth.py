@@ -1,4 +1,4 @@
-"""What the sublayers of a model read over depth: their weights side by side, in columns that are the sources."""
+"""The weights of reads over depth: one row for each sublayer, one column for each source."""
 
 from collections.abc import Sequence
 
@@ -22,13 +22,13 @@ class DepthReads:
         self._weights: dict[int, tuple[tuple[range | None, ...], Tensor, Tensor, Tensor]] = {}
 
     def add(self, index: int, depth_weights: DepthWeights, y: Tensor) -> None:
-        """Add what sublayer `index` reads; y: (1, T, dim), its output."""
+        """Add the reads of sublayer `index`; y: (1, T, dim), its output."""
         weights = each_token(depth_weights.weights, y, 2).to("cpu", torch.float32)
         self._weights[index] = depth_weights.sources, weights[self.sampled], weights.mean(0), sources_read(weights)
         self.reads = max(self.reads, depth_weights.reads, key=len)
 
     def sources(self) -> list[range | None]:
-        """Return the columns: learned sources, the embedding, and what sublayers gave, each as far as it was read."""
+        """Return the columns that were read: learned sources, the embedding, and outputs of sublayers."""
         seen = {source for sources, *_ in self._weights.values() for source in sources}
         longest = {_start(source): source for source in sorted(seen, key=lambda source: len(source or ()))}
         return [longest[start] for start in sorted(longest)]
@@ -38,7 +38,7 @@ class DepthReads:
         return ["learned" if source is None else _name(source, sublayers) for source in self.sources()]
 
     def left_out(self, depth: int) -> dict[str, list[int]]:
-        """Return those of `depth` sublayers that read no sources, where others do, as `Trace.facts` has them."""
+        """Return those of `depth` sublayers that read no sources while others do, as `Trace.facts` has them."""
         missing = [i for i in range(depth) if i not in self._weights]
         return {"depth_weights": missing} if self._weights and missing else {}
 

@@ -43,7 +43,7 @@ def norm(state: State) -> Tensor:
 
 
 def change(before: State, after: State) -> Tensor:
-    """Return |X' - X| of each token, (T), where a tensor that X' adds to the state is counted as a whole."""
+    """Return |X' - X| of each token, (T). A tensor that X' adds to the state is counted as a whole."""
     earlier = tree_leaves(before)
     return norm(
         [

@@ -1,4 +1,4 @@
-"""What an analysis asks of a language model, be it one of ours or a converted one."""
+"""A language model as analyses see it, one of ours or a converted one."""
 
 import inspect
 from collections.abc import Callable

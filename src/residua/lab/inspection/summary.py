@@ -25,7 +25,9 @@ COPIES = 1e-5
 CONSTRAINT = 0.05
 """Largest mean error of a constraint that rounding or too few iterations can explain."""
 NOT_CAUSAL = "not causal: the coefficients of a token depend on later tokens, so losses of this model mean nothing"
-ALL_COPIES = "the streams are copies of one another before and after every sublayer: together they hold what one holds"
+ALL_COPIES = (
+    "the streams are copies of one another before and after every sublayer: together they hold no more than one"
+)
 
 
 class TraceCheck(NamedTuple):
@@ -36,7 +38,7 @@ class TraceCheck(NamedTuple):
 
 
 def warnings(trace: Trace) -> list[str]:
-    """Return what a reader of the numbers must know first, one sentence each; empty if nothing is wrong."""
+    """Return warnings for a reader of the numbers, one sentence each; empty if nothing is wrong."""
     return [sentence for check in checks(trace) for sentence in check.warnings]
 
 
@@ -54,7 +56,7 @@ def checks(trace: Trace) -> Iterator[TraceCheck]:
         copies = (1 - values["stream_similarity"].mean(1) < COPIES).all()
         yield TraceCheck("the streams are not copies of one another", [ALL_COPIES] if copies else [])
     if "compress_share" in values and values["compress_share"].shape[1] > 1:
-        yield TraceCheck("no compressor reads one channel alone", [*_compressors(trace)])
+        yield TraceCheck("no compressor reads only one channel", [*_compressors(trace)])
 
 
 def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
@@ -135,7 +137,7 @@ _MEANINGS = [
     ("write_norm", "write beta |v|"),
     ("h_res", "H the shortcut's matrix, |H - I| by its largest entry"),
     ("stream_similarity", "cos the mean cosine between two streams before the sublayer"),
-    ("sources_read", "sources how many are read in effect, reads most the one with the largest weight"),
+    ("sources_read", "sources: how many are read in effect; reads most: the one with the largest weight"),
     ("singular_max", "min s, max s: singular values of the product so far"),
 ]
 
@@ -263,7 +265,7 @@ def _compressors(trace: Trace) -> Iterator[str]:
     for channel in range(share.shape[1]):
         alone = _where(share[:, channel] > MOST)
         if alone:
-            yield f"the compressor reads channel {channel} alone: {_named(trace, alone)}"
+            yield f"the compressor reads only channel {channel}: {_named(trace, alone)}"
 
 
 def _from_identity(h_res: Tensor) -> Tensor:

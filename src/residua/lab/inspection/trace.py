@@ -44,8 +44,8 @@ class Trace:
         state_norm (S + 1, T): |X| before each sublayer and after the last
         input_norm (S, T): |x| before its norm, if the connection has one; output_norm (S, T): |y|
         change_norm (S, T): |X' - X|
-        lens_loss (S, T): token_loss if the model ended after the sublayer (`logit_lens`); not in what `trace` returns,
-            but in the traces of `residua explore`
+        lens_loss (S, T): token_loss if the model ended after the sublayer (`logit_lens`); only in the traces of
+            `residua explore`, not in the result of `trace`
     shortcut "rank-one" (`connections.RankOne`)
         beta (S, T); readout (S, T, n): k^T X; erase_norm (S, T): beta |k^T X|
         target (S, T, n): v; write_norm, discrepancy_norm (S, T): beta |v|, |v - k^T X|, if v is written
@@ -59,18 +59,18 @@ class Trace:
         stream_similarity (S + 1, T): the mean cosine between two streams, before each sublayer and after the last
     reads over depth (`connections.DepthWeights`), with `facts["sources"]` as columns
         depth_weights (S, P, reads, sources), depth_mean (S, reads, sources): the weights, and their mean over all T
-            tokens; 0 for what a sublayer does not read
-        sources_read (S, T): how many sources a sublayer reads, in effect; 1 where it reads the last state alone
+            tokens; 0 for a source that a sublayer does not read
+        sources_read (S, T): how many sources a sublayer reads, in effect; 1 if it reads only the last state
     products M_l ... M_0 of the shortcuts of sublayers 0 to l, on R^d for rank-1 shortcuts, otherwise on R^n
         determinant, singular_max, singular_min, defect (S, P): defect is |M^T M - I|, spectral
         singular_values (P, r): after the last sublayer; r = min(S, d), where the others are 1, or r = n
 
     `facts`, metadata for JSON: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
     ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); gates: by
-    the names of those in `values`, what is known of them, as in `connections.GateFacts`; left_out: by the name of a
+    the names of those in `values`, their `connections.GateFacts`; left_out: by the name of a
     mapping or gate, the sublayers that omit it; sources, reads: their names, by the axes of depth_weights; dim; rows
     (of width dim in the last state); sublayers (their names); run and checkpoint (or None); sampled (token positions);
-    loss (mean of token_loss, or None); lens, beside lens_loss: what is predicted after each sublayer and token.
+    loss (mean of token_loss, or None); lens, with lens_loss: the prediction after each sublayer and token.
     """
 
     facts: dict[str, Any]
@@ -91,7 +91,7 @@ class Trace:
         return len(self.tokens)
 
     def regimes(self, identity: float = 0.5, reflection: float = 1.5) -> Tensor:
-        """Return fractions of the tokens, (S, 4): beta < -`identity`, which enlarges what lies along k; up to
+        """Return fractions of the tokens, (S, 4): beta < -`identity`, which enlarges the part along k; up to
         `identity`; between; beta > `reflection`.
 
         Raises:
@@ -153,7 +153,7 @@ NEEDED_FACTS: Mapping[str, Any] = {
     "sublayers": list,
     "sampled": list,
 }
-"""The facts of a trace without which nobody can read it, and their types."""
+"""The facts that every reader of a trace needs, and their types."""
 
 
 def _parsed(metadata: Mapping[str, str], name: str, path: str | Path) -> Any:
@@ -166,7 +166,7 @@ def _parsed(metadata: Mapping[str, str], name: str, path: str | Path) -> Any:
 def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
     """Return the facts of a trace of `count` tokens. Raises InputError for others."""
     require(isinstance(facts, dict), f"{path}: facts", "an object", facts)
-    facts = {**facts, "sources": facts.get("sources", [])}  # a trace that nothing over depth was read for may have none
+    facts = {**facts, "sources": facts.get("sources", [])}  # a trace without reads over depth may have none
     for name, kind in NEEDED_FACTS.items():
         require(name in facts and fits(facts[name], kind), f"{path}: facts.{name}", words(kind), facts.get(name))
     for name in ("sublayers", "sources"):
@@ -243,7 +243,7 @@ def trace(
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
-    """Return the text of each token by itself; part of a character gives a replacement character."""
+    """Return the text of each token separately; part of a character gives a replacement character."""
     return [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
 
 

@@ -33,7 +33,7 @@ class ConnectionRecord(NamedTuple):
 
 
 class StandIn:
-    """Its `read` and `write` take the place of a connection's, which are `inner_read` and `inner_write`."""
+    """Stand in for the `read` and `write` of a connection, which are `inner_read` and `inner_write`."""
 
     read: Callable[..., tuple[Any, Carry]]
     write: Callable[[Tensor, Carry], State]
@@ -45,7 +45,7 @@ class StandIn:
 
 @contextmanager
 def replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """Let stand-ins take the place of their connections, in whatever model these are."""
+    """Put stand-ins in the place of their connections, in any model."""
     try:
         for stand_in in stand_ins:
             vars(stand_in.connection).update(read=stand_in.read, write=stand_in.write)
@@ -57,7 +57,7 @@ def replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
 
 
 class Watched(StandIn):
-    """Calls `record` after every write."""
+    """A stand-in that calls `record` after every write."""
 
     def __init__(self, connection: Any, index: int, record: Callable[[ConnectionRecord], None]):
         super().__init__(connection)

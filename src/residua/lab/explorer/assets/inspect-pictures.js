@@ -85,7 +85,7 @@ function similarity(trace, tip, select) {
     trace,
     "similarity",
     "How alike the streams are",
-    "The mean cosine between two streams, before each sublayer and at the end. At 1 they are copies, and together hold what one holds.",
+    "The mean cosine between two streams, before each sublayer and at the end. At 1 they are copies, and together hold no more than one.",
     [
       [
         "similarity",
