@@ -234,7 +234,7 @@ def failures(adapter) -> str:
 
 # One or two of each check.
 FEW = {
-    *("transposed", "thrown away", "Sinkhorn stops early", "slices swapped", "frozen H_res", "frozen by a buffer"),
+    *("transposed", "Sinkhorn stops early", "slices swapped", "frozen H_res", "frozen by a buffer"),
     *("bf16 mapping", "overflows", "detached streams", "reads start at 0", "dropout", "looks ahead"),
 }
 
@@ -267,7 +267,7 @@ FIRST = "^not one of the known mistakes; the first difference is in "
             ("keeps its input", r"what is kept of the streams \("),
             ("looks ahead", r"what is kept of the streams \(.*, also differs: the write \("),
         ],
-        lambda case: case[0] in ("eps outside the root", "keeps its input"),
+        lambda case: case[0] == "eps outside the root",
     ),
 )
 def test_a_mistake_that_is_not_known_gets_no_name(bug, words):
@@ -275,7 +275,7 @@ def test_a_mistake_that_is_not_known_gets_no_name(bug, words):
         checks()["forward"](Block(bug))
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("eps", some([0.0, 1e-6], bool))
 def test_an_adapter_with_another_eps_is_told_which(eps):
     block = Block()
     block.norm_eps = eps
@@ -868,7 +868,10 @@ def test_every_published_version_is_accepted_and_named(adapter, order):
     assert f"compared with ManifoldHyperConnections(order={order!r})\n" in str(check_module(adapter))
 
 
-@pytest.mark.parametrize("wrong", [lambda state: 0.99 * state, lambda state: state + 1e-3 * state.roll(1, 1)])
+SMALLER, MIXED = (lambda state: 0.99 * state), (lambda state: state + 1e-3 * state.roll(1, 1))
+
+
+@pytest.mark.parametrize("wrong", some([SMALLER, MIXED], lambda wrong: wrong is MIXED))
 def test_a_wrong_module_is_judged_against_the_nearest_published_version(wrong):
     report = failures(ByColumns(wrong))
     assert report.startswith("ByColumns, compared with ManifoldHyperConnections(order='columns'): "), report
