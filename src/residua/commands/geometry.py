@@ -47,7 +47,7 @@ def reflection(
         models: operators (default: all; an unknown name lists them)
         seeds (N): of weights and batches
         steps: of each run (default: as in the publication)
-        vectors (N): of training, a run for each number
+        vectors (N): training vectors, a run for each number
         out (DIR): a new folder, or one to resume
         processes: runs at the same time (default: one for each core)
     """
@@ -82,8 +82,8 @@ def quick(
 ) -> Output:
     """Train schemes on all tasks at reduced sizes, in 20 minutes.
 
-    In the published wrapper at matched parameters; measured are causality, the loss online, norms inside the residual
-    stream and more.
+    The models have the published wrapper and matched parameters. Each run measures causality, the loss online, norms
+    inside the residual stream and more.
 
     Examples:
         residua study geometry quick --tasks gyroscope --models residual ddl
@@ -92,10 +92,10 @@ def quick(
     Args:
         models (SCHEME): schemes, and controls (default: those of the publication; an unknown name lists all)
         tasks: (default: all, with --full those on sequences; an unknown name lists them)
-        full: the published sizes and steps, which want a GPU; the first seed of all models runs first
+        full: the published sizes and steps, which need a GPU; the first seed of all models runs first
         device: auto is cuda if available
         seeds (N): of weights and batches (default: 42 123, with --full also 456)
-        steps: of each run (default: as the recipe has it)
+        steps: of each run (default: those of the recipe)
         out (DIR): a new folder, or one to resume (default: runs/geometry/quick, or full with --full)
         processes: runs at the same time (default: one for each core)
     """

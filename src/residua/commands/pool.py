@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """Where runs are made.
+    """The processes or jobs that make the runs.
 
     Args:
         processes: runs at the same time, each with one thread (default: 1, or all with slurm)
@@ -24,7 +24,7 @@ class PoolOptions:
     slurm: tuple[str, ...] = ()
 
     def executor_of_jobs(self) -> "Executor | None":
-        """Return what `run_jobs` takes as its executor. Raises as `Slurm.of`."""
+        """Return the executor for `run_jobs`. Raises as `Slurm.of`."""
         if self.executor == "local":
             require(not self.slurm, "--slurm", "given with --executor slurm", self.slurm)
             return None

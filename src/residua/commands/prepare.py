@@ -41,7 +41,7 @@ def prepare(
         tokenizer (bpe|byte|gpt2|DIR): trained here, bytes, GPT-2's, a saved one, or hf:OWNER/NAME from the hub
         vocab_size: entries of a trained tokenizer (default: 2048)
         sample (10BT|100BT|350BT): the part of fineweb-edu, in billions of tokens (default: 10BT)
-        text_column: of rows and data sets; meta.text is the text inside meta
+        text_column: the key of the text in rows and data sets; meta.text is the text inside meta
         validation_fraction: share of the text held out (default: 0.05; of fineweb-edu about 100 million tokens)
 
     Rarely:

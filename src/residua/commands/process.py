@@ -11,11 +11,11 @@ from typing import Any
 from residua.errors import InputError, RunError
 
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
-"""What torch says of sizes that the machine does not hold."""
+"""Messages of torch for sizes that the machine does not hold."""
 ENDING = ("SIGTERM", "SIGHUP")
 """Signals that end a command as Ctrl-C does, unless something else handles them, as training does."""
 MISPLACED = (FileExistsError, NotADirectoryError, IsADirectoryError)
-"""What the system says of a path that the user gave, with a file in the place of a folder or the other way round."""
+"""Errors of the system for a path of the user, with a file in the place of a folder or the other way round."""
 
 
 def in_one_line(error: Exception) -> str | None:
@@ -33,14 +33,12 @@ def in_one_line(error: Exception) -> str | None:
 
 
 def discard_output() -> None:
-    """Send what standard output still holds nowhere: Python would complain when it closes it."""
+    """Discard the rest of standard output: Python would complain when it closes it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def lasting_messages() -> AbstractContextManager:
-    """Let messages be lost, in the context that this returns, once nobody can read them, as after a lost terminal or
-    the end of `2>&1 | head`: the work goes on.
-    """
+    """Ignore write errors on stderr in this context: a closed terminal or the end of `2>&1 | head` does not stop work."""
     return redirect_stderr(_Messages(sys.stderr))  # type: ignore[type-var]
 
 

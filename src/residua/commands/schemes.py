@@ -144,5 +144,5 @@ def _explained(name: str) -> Output:
 
 
 def _place(kind: "type[Scheme]", option: dict[str, Any]) -> tuple[bool, bool]:
-    """Sort what a preset sets first, then the options of its scheme, then those of many schemes."""
+    """Sort the options that a preset sets first, then those of its scheme, then those of many schemes."""
     return option["value"] == option["default"], option["name"] not in kind.__annotations__

@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Output(NamedTuple):
-    """What a command prints: the value for --json, else texts and tables, which are a header and rows."""
+    """The output of a command: the value for --json, else texts and tables, which are a header and rows."""
 
     value: Any
     parts: Iterable[Any]
@@ -83,7 +83,7 @@ class Output(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An argument of the parser: its name or flag, its group in the help, and what `add_argument` takes.
+    """An argument of the parser: its name or flag, its group in the help, and the settings of `add_argument`.
 
     usage   how the first line of the help shows it; empty if it may be left out
     rare    only `--help-all` shows it
