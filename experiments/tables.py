@@ -737,7 +737,7 @@ def presets_table(family: str) -> str:
             words = written.get(name, f"{type(scheme).title}: {scheme.source}")
             counts = dict.fromkeys(f"{count:,}" for count in added(scheme).values())
             rows.append([f"`{name}`", words, state(scheme), " / ".join(counts)])
-    header = ["preset", "what it is", "state per token", "parameters added at 124M / 353M"]
+    header = ["preset", "description", "state per token", "parameters added at 124M / 353M"]
     return markdown(header, rows) if rows else ""
 
 
@@ -837,7 +837,7 @@ def study_keys_table() -> str:
             shown = "" if made is MISSING else f"`{json.dumps(made)}`"
             name = "a key of `residua train`" if key == "keys" else f"`{key}`"
             rows.append([title, name, words, shown])
-    return markdown(["of", "key", "what it is", "default"], rows)
+    return markdown(["of", "key", "meaning", "default"], rows)
 
 
 ENGINES = {

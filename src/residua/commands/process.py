@@ -38,7 +38,7 @@ def discard_output() -> None:
 
 
 def lasting_messages() -> AbstractContextManager:
-    """Ignore write errors on stderr in this context: a closed terminal or the end of `2>&1 | head` does not stop work."""
+    """Ignore write errors on stderr in this context, so that a closed terminal or pipe does not stop the work."""
     return redirect_stderr(_Messages(sys.stderr))  # type: ignore[type-var]
 
 
