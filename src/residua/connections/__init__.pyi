@@ -11,6 +11,7 @@ from residua.connections.parts.memory import StreamMemory as StreamMemory
 from residua.connections.parts.memory import remembered as remembered
 from residua.connections.parts.memory import remembered_tokens as remembered_tokens
 from residua.connections.parts.norm import RMSNorm as RMSNorm
+from residua.connections.parts.options import Divisor as Divisor
 from residua.connections.parts.options import named as named
 from residua.connections.parts.projection import Projection as Projection
 from residua.connections.parts.projection import WideProjection as WideProjection

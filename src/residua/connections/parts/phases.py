@@ -4,6 +4,11 @@ FSDP gathers a module's parameters, and accelerate's offload brings them back, i
 methods that somebody calls directly would run without them, so each is turned into such a call: the module is called
 with the method in the sublayer's place. During a call around a sublayer the two run without such calls of their own, so
 that a hook that changes the result changes it once.
+
+    connection(state, sublayer)            hooks run around this call; `within` runs both methods inside it
+    connection.read(state)                 by itself, on a module with hooks, `as_call` makes of it
+      connection((args, kwargs), phase)      a call of the module, in which `open_to_phases` runs
+        phase(connection, *args, **kwargs)     the method
 """
 
 import functools
