@@ -38,9 +38,10 @@ class PredictionCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class AlternatingUpdates(RecomputingScheme):
-    """AltUp with LAuReL. Does not start as the residual: L is normalised, and streams are projections of the embedding.
+    """AltUp with LAuReL. Does not start as the residual: LAuReL is normalised, and streams are maps of the embedding.
 
-    Works on blocks of two sublayers: the even one, attention, predicts; the odd one, the MLP, corrects.
+    A block is two sublayers. Before the even one, attention, all streams are predicted; after the odd one, the MLP,
+    they are corrected.
 
     num_streams   n, at least 2
     active        the stream that the sublayers read and update

@@ -62,11 +62,11 @@ class GatedDelta(ChannelScheme):
                   control, which without a write gate is the plain residual; "coupled", e = beta with `write="value"`
     scale         range of e: (-scale, scale), or [0, scale) if positive; at most 2, where e reflects
     channel_gates  a gate of erasing for each value channel in place of one for all
-    write         w: "output", |h|, so that h is written; "value", beta v with the gate and the value of `ddl`
+    write         the weight w: "output", |h|, so that h is written; "value", beta v with gate and value of `ddl`
     write_gate    whether w of "output" has gates, 1 + tanh(W c + b) in (0, 2) for each value channel
     v_activation  of "value": "scaled_sigmoid", 4 sigmoid(W x_in + b), or "linear"
-    rank          directions k_r = a_r h / |a_r h| of each write, written one after the other; at the start each of the
-                  learned a_r selects one of every `rank` neighbouring features
+    rank          number of directions of a write, k_r = a_r h / |a_r h|, written one after the other; at the start each
+                  of the learned a_r selects one of every `rank` neighbouring features
     heads         groups of features with a direction and gates each; 1 for the whole state
     k_eps         guard of |h|: k = h / sqrt(|h|^2 + k_eps^2), as in `ddl`
     """

@@ -42,8 +42,8 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     order           "sinkhorn": the sums that each pair divides by first, "rows" or "columns". The others are 1 at the
                     end. Megatron-LM and Liger-Kernel divide by rows first, equation 9 of the paper by columns
     scale_init      initial factor on the token-dependent part of all logits
-    start           of the reads with layout="copies": "prefer": logits of 2 and -2, whose sigmoids sum to 1.24 for four
-                    streams, which the norm before a sublayer undoes up to its eps; "residual": they sum to 1, so
+    start           how reads start, with layout="copies": "prefer": logits of 2 and -2, whose sigmoids sum to 1.24 for
+                    four streams, which the norm before a sublayer undoes up to its eps; "residual": they sum to 1, so
                     that the stream computes exactly the plain residual whatever the norms are
     """
 

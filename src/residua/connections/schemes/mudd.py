@@ -41,9 +41,9 @@ class MultiwayCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class MultiwayDynamicDense(BlocksScheme):
-    """MUDD. Starts as the pre-norm residual: W_2 is 0 and a takes the last output.
+    """MUDD. Starts as the pre-norm residual: W_2 starts at 0, and a at 1 for the last output and at 0 for the others.
 
-    A sublayer with an even number, attention, gets three inputs from the second block on, unless ways="r".
+    The sublayers 2, 4, 6, ..., attention, get three inputs (queries, keys, values), unless ways="r".
 
     ways             "qkvr": one average each for queries, keys, values and the residual; "vr": for values and the
                      residual, while queries and keys read the last output; "r": one for all
