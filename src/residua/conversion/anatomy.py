@@ -31,7 +31,7 @@ with extra("lab"):
     from transformers import PreTrainedModel
 
 MOST_SUBLAYERS = 64
-"""Of a layer."""
+"""The most sublayers of a layer that is watched."""
 
 STACKS = ("layers", "h", "blocks", "layer", "block")
 """The names of the list of layers in the models of transformers."""
@@ -71,7 +71,7 @@ class Conversion:
 
     @classmethod
     def from_json(cls, values: Any, source: object) -> "Conversion":
-        """Read what `as_json` returned. Raises InputError for anything else, or a scheme that is not here."""
+        """Read the values that `as_json` returned. Raises InputError for others, and for a scheme that is missing."""
         try:
             layers = [tuple(decoded(sublayer, Sublayer) for sublayer in layer) for layer in values["layers"]]
             return cls(resolve(values["connection"]), values["stack"], tuple(layers))
@@ -100,15 +100,15 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     if not stacks:
         raise InputError(f"{type(model).__name__} must have a list of layers called {', '.join(STACKS)}, found none")
     ranks = {name: (name.count("."), -len(stack)) for name, stack in stacks.items()}
-    first, *others = sorted(stacks, key=ranks.__getitem__)
-    if others and ranks[first] == ranks[others[0]]:
-        names = f"{first} and {others[0]}"
+    first, *rest = sorted(stacks, key=ranks.__getitem__)
+    if rest and ranks[first] == ranks[rest[0]]:
+        names = f"{first} and {rest[0]}"
         raise InputError(f"{type(model).__name__} must have one stack of layers, found {names}; convert one of them")
     return first, stacks[first]
 
 
 class Observed:
-    """What one layer does with its residual, from now on until the layer is released: it is the layer's stream.
+    """A record of how one layer uses its residual, which stands in for the layer's stream until `release`.
 
     Each of its connections is the plain residual. `ran`: whether the layer was called.
 
@@ -118,10 +118,10 @@ class Observed:
 
     looks_back = False
 
-    def __init__(self, layer: nn.Module, opened: set[str]):
+    def __init__(self, layer: nn.Module, compounds: set[str]):
         self.layer = layer
         self.keywords = keywords_of(layer)
-        self.names = {id(part): name for name, part in layer.named_modules() if name not in opened}
+        self.names = {id(part): name for name, part in layer.named_modules() if name not in compounds}
         self.ran = False
         self.readers: list[list[str]] = []
         self.casts: set[str] = set()
@@ -129,10 +129,10 @@ class Observed:
         setattr(layer, STREAM, self)
         swap(layer, ConvertedLayer)
         for name, part in layer.named_modules():
-            if name and name not in opened and not isinstance(part, Reader):
+            if name and name not in compounds and not isinstance(part, Reader):
                 swap(part, WatchedReader)
 
-    def enter(self, incoming: Any, memories: None, *, checkpointed: bool) -> Flow:
+    def flow_of(self, incoming: Any, memories: None, *, checkpointed: bool) -> Flow:
         self.ran = True
         ahead: list[Any] = [(self, None)] * MOST_SUBLAYERS
         return Flow(rows_of(incoming), ahead, lead=lead_of(incoming))
@@ -153,7 +153,7 @@ class Observed:
         self.additions += 1
         return carry.residual + y
 
-    def leave(self, output: Any, memories: None) -> Any:
+    def output_of(self, output: Any, memories: None) -> Any:
         items = output if isinstance(output, tuple) else (output,)
         flows = [item for item in items if isinstance(item, Flow)]
         if len(flows) != 1:

@@ -35,9 +35,9 @@ with extra("lab"):
 
 MODEL_TYPE = "residua-converted"
 BASE = "base"
-"""The entry beside how the model was converted: its own configuration."""
+"""The entry with the model's own configuration, next to those of the conversion."""
 ARCHITECTURE = "ResiduaConverted"
-"""The beginning of the architecture in a file: by the plain one other engines would build a plain model."""
+"""The beginning of the architecture in a file: from the plain name other engines would build a plain model."""
 REFUSAL = "converted by residua; open it with residua.load(folder)"
 
 
@@ -54,13 +54,13 @@ AUTO_CLASSES = _auto_classes()
 
 
 class ConvertedConfig(Swapped):
-    """Mixed into the class of a converted model's configuration; `AutoConfig` opens the file of one by it.
+    """Mixed into the class of a converted model's configuration; with it `AutoConfig` opens the file of one.
 
     residua: how the model was converted, as `Conversion.as_json`.
     """
 
     prefix = "Converted"  # by the plain name AutoModel.from_config would build a plain model
-    auto_map: ClassVar[Mapping[str, str]] = {}  # trainers ask for it, where they do not know the architecture
+    auto_map: ClassVar[Mapping[str, str]] = {}  # trainers ask for it if they do not know the architecture
     transformers_weights: str | None = REFUSAL
     """The file of the weights: the classes of single models, such as `LlamaForCausalLM`, open a configuration of any
     type, but no weights from a file of this name, which the error shows."""
@@ -89,13 +89,13 @@ class ConvertedConfig(Swapped):
         base = conversion.pop(BASE)
         kind = base["model_type"]
         require(kind in CONFIG_MAPPING, f"config.json: {KEY}.{BASE}.model_type", "a model type of transformers", kind)
-        base.pop("auto_map", None)  # code of the plain model, beside a type that transformers has
+        base.pop("auto_map", None)  # code of the plain model, whose type transformers has
         if base.get("quantization_config"):
             raise InputError("config.json must have no quantization_config in base, which only plain models have")
         config, unused = CONFIG_MAPPING[kind].from_dict(base, **{**options, "return_unused_kwargs": True})
-        opened = with_conversion(config, conversion)
-        opened.architectures = settings.get("architectures")
-        return (opened, unused) if options.get("return_unused_kwargs") else opened
+        converted = with_conversion(config, conversion)
+        converted.architectures = settings.get("architectures")
+        return (converted, unused) if options.get("return_unused_kwargs") else converted
 
     def to_json_string(self, use_diff: bool = True) -> str:
         base = json.loads(super().to_json_string(use_diff=use_diff))  # type: ignore[misc]
@@ -113,13 +113,13 @@ class ConvertedConfig(Swapped):
         if name.startswith(ARCHITECTURE):
             return name
         kinds = auto_classes_of(type(self).__bases__[1])
-        return ARCHITECTURE + next((kind for kind, _, opened in kinds if opened.__name__ == name), "Model")
+        return ARCHITECTURE + next((kind for kind, _, plain in kinds if plain.__name__ == name), "Model")
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Write config.json; if a model is being saved, name the Auto class that opens it.
 
         Raises:
-            InputError: what would be written of the model cannot be opened. Nothing is written then.
+            InputError: the saved model could not be opened. Nothing is written then.
         """
         saved = being_saved()
         written: Any = copy(self)
@@ -129,11 +129,11 @@ class ConvertedConfig(Swapped):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing when a folder with remote code asks for it: a saved model takes no code along."""
+        """Do nothing: a saved model carries no code."""
 
 
 class BuiltConverted(Swapped):
-    """Mixed into the class of a model while an Auto class builds it: it is rebuilt as it gets its layers."""
+    """Mixed into the class of a model while an Auto class builds it, which rebuilds it as soon as it has its layers."""
 
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = [STREAM]
 
@@ -150,8 +150,8 @@ class BuiltConverted(Swapped):
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:
         """Return the converted model in a folder, as the method of every model does.
 
-        The head may be new, as transformers says then, if the folder holds a model for another task; but not that of a
-        language model.
+        If the folder holds a model for another task, the head may be new, as transformers says then; that of a language
+        model may not.
 
         Raises:
             InputError: weights are missing, or others are there.
@@ -177,7 +177,7 @@ class BuiltConverted(Swapped):
 
 
 def expect_weights(folder: Any, info: Any, *problems: str, only: str = "") -> None:
-    """Raise InputError if a folder had other weights than its model, as transformers says; `only`: in their names."""
+    """Raise InputError if a folder holds other weights than its model, as transformers says. only: in their names."""
     for problem in problems:
         names = [name for name in sorted(map(str, info.get(problem) or ())) if only in name]
         if names:
@@ -187,14 +187,14 @@ def expect_weights(folder: Any, info: Any, *problems: str, only: str = "") -> No
 def expect_openable(model: Any, weights: Mapping[str, Any] | None = None) -> str:
     """Return which of `AUTO_CLASSES` opens a converted model after `save_pretrained`.
 
-    weights: what is saved of it, if it is not the model's `state_dict`.
+    weights: those that are saved, if they are not the model's `state_dict`.
 
     Raises:
         InputError: none does, or the model in its configuration has other weights.
     """
     name, config = type(model).__name__, model.config
     kinds = auto_classes_of(type(config).__bases__[1])
-    kind = next((kind for kind, _, opened in kinds if isinstance(model, opened)), None)
+    kind = next((kind for kind, _, plain in kinds if isinstance(model, plain)), None)
     if kind is None:
         raise InputError(
             f"{name} must be a model that an Auto class of transformers opens, to be saved by save_pretrained, and "
@@ -226,7 +226,7 @@ def _flags(model: type) -> Iterator[dict[str, bool]]:
 
 
 def _as_opened(kind: str, config: "ConvertedConfig", options: Mapping[str, bool]) -> Any:
-    """Return the model that an Auto class builds from what is written of a configuration, without memory."""
+    """Return the model that an Auto class builds from the file of a configuration, on the meta device."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("meta"):
         warnings.simplefilter("ignore")
         written = ConvertedConfig.from_dict(json.loads(config.to_json_string()))
@@ -234,7 +234,7 @@ def _as_opened(kind: str, config: "ConvertedConfig", options: Mapping[str, bool]
 
 
 def _differences(model: Any, weights: Mapping[str, Any]) -> list[str]:
-    """Return the names of the weights that a model would not find, or find in another size or beside its connections.
+    """Return the names of weights that are missing for a model, have another size, or belong to other connections.
 
     Empty weights are those of a process that holds only parts.
     """
@@ -278,8 +278,8 @@ def converted_class(plain: type) -> type:
     """Return the class of the configurations of converted models of a family; from now on Auto classes take it."""
     converted = swapped_class(ConvertedConfig, plain)
     converted.__module__ = __name__  # Auto classes register no configuration of a module of transformers
-    for _, auto, opened in auto_classes_of(plain):
-        model = swapped_class(BuiltConverted, opened)
+    for _, auto, plain_model in auto_classes_of(plain):
+        model = swapped_class(BuiltConverted, plain_model)
         model.config_class = converted  # type: ignore[attr-defined]
         auto.register(converted, model)
     return converted
@@ -300,9 +300,9 @@ def with_conversion(config: Any, conversion: dict[str, Any]) -> Any:
 
 
 NAME = "converted by residua: save_pretrained gives it a folder, residua.load opens it"
-"""The name of a model that was converted in memory, in the place of the plain model's, by which a tool would open that.
+"""The name of a model that was converted in memory: by the plain model's name a tool would open the plain one.
 
-It is no name on the hub and no path, and whatever is asked to open it shows it in the error.
+It is neither a name on the hub nor a path, and the error of a tool that tries to open it shows the remedy.
 """
 
 
@@ -320,7 +320,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def _plain(config: Any) -> Any:
-    """Return a copy of the configuration of a converted model without how it was converted."""
+    """Return a copy of a converted model's configuration that says nothing of its conversion."""
     plain = copy(config)
     swap_back(plain)
     delattr(plain, KEY)

@@ -36,7 +36,7 @@ VISION = ("visual", "vision", "deepstack")
 """How the names of arguments begin by which a trunk takes features of images for between its layers."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""How much an output may change, relative to the largest, where a scheme preserves the model; 0.1 in half precision."""
+"""How much an output may change, relative to the largest, if a scheme preserves the model; 0.1 in half precision."""
 
 PLAIN = (
     "its layers were rebuilt with the plain residual, and {way} its outputs changed by up to {amount:.1e}: they use "
@@ -64,14 +64,14 @@ def convert(
 ) -> Model:
     """Rebuild the layers of a transformers model over another residual connection, in place; return the model.
 
-    The layers keep their own code, and all parameters their names. What reads the residual reads through a connection,
-    and what is added to it is written by one. The norms of the model become the norms of the connections.
+    The layers keep their own code, and all parameters their names. The modules that read the residual read through a
+    connection, which writes their output. The norms of the model become the norms of the connections.
 
     Args:
         model: a model of transformers with its weights, in any mode and precision.
         connection: a preset's name, a mapping with options or a `Scheme`, as everywhere in residua.
-        start: "preserve": the converted model computes what it computed before (`Scheme.preserving`) and can learn
-            from there; "fresh": the connections start as in a new model.
+        start: "preserve": the converted model computes the same as before (`Scheme.preserving`) and can learn from
+            there; "fresh": the connections start as in a new model.
         inputs: arguments of the model's forward pass, a small batch on which it is watched; needed by a model that
             reads anything but token ids, such as `inputs={"pixel_values": images}`.
 
@@ -79,7 +79,7 @@ def convert(
         InputError: the model cannot be converted, or the scheme has no start that preserves it. The message has the
             reason; the model is left as it was.
 
-    The logger "residua" says in one line, at level INFO and in the first rank, what was done.
+    The logger "residua" reports the result in one line, at level INFO and in the first rank.
     """
     require(start in ("preserve", "fresh"), "start", "'preserve' or 'fresh'", start)
     try:
@@ -130,7 +130,7 @@ class Trial:
             conversion = trial.find(scheme)
             trial.convert(preserving=True)
 
-    Every step keeps what it saw, and goes on unless `refusal` finds a reason in that.
+    Every step keeps its observations, and goes on unless `refusal` finds a reason in them.
 
     conversion: how the model was converted, for the way back.
     """
@@ -216,15 +216,15 @@ class Trial:
         self.go_on()
 
     def observe(self) -> Anatomy:
-        """Return what every layer does with its residual, as it runs over the plain one.
+        """Return how every layer uses its residual, as it runs over the plain one.
 
-        A module that gets the residual reads it. If a layer does not fit so, the modules in it that read and have
-        parts of their own are opened: their parts read, as in blocks that add inside.
+        A module that gets the residual reads it. If a layer does not fit so, the modules in it that read and have parts
+        of their own count as compounds: their parts read, as in blocks that add inside.
         """
-        opened: list[set[str]] = [set() for _ in self.stack]
+        compounds: list[set[str]] = [set() for _ in self.stack]
         while True:
             try:
-                self.layers = [Observed(layer, names) for layer, names in zip(self.stack, opened)]
+                self.layers = [Observed(layer, names) for layer, names in zip(self.stack, compounds)]
                 self.ways[self.way]()
                 self.error = None
             except Exception as error:  # whatever code of a layer raises that meets no tensor
@@ -232,10 +232,10 @@ class Trial:
             finally:
                 release(self.stack)
             last = max((i for i, layer in enumerate(self.layers) if layer.ran), default=0)
-            compound = self.layers[last].compound() - opened[last] if self.error else set()
+            compound = self.layers[last].compound() - compounds[last] if self.error else set()
             if not compound:
                 break
-            opened[last] |= compound
+            compounds[last] |= compound
         self.go_on()
         return tuple(layer.sublayers() for layer in self.layers)
 
@@ -275,7 +275,7 @@ class Trial:
         raise InputError(f"{type(self.model).__name__}: {reason}") from self.error
 
     def refusal(self) -> str:
-        """Return why the model cannot be converted, by what was seen so far, and the remedy if there is one."""
+        """Return the reason against this conversion and its remedy, by the observations so far; empty for none."""
         line = first_line(self.error) if self.error else ""
         if self.images:
             return (

@@ -10,7 +10,7 @@ with it reads, and adding an output to it writes.
 
 A layer may also see its tokens along other axes, scale the whole residual by one number after it was written, and keep
 it in another dtype than it reads, as Mamba does.
-Whatever else it would do to its residual, such as normalising it, is not defined and raises an error.
+Any other use of the residual, such as normalising it, is not defined and raises an error.
 """
 
 import inspect
@@ -44,7 +44,7 @@ MEMORY = "residua_memory"
 """The keyword in which the trunk hands the memories of all parts of the stream to its layers."""
 
 Memories = Mapping[nn.Module, Memory | None]
-"""By the part of the stream; empty where no part needs one."""
+"""The memory of every part of a stream; empty if no part needs one."""
 
 STREAM = "stream"
 """The attribute of a converted layer that holds its part of the stream."""
@@ -62,7 +62,7 @@ SCALES = "scales, subtracts, divides or slices its residual"
 class UnknownUse(TypeError):
     """A layer does something to its residual other than reading it with a module and adding to it.
 
-    use: what it does. hint: for whoever does it between the layers, such as a hook.
+    use: the verb and its object. hint: the remedy if something between the layers does it, such as a hook.
     """
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ BETWEEN_LAYERS = (
 class Flow:
     """The residual stream between and inside converted layers.
 
-    Inside a layer it knows the connections that the layer has left; between layers it is the state alone, and `ahead`
+    Inside a layer it knows the connections that are still to come; between layers it is only the state, and `ahead`
     is None. It is a dataclass, and a pytree, because FSDP2 looks for tensors in these.
     """
 
@@ -97,8 +97,8 @@ class Flow:
         lead: tuple[int, ...] | None = None,
     ):
         self.state = state
-        self.ahead: Any = ahead  # the connections that the layer has left, with their memories
-        self.written = written  # the last connection that wrote, and what: for a layer that adds twice after one read
+        self.ahead: Any = ahead  # the connections that are still to come, with their memories
+        self.written = written  # the last connection that wrote, its carry and y: for a layer that adds twice
         self.lead = lead  # the axes before dim as the layer sees them; None: (batch, seq)
         self.x: Tensor | None = None
         self.carry: Carry | None = None
@@ -126,11 +126,11 @@ class Flow:
         return x if self.lead is None else x.reshape(self.shape)
 
     def reshape(self, *shape: Any) -> "Flow":
-        """Return the flow as the layer wants to see it: its tokens in the same order, along other axes."""
+        """Return the flow with its tokens along other axes, in the same order."""
         batch, seq, dim = self._sizes
         sizes = tuple(shape[0]) if len(shape) == 1 else shape
-        given = math.prod(size for size in sizes[:-1] if size != -1)
-        lead = tuple(batch * seq // given if size == -1 else size for size in sizes[:-1])
+        known = math.prod(size for size in sizes[:-1] if size != -1)
+        lead = tuple(batch * seq // known if size == -1 else size for size in sizes[:-1])
         if sizes[-1] != dim or sizes.count(-1) > 1 or math.prod(lead) != batch * seq:
             self._refuse("reshapes its residual across its width")
         other = copy(self)
@@ -173,11 +173,11 @@ class Flow:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Add or scale, where a tensor comes first or a function of torch is called; a compiler comes here always."""
+        """Add or scale, if a tensor comes first or a function of torch is called; a compiler always comes here."""
         if func in (*ADDITIONS, *PRODUCTS) and len(args) == 2 and not kwargs:
             flow, y = args if isinstance(args[0], Flow) else (args[1], args[0])
             return flow.__add__(y) if func in ADDITIONS else flow.__mul__(y)  # `flow + y` would come here again
-        if func is checkpoint:  # a compiler comes here with it, and takes tensors alone into its graph
+        if func is checkpoint:  # a compiler comes here with it, and takes only tensors into its graph
             leaves, form = tree_flatten(args[1:])
             return checkpoint(lambda *leaves: args[0](*tree_unflatten(leaves, form)), *leaves, **(kwargs or {}))
         if func is Tensor.expand_as:
@@ -201,10 +201,10 @@ class Flow:
         return flow
 
     def cast(self, dtype: torch.dtype) -> "Flow":
-        """Return the flow as a layer wants it that keeps its residual in another dtype than it reads.
+        """Return the flow in the dtype of a layer that keeps its residual in another dtype than it reads.
 
-        A narrower one before the read is the dtype of x, in which `Borrowed` reads too. All else is for the residual:
-        it becomes wider, or is rounded to a narrower dtype before it is added to a wider output.
+        A narrower dtype before the read is that of x, in which `Borrowed` reads too. Any other is for the residual: it
+        becomes wider, or is rounded to a narrower dtype before it is added to a wider output.
         """
         wider = dtype != self.dtype and torch.promote_types(dtype, self.dtype) == dtype
         if self.carry is None and not wider:
@@ -323,7 +323,7 @@ class LayerStream(WideParts):
         """The modules of the stream that this layer owns, in order."""
         return [part for part in (self.expand, *self.connections, self.collapse) if part is not None]
 
-    def enter(self, incoming: Any, memories: Memories, *, checkpointed: bool) -> Flow:
+    def flow_of(self, incoming: Any, memories: Memories, *, checkpointed: bool) -> Flow:
         """Return the flow inside the layer, from its input."""
         expand = self.ends[0] if self.expand is None else self.expand  # the layers before this one may be skipped
         if isinstance(incoming, Flow) and self.expand is None:
@@ -338,10 +338,10 @@ class LayerStream(WideParts):
         connections: Any = self.connections._modules.values()
         return Flow(state, list(zip(connections, map(memories.get, connections))), lead=lead)
 
-    def leave(self, output: Any, memories: Memories) -> Any:
-        """Return what the layer returns in place of a flow: the state alone, or read out after the last layer."""
+    def output_of(self, output: Any, memories: Memories) -> Any:
+        """Return the output of the layer, with only the state of a flow; after the last layer the state is read out."""
         if isinstance(output, tuple):
-            return tuple([self.leave(item, memories) for item in output])
+            return tuple([self.output_of(item, memories) for item in output])
         if not isinstance(output, Flow):
             return output
         if output.carry is not None or output.ahead:
@@ -354,7 +354,7 @@ class LayerStream(WideParts):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Return the residual as (batch, seq, dim): without a batch, one sequence of all tokens; or one of each image."""
+    """Return the residual as (batch, seq, dim); without a batch it is one sequence, and so is every image."""
     return x if x.dim() == 3 else x.reshape(1 if x.dim() == 2 else x.shape[0], -1, x.shape[-1])
 
 
@@ -397,7 +397,7 @@ def expect_converted_whole(model: PreTrainedModel) -> None:
 def layer_in(module: nn.Module) -> "ConvertedLayer | None":
     """Return the converted layer that a module is or wraps; None if there is none, or several.
 
-    Wrappers of torch, accelerate and PEFT pass the attributes of the layer on that runs; in others it is looked for.
+    Wrappers of torch, accelerate and PEFT pass on the attributes of the layer that runs; others are searched.
     """
     layer = module if isinstance(module, ConvertedLayer) else getattr(module, "itself", None)
     if isinstance(layer, ConvertedLayer):
@@ -407,7 +407,7 @@ def layer_in(module: nn.Module) -> "ConvertedLayer | None":
 
 
 def layers_in(stack: nn.Module) -> list[Any]:
-    """Return the converted layers in a list of them, in whatever wrappers they stand; none for any other module."""
+    """Return the converted layers in a list of layers, without their wrappers; none for any other module."""
     found = [layer_in(child) for child in stack.children()]  # a name bound inside a comprehension breaks the graph
     return [layer for layer in found if layer is not None]
 
@@ -422,7 +422,7 @@ def layer_streams(model: nn.Module) -> list[LayerStream]:
 class Swapped:
     """Base of the classes that converted modules are moved to: pickled and copied by the class that they came from.
 
-    prefix: of the name of such a class, before the one that it came from; empty where others look it up by that name.
+    prefix: the beginning of the name of such a class; empty if tools look the class up by the name of the plain one.
     """
 
     prefix: ClassVar[str] = ""
@@ -434,7 +434,7 @@ class Swapped:
 
 
 class Holder(Swapped):
-    """A module that holds readers. What is put in the place of one, such as a wrapper around it, is the reader then.
+    """A module that holds readers. A module in the place of one later, such as a wrapper around it, becomes the reader.
 
     residua_readers: whether each is a connection's norm, by its name here.
     """
@@ -462,7 +462,7 @@ class ConvertedLayer(Holder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stream: LayerStream = getattr(self, STREAM)
         memories = kwargs.pop(MEMORY, {})
-        expect_taken(stream.keywords, kwargs)
+        expect_known_keywords(stream.keywords, kwargs)
         if stream.looks_back and not memories:
             raise UnknownUse(
                 "is not handed the padding and the cache by its model, and this scheme reads earlier tokens"
@@ -471,12 +471,12 @@ class ConvertedLayer(Holder):
         name = "" if args else next((name for name in INPUTS if name in kwargs), None)
         if name is None:
             raise UnknownUse(f"is handed its residual neither first nor by one of the names {', '.join(INPUTS)}")
-        flow = stream.enter(args[0] if args else kwargs[name], memories, checkpointed=checkpointed)
+        flow = stream.flow_of(args[0] if args else kwargs[name], memories, checkpointed=checkpointed)
         if args:
             args = (flow, *args[1:])
         else:
             kwargs[name] = flow
-        return stream.leave(super().forward(*args, **kwargs), memories)  # type: ignore[misc]
+        return stream.output_of(super().forward(*args, **kwargs), memories)  # type: ignore[misc]
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
@@ -484,8 +484,8 @@ def keywords_of(layer: nn.Module) -> frozenset[str]:
     return frozenset(name for module in layer.modules() for name in inspect.signature(module.forward).parameters)
 
 
-def expect_taken(keywords: frozenset[str], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError for a cache or a mask under a name that a layer would swallow: it would compute without it."""
+def expect_known_keywords(keywords: frozenset[str], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if a cache or a mask is passed under a name that the layer would silently ignore."""
     for name, item in kwargs.items():
         if item is not None and name not in keywords and ("mask" in name or isinstance(item, Cache)):
             raise TypeError(f"a layer of this model takes no {name!r}, and would compute without it")
@@ -500,8 +500,8 @@ def reads(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
 class Reader(Swapped):
     """A module of a layer that reads the residual. `residua_is_norm`: it is the connection's norm, which applies it.
 
-    Called with a flow it is called with the tensor that it reads, or, as a norm, by the connection alone: hooks on it
-    run once, on tensors.
+    Called with a flow, it runs on the tensor that it reads; a norm runs only if its connection calls it. So hooks on
+    it run once, on tensors.
     """
 
     residua_is_norm = False
@@ -519,7 +519,7 @@ class Reader(Swapped):
 
 
 def let_read(holder: Any, name: str, *, is_norm: bool) -> None:
-    """Let a child of a module read the residual, and whatever is put in its place later."""
+    """Let a child of a module read the residual, and any module that takes its place later."""
     if not isinstance(holder, Holder):
         swap(holder, Holder)
     vars(holder)["residua_readers"] = {**holder.residua_readers, name: is_norm}
@@ -527,14 +527,14 @@ def let_read(holder: Any, name: str, *, is_norm: bool) -> None:
 
 
 def become_reader(module: Any, *, is_norm: bool) -> None:
-    """Let a module read the residual: as the norm of a connection it is called by that alone, with tensors."""
+    """Let a module read the residual; a norm is called only by its connection, with tensors."""
     if not isinstance(module, Reader):
         swap(module, Reader)
         vars(module)["residua_is_norm"] = is_norm
 
 
 INPUTS = ("hidden_states", "x", "inputs_embeds", "inputs", "hidden_state")
-"""The names under which trunks hand their layers the residual, where they do not by position."""
+"""The names under which trunks pass the residual to their layers, if not by position."""
 
 
 @cache
@@ -547,14 +547,14 @@ def swapped_class(mixin: Any, plain: type) -> type:
 def swap(module: Any, mixin: Any) -> None:
     """Move a module to the class with `mixin`; below the class of its own that a parametrisation gave it."""
     plain: Any = type(module)
-    if is_parametrized(module) and plain.__name__.startswith("Parametrized"):  # a wrapper passes the question on
+    if is_parametrized(module) and plain.__name__.startswith("Parametrized"):  # a wrapper answers for the module in it
         _move(module, _rebased(plain, swapped_class(mixin, *plain.__bases__)))
     else:
         _move(module, swapped_class(mixin, plain))
 
 
 def _move(module: Any, cls: type) -> None:
-    """Move a module to a class. A compiled module would hand the assignment on to the module in it."""
+    """Move a module to a class. A compiled module would pass the assignment on to the module in it."""
     object.__setattr__(module, "__class__", cls)
 
 

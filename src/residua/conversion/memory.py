@@ -31,7 +31,7 @@ TEXT_AND_IMAGE_AXES = 4
 
 
 def attach(model: nn.Module, stack: nn.ModuleList) -> None:
-    """Let the trunk around a stack hand out memories, and it and what holds it read out the states that they return."""
+    """Let the trunk around a stack hand out memories, and every module around it read out the states it returns."""
     *outer, trunk = around(model, stack)
     trunk.register_forward_pre_hook(hand_memories, with_kwargs=True)
     for module in (*outer, trunk):
@@ -57,7 +57,7 @@ def around(model: nn.Module, stack: nn.ModuleList) -> list[nn.Module]:
 
 
 def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before the forward pass of a trunk: give its layers their memories, if the scheme reads earlier tokens.
+    """Give the layers of a trunk their memories before its forward pass, if the scheme reads earlier tokens.
 
     Raises:
         ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember,
@@ -72,26 +72,26 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return None
     parts = [part for layer in layers_in(stack) for part in getattr(layer, STREAM).parts]
     names = inspect.signature(trunk.forward).parameters
-    given = {**dict(zip(names, args)), **kwargs}
-    tokens: Any = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    call = {**dict(zip(names, args)), **kwargs}
+    tokens: Any = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
     config: Any = trunk.config
-    expect_no_pages(given)
-    mask = attention_mask_of(given.get("attention_mask"))
-    if isinstance(mask, Tensor) and given["attention_mask"].is_floating_point() and mask.dim() == 2:
-        given["attention_mask"] = mask.to(given["attention_mask"].dtype)  # its attention would add nothing
-    documents = _documents(trunk, tokens, given, placed="position_ids" in names)
+    expect_no_pages(call)
+    mask = attention_mask_of(call.get("attention_mask"))
+    if isinstance(mask, Tensor) and call["attention_mask"].is_floating_point() and mask.dim() == 2:
+        call["attention_mask"] = mask.to(call["attention_mask"].dtype)  # its attention would add nothing
+    documents = _documents(trunk, tokens, call, placed="position_ids" in names)
     expect_told_apart(parts, mask, documents)
-    if trunk.training and given.get("use_cache") is None and "use_cache" in names:
-        given["use_cache"] = False
+    if trunk.training and call.get("use_cache") is None and "use_cache" in names:
+        call["use_cache"] = False
     recomputed = any(map(is_recomputed, (trunk, *stack)))
-    cache = cache_for(given, names, config, whole=recomputed or documents is not None)
+    cache = cache_for(call, names, config, whole=recomputed or documents is not None)
     padding = padding_of(tokens, mask, cache, documents)
     num_layers = max(len(stack), config.get_text_config().num_hidden_layers)
-    return (), {**given, MEMORY: dict(zip(parts, memories(parts, cache, padding, documents, num_layers=num_layers)))}
+    return (), {**call, MEMORY: dict(zip(parts, memories(parts, cache, padding, documents, num_layers=num_layers)))}
 
 
 def _stack_of(trunk: nn.Module) -> tuple[Any, ConvertedLayer]:
-    """Return the list of the layers of a trunk, and the first of them without what wraps it."""
+    """Return the list of the layers of a trunk, and the first of them without its wrappers."""
     for child in trunk.children():
         layer = layer_in(child[0]) if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) else None
         if layer is not None:
@@ -99,16 +99,16 @@ def _stack_of(trunk: nn.Module) -> tuple[Any, ConvertedLayer]:
     raise UnknownUse(f"{type(trunk).__name__} must have its converted layers in a list, found none")
 
 
-def _documents(trunk: Any, tokens: Tensor, given: dict[str, Any], *, placed: bool) -> Tensor | None:
+def _documents(trunk: Any, tokens: Tensor, call: dict[str, Any], *, placed: bool) -> Tensor | None:
     """Return the documents that are packed into a call; it gets their positions if it has none.
 
     placed: whether the trunk takes positions.
     """
-    mask: Any = given.get("attention_mask")
-    positions: Any = given.get("position_ids")
-    cached = not trunk.training and (cache_of(given)[0] is not None or bool(given.get("use_cache")))
+    mask: Any = call.get("attention_mask")
+    positions: Any = call.get("position_ids")
+    cached = not trunk.training and (cache_of(call)[0] is not None or bool(call.get("use_cache")))
     has_text = isinstance(positions, Tensor) and positions.dim() == 3 and len(positions) == TEXT_AND_IMAGE_AXES
-    documents = documents_of(tokens, mask, positions[0] if has_text else positions, given, cached=cached)
+    documents = documents_of(tokens, mask, positions[0] if has_text else positions, call, cached=cached)
     if documents is None or mask is not None or not placed:
         return documents
     if not has_text and "mrope_section" in (getattr(trunk.config.get_text_config(), "rope_parameters", None) or {}):
@@ -117,7 +117,7 @@ def _documents(trunk: Any, tokens: Tensor, given: dict[str, Any], *, placed: boo
             "images, those of the text first: by these its attention keeps documents apart"
         )
     if positions is None:
-        given["position_ids"] = positions_in(documents)
+        call["position_ids"] = positions_in(documents)
     return documents
 
 
@@ -165,14 +165,14 @@ def expect_every_layer(trunk: Any) -> None:
 
 
 def read_skipped(module: nn.Module, args: Any) -> Any:
-    """Before a module that gets the state since the last layers were skipped: read it out."""
+    """Read out the state for a module that gets it because the last layers were skipped."""
     if any(isinstance(x, Flow) and x.end is not None for x in args):
         return tuple([x.read_out(x.end) if isinstance(x, Flow) else x for x in args])
     return None
 
 
 def read_out(module: nn.Module, args: Any, output: Any) -> Any:
-    """After the forward pass of a module around the layers: read every state that it returns.
+    """Read out every state that a module around the layers returns, after its forward pass.
 
     Raises:
         ValueError: the scheme reads earlier tokens, so that each of these readouts would need a memory.

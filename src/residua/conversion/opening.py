@@ -96,7 +96,7 @@ CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Return how many tokens a language model takes at most; None where its configuration names no number."""
+    """Return how many tokens a language model takes at most; None if its configuration names no number."""
     config = model.config.get_text_config(decoder=True)
     found = (getattr(config, name, None) for name in CONTEXTS)
     return next((number for number in found if isinstance(number, int) and number > 0), None)
@@ -104,7 +104,7 @@ def context_of(model: PreTrainedModel) -> int | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the messages and bars of transformers; what matters of them becomes one error."""
+    """Silence the messages and bars of transformers; `expect_weights` raises the ones that matter."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

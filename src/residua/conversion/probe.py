@@ -1,4 +1,4 @@
-"""Small inputs for a model of transformers, and the situations in which two forms of it must compute the same."""
+"""Run a model of transformers on small inputs, in the ways in which two forms of it must compute the same."""
 
 import inspect
 import math
@@ -20,17 +20,17 @@ with extra("lab"):
     from transformers import PreTrainedModel
 
 TOKENS = 8
-"""The length of the inputs."""
+"""The number of tokens in a row of the inputs."""
 
 Situation = Callable[[], list[Tensor]]
 """A way to run a model, which returns its outputs."""
 
 
 def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return small inputs of a model, those given or token ids of its vocabulary, and its outputs in evaluation mode.
+    """Return the inputs of a model, by default token ids of its vocabulary, and its outputs in evaluation mode.
 
     Raises:
-        InputError: it does not run on them, or it reads something else than token ids and none are given.
+        InputError: it does not run on them, or none are given and it reads other inputs than token ids.
     """
     inputs = small_inputs(model, inputs)
     try:
@@ -41,10 +41,10 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> tu
 
 
 def small_inputs(model: PreTrainedModel, inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return inputs of a model: those given, or token ids of its vocabulary.
+    """Return the inputs of a model, by default token ids of its vocabulary.
 
     Raises:
-        InputError: they are no arguments, or it reads something else than token ids and none are given.
+        InputError: they are no arguments, or none are given and it reads other inputs than token ids.
     """
     if inputs is None:
         return _token_ids(model)
@@ -54,11 +54,11 @@ def small_inputs(model: PreTrainedModel, inputs: Mapping[str, Any] | None) -> di
 
 
 def situations(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Situation]:
-    """Return the ways to run a model in which a conversion must change no bit, by what they are called in a message.
+    """Return the ways to run a model in which a conversion must change no bit, by their names in a message.
 
-    Its parameters that are constant run with some noise.
+    Constant parameters run with some noise.
     """
-    changed = uneven(model)
+    changed = noisy_constants(model)
     run = partial(outputs, model, changed=changed)
     ways: dict[str, Situation] = {"on a small input": partial(run, inputs)}
     if "input_ids" in inputs:
@@ -72,8 +72,8 @@ def situations(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, S
     return ways
 
 
-def uneven(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that are constant with some noise, by their names.
+def noisy_constants(model: nn.Module) -> dict[str, Tensor]:
+    """Return noisy copies of all constant parameters, by name.
 
     Equal norms, or outputs of zero, would hide that a layer was rebuilt wrongly.
     """

@@ -1,4 +1,4 @@
-"""The connections in the layers of a model: built into them, found there, and taken out again."""
+"""Build connections into the layers of a model, find them there, and take them out again."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,7 +74,7 @@ def expect_one_input(stream: Stream) -> None:
 
 
 def expect_depth(model: nn.Module, conversion: Conversion) -> None:
-    """Raise InputError unless a model has as many layers as the connections are of."""
+    """Raise InputError unless a model has as many layers as its connections were made for."""
     found, expected = len(stack_in(model, conversion)), len(conversion.anatomy)
     if found != expected:
         raise InputError(
@@ -90,18 +90,19 @@ def _device_of(layer: nn.Module) -> torch.device:
 
 
 class Borrowed(nn.Module):
-    """The model's own norm as the norm of a connection. It stays where it was: its parameters keep their names.
+    """The model's own norm as the norm of a connection. It stays in its place, so its parameters keep their names.
 
-    The connection holds it as a plain attribute (`lend`), so that no tool finds it among the modules. Asked itself it
-    names the parameters of the norm: a connection that computes its norm once more in the backward pass needs them.
-    What stands in the norm's place later, such as an adapter around it, is the norm then. A copy borrows from the copy
-    of the layer that is made with it, or from the same layer. `cast`: it reads in the dtype of its weights, whatever
-    that of the residual is.
+    The connection holds it as a plain attribute (`lend`), so that no tool finds it among the modules. Its
+    `named_parameters` still lists those of the norm, for a connection that computes the norm again in the backward
+    pass. If something takes the norm's place later, such as an adapter around it, that is used. A copy borrows from the
+    copy of the layer that is made with it, else from the same layer.
+
+    cast: it reads in the dtype of its weights, not in that of the residual.
     """
 
     def __init__(self, layer: nn.Module, name: str, *, cast: bool):
         super().__init__()
-        layer.get_submodule(name)  # there is one
+        layer.get_submodule(name)  # raises if there is none
         self._layer = [layer]  # a list does not register a submodule
         self._path = name.split(".")
         self.cast = cast
@@ -129,7 +130,7 @@ class Borrowed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         owner = self.owner
         weight = next(owner.parameters(), None) if self.cast else None
-        if not isinstance(owner, Reader):  # it has run by itself too, on what the norm in it gave
+        if not isinstance(owner, Reader):  # it has also run by itself, on the output of the norm in it
             name = ".".join(self._path)
             raise UnknownUse(f"has another module in the place of {name}; put it there with setattr, or before convert")
         return owner(x if weight is None else x.to(weight.dtype))
@@ -148,7 +149,7 @@ def child_of(module: Any, name: str) -> Any:
 
 
 def lend(stream: nn.Module) -> None:
-    """Take the borrowed norms out of the modules of a stream; they stay attributes of what calls them."""
+    """Take the borrowed norms out of the modules of a stream; they stay attributes of the modules that call them."""
     for part in list(stream.modules()):
         for name, child in list(part._modules.items()):
             if isinstance(child, Borrowed):
@@ -164,7 +165,7 @@ def rebuild(
 ) -> None:
     """Give every layer of a model its part of the stream, and let it run on that.
 
-    streams: by default new ones; layers: if they are not what stands in the list of layers, but inside.
+    streams: by default new ones; layers: by default those in the list, else the layers in the wrappers there.
     """
     stack = stack_in(model, conversion)
     found: list[Any] = list(layers or stack)
@@ -225,7 +226,7 @@ def _width(model: Any, norms: Sequence[nn.Module]) -> int:
 
 
 def _eps(norms: Sequence[nn.Module]) -> float:
-    """Return the eps of the model's norms, 1e-5 where they have none."""
+    """Return the eps of the model's norms, 1e-5 if they have none."""
     names = ("eps", "variance_epsilon", "norm_eps", "epsilon")
     values = (getattr(norm, name, None) for norm in norms for name in names)
     return next((value for value in values if isinstance(value, float)), 1e-5)

@@ -1,4 +1,4 @@
-"""The connections of a converted model alone, in a folder beside the model that they were trained with."""
+"""Save and load the connections of a converted model without the model; open a folder with both."""
 
 import json
 import os
@@ -31,10 +31,10 @@ with extra("lab"):
 
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
 BASE_WEIGHTS = "base_weights"
-"""The tensor beside the connections that tells the weights of their model from all others."""
+"""The tensor that identifies the model with which the connections were trained."""
 PLACES, SAME, LOST = 16, 0.01, 1e-6
-"""How many numbers of each weight it holds, by which share of one another dtype may change it, and what float16
-may lose of numbers that are next to nothing.
+"""How many numbers of each weight it holds, how much another dtype may change one, relative to it, and how much float16
+may lose of a tiny one.
 """
 
 
@@ -74,7 +74,7 @@ def load_connection(model: Model, folder: str | Path) -> Model:
         raise InputError(f"{folder} must hold {DESCRIPTION} and {WEIGHTS}; residua.save_connection writes them")
     conversion = Conversion.from_json(read_json(folder / DESCRIPTION), folder / DESCRIPTION)
     tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
-    saved_beside = tensors.pop(BASE_WEIGHTS, torch.empty(0))
+    sample_of_saved = tensors.pop(BASE_WEIGHTS, torch.empty(0))
     plain = not is_converted(model)
     another = f"{folder}: these connections are another model's"
     if plain:
@@ -90,9 +90,9 @@ def load_connection(model: Model, folder: str | Path) -> Model:
             raise InputError(f"{another}: its connection differs from {type(model).__name__}'s")
         streams = streams_of(model, conversion)
     sample = _sample_of_base(model)
-    if saved_beside.shape != sample.shape or not saved_beside.to(sample).allclose(sample, SAME, LOST):
+    if sample_of_saved.shape != sample.shape or not sample_of_saved.to(sample).allclose(sample, SAME, LOST):
         raise InputError(
-            f"{another}: they were saved beside other weights than those of {type(model).__name__}; load the model "
+            f"{another}: they were saved with other weights than those of {type(model).__name__}; load the model "
             "that they were trained with, or save it whole, by save_pretrained"
         )
     modules = nn.ModuleList(streams)
@@ -121,7 +121,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
 
     It is `from_pretrained` of the Auto class that opens the model that was saved, such as `AutoModelForCausalLM` or
     `AutoModelForSequenceClassification`. The Auto classes know converted models once this was called or a model was
-    converted, and at once where transformers was imported before residua.
+    converted, and at once if transformers was imported before residua.
 
     Args:
         folder: the folder, or the name of a repository on the hub.

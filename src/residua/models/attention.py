@@ -55,10 +55,11 @@ PAGED = PACKED.union(CONTINUOUS, OLDER, ENGINES)
 
 
 class AttentionContext(NamedTuple):
-    """The inputs of attention besides x: angles, mask, cache, the dtype in which sublayers compute, what is called with
-    the weights (or None), options for an attention function of transformers, such as positions and the borders of
-    packed documents, and by layer the memory of earlier keys and values, if these are convolved. The cache may be
-    paged, for continuous batching.
+    """The inputs of attention in addition to x.
+
+    cache: it may be paged, for continuous batching; dtype: in which sublayers compute; keep_weights: a function that
+    gets the weights of attention; options: for an attention function of transformers, such as positions and the borders
+    of packed documents; memories: those of earlier keys and values, by layer, if these are convolved.
     """
 
     rotary: Rotary

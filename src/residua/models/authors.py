@@ -1,4 +1,4 @@
-"""Importing checkpoints of the authors' public models (deep-delta-learning, commits 2b55f25 and d1f7621).
+"""Import checkpoints of the authors' public models (deep-delta-learning, commits 2b55f25 and d1f7621).
 
 Their state is (..., dim, value_channels) and ours (..., value_channels, dim), so filters are transposed; everything
 else is renaming. The parameter names decide which of the two codes wrote a checkpoint, and the variant.

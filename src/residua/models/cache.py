@@ -64,7 +64,7 @@ def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
 
 
 def cache_for(given: dict[str, Any], names: Container[str], config: Any, *, whole: bool) -> Any:
-    """Return the cache of a call, None for none; the call gets a new one where its model would make one.
+    """Return the cache of a call, None if it has none; it gets a new one if its model would make one.
 
     given: the arguments of the call; names: those that its model takes, none if the call goes no further. whole: the
     sequences come whole, as in training, and nothing is kept; a recomputed layer would fill a cache twice.
@@ -314,7 +314,7 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
 
     They are known from `seq_idx` (batch, seq) or `cu_seq_lens_q` (documents + 1,) over the flattened rows, among the
     options of the call, or from positions (1 or batch, seq) that do not increase by one, if there is no attention mask.
-    A compiler cannot look at values: it gets numbers wherever there are positions and no cache, and beside a cache its
+    A compiler cannot look at values: it gets numbers if there are positions and no cache, and with a cache its
     graph raises RuntimeError for such positions.
 
     x: (batch, seq, dim) or (batch, seq), the tokens; cached: whether this call fills or reads a cache.
@@ -371,10 +371,10 @@ def _of_full_attention(mask: Any) -> Any:
 
 
 def documents_apart(input_ids: Tensor, end_of_text: int | None) -> dict[str, Any]:
-    """Return the arguments with which a model reads each document of a row by itself; none if end_of_text is None.
+    """Return the arguments that keep the documents of a row separate; none if end_of_text is None.
 
     input_ids: int64 (batch, seq). They are the positions (batch, seq), which start again at every `end_of_text`: that
-    token begins the document after it, so the first label of a document is predicted from it alone.
+    token begins the document after it, so the first label of a document is predicted from only that token.
     """
     if end_of_text is None:
         return {}

@@ -1,4 +1,4 @@
-"""The residuals of released models: their scheme by a configuration of transformers, and their parameters by name.
+"""Give the scheme of a released model by its configuration in transformers, and its parameters by name.
 
     scheme = dialects.scheme(model.config)
     stream = scheme.build(dim, 2 * num_layers, norm_eps=model.config.rms_norm_eps)
@@ -166,7 +166,7 @@ DIALECTS: dict[str, Dialect] = {
 def scheme(config: Any) -> Scheme:
     """Return the scheme of a model of transformers, with its options, from the model's configuration.
 
-    Raises ValueError for a model whose residual is none of these.
+    Raises ValueError for a model with another residual.
     """
     config = getattr(config, "text_config", config)
     return _dialect(config.model_type).scheme(config)
