@@ -283,7 +283,7 @@ def test_a_group_keeps_its_colour_whatever_the_baseline_is(make_run):
 
 
 @pytest.mark.parametrize(
-    ("mean", "deviation", "count", "clear"),
+    ("mean", "deviation", "count", "seen"),
     [
         (-0.0011, None, 1, False),  # one seed
         (-0.2, 0.02, 0, False),  # no shared one
@@ -293,8 +293,8 @@ def test_a_group_keeps_its_colour_whatever_the_baseline_is(make_run):
         (math.nan, math.nan, 3, False),
     ],
 )
-def test_a_difference_is_clear_where_its_interval_leaves_out_nothing(mean, deviation, count, clear):
-    assert Estimate(mean, deviation, count).clear is clear
+def test_a_difference_is_seen_if_its_interval_excludes_zero(mean, deviation, count, seen):
+    assert Estimate(mean, deviation, count).seen is seen
 
 
 def test_markdown_has_a_column_for_every_heading(make_run):

@@ -69,7 +69,7 @@ def _against(comparison: Comparison) -> dict[str, Any]:
             reached[row.name] = end = comparison.final_difference(row)
             final[row.name] = None if end is None else _rounded([end[0], *end[1]])
         differences[row.name] = {axis: thinned(points, MOST_DIFFERENCES) for axis, points in curves.items()}
-    clear = [name for name, difference in reached.items() if difference and difference[1].clear]
+    clear = [name for name, difference in reached.items() if difference and difference[1].seen]
     return {
         "differences": differences,
         "final": final,

@@ -39,14 +39,14 @@ class Estimate(NamedTuple):
         return t95(self.count - 1) * self.deviation / math.sqrt(self.count)
 
     @property
-    def clear(self) -> bool:
+    def seen(self) -> bool:
         """Whether the 95 % confidence interval of the mean excludes 0; False for a single value."""
         half = self.half_width
         return half is not None and abs(self.mean) > half
 
     @property
     def p_value(self) -> float | None:
-        """As `Contrast.p_value`; None for a single value."""
+        """The p-value of a mean of zero, see `Contrast.p_value`; None for a single value."""
         if self.deviation is None:
             return None
         return Contrast(self.mean, self.deviation / math.sqrt(self.count), self.count - 1, self.count).p_value
