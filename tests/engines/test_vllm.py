@@ -1,4 +1,4 @@
-"""vLLM serves converted folders as they are: the same greedy tokens as transformers, and one line for what it cannot.
+"""vLLM serves converted folders unchanged, with the greedy tokens of transformers, or refuses them in one line.
 
 The tests with vLLM itself run in an environment of their own: `make vllm`.
 """
@@ -39,7 +39,7 @@ LOOKING_BACK = [
     "lambdas+smear",
     "lambdas+conv",
 ]
-NOT_SERVED = {"mudd", "pooled-householder"}  # no layer of transformers takes what mudd reads
+NOT_SERVED = {"mudd", "pooled-householder"}  # no layer of transformers takes the inputs of mudd
 SCHEMES = list(dict.fromkeys([*(name for name in PRESETS if name not in NOT_SERVED), *LOOKING_BACK]))
 FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 CASES = [("llama", scheme) for scheme in SCHEMES] + [("qwen3", scheme) for scheme in ("hc", "attnres-block", "ddl-tc")]
@@ -81,7 +81,8 @@ def served(requests, place):
     script = Path(__file__).with_name("vllm_serving.py")
     command = [sys.executable, script, place / "requests.json", place / "answers.json"]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    print(result.stdout, result.stderr, sep="\n")
+    assert result.returncode == 0
     return json.loads((place / "answers.json").read_text())
 
 
@@ -130,7 +131,7 @@ def answers(folders, tmp_path_factory):
 
 
 @with_vllm
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("family", "scheme"), CASES)
 def test_vllm_generates_the_tokens_of_transformers(folders, answers, family, scheme):
     answer = answers("float32")[family, scheme]
@@ -143,7 +144,7 @@ def test_vllm_generates_the_tokens_of_transformers(folders, answers, family, sch
 
 
 @with_vllm
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("family", "scheme"), CASES)
 def test_in_bfloat16_vllm_is_as_near_to_exact_numbers_as_transformers(folders, answers, family, scheme):
     """Greedy tokens differ at near ties. Exact are the numbers of the same rounded weights in float32."""
@@ -156,7 +157,7 @@ def test_in_bfloat16_vllm_is_as_near_to_exact_numbers_as_transformers(folders, a
 
 
 @with_vllm
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scheme", ["lambdas+tc", "residual+tc", "ddl-tc"])
 def test_many_requests_of_mixed_lengths_in_pieces_and_evicted_get_the_tokens_of_transformers(folders, tmp_path, scheme):
     """Greedy tokens are those that the model itself finds likeliest after all before them."""
@@ -174,7 +175,17 @@ def test_many_requests_of_mixed_lengths_in_pieces_and_evicted_get_the_tokens_of_
 
 
 @with_vllm
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
+def test_prefix_caching_is_switched_off_for_convolutions_and_that_is_said(folders, tmp_path, capsys):
+    cached = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "dtype": "float32"}
+    (answer,) = served([request(folders["llama", "lambdas+tc"], PROMPTS * 2, **cached)], tmp_path)
+    assert answer["tokens"] == generated(residua.load(folders["llama", "lambdas+tc"])) * 2
+    said = "Prefix caching and compilation are off for a scheme that reads earlier tokens"
+    assert said in capsys.readouterr().out
+
+
+@with_vllm
+@pytest.mark.timeout(3600)
 def test_the_folder_of_the_page_on_production_is_served(tmp_path):
     path = Path(__file__).parents[2] / "examples/production.py"
     example, out = runpy.run_path(str(path)), tmp_path / "out"
@@ -184,16 +195,16 @@ def test_the_folder_of_the_page_on_production_is_served(tmp_path):
 
 
 @with_vllm
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_compiled_the_tokens_are_the_same(folders, tmp_path):
     (answer,) = served([request(folders["llama", "hc"], dtype="float32", enforce_eager=False)], tmp_path)
     assert answer["tokens"] == generated(residua.load(folders["llama", "hc"]))
 
 
 @with_vllm
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_command_serves_a_folder_as_it_is(folders, ranks):
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("scheme", "ranks"), [("hc", 1), ("hc", 2), ("lambdas+tc", 2), ("ddl-tc", 2)])
+def test_the_command_serves_a_folder_as_it_is(folders, scheme, ranks):
     """What `vllm serve FOLDER` runs, in several processes, also with tensor parallelism. The command itself asks for
     the version of a package `vllm`, which the package for CPUs is not called."""
     with socket() as free:
@@ -201,7 +212,7 @@ def test_the_command_serves_a_folder_as_it_is(folders, ranks):
         port = free.getsockname()[1]
     small = "--enforce-eager --dtype float32 --skip-tokenizer-init --max-model-len 128 --gpu-memory-utilization 0.1"
     small += f" --kv-cache-memory-bytes {64 << 20} --port {port} --tensor-parallel-size {ranks}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folders["llama", "hc"]]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folders["llama", scheme]]
     server = subprocess.Popen([*command, *small.split()], env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     try:
         while not responds(f"http://127.0.0.1:{port}/health"):
@@ -215,11 +226,11 @@ def test_the_command_serves_a_folder_as_it_is(folders, ranks):
     finally:
         server.terminate()
         server.wait()
-    assert choice["token_ids"] == generated(residua.load(folders["llama", "hc"]))[0]
+    assert choice["token_ids"] == generated(residua.load(folders["llama", scheme]))[0]
 
 
 @with_vllm
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_vllm_says_in_one_line_what_it_cannot_serve(folders, tmp_path):
     converted("pooled-householder", torch.float32).save_pretrained(tmp_path / "refused")
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}

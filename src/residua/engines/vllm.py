@@ -68,8 +68,10 @@ class Check:
         config = vllm_config.model_config.hf_config
         expect_served(config, is_moe=vllm_config.model_config.is_moe)
         if config.architectures == [LOOKING_BACK]:
-            vllm_config.cache_config.enable_prefix_caching = False
+            vllm_config.cache_config.enable_prefix_caching = False  # it needs Triton and was tried on no GPU
             vllm_config.model_config.enforce_eager = True
+            logger = logging.getLogger("vllm.residua")
+            logger.info("Prefix caching and compilation are off for a scheme that reads earlier tokens")
             if vllm_config.speculative_config is not None:
                 raise NotImplementedError(
                     "speculative_config must be None for a scheme that reads earlier tokens, got one"
