@@ -439,7 +439,7 @@ def test_what_is_read_over_depth_on_average_and_at_the_selected_token(show):
     assert readout.inner_text() == f"2 attention at token {place}: 1 mlp 0.5, 1 attention 0.3333, embedding 0.1667."
     page.mouse.click(*cell(page, "depth-mean", 1, 2, SUBLAYERS, SUBLAYERS))
     drawn(page, NAMES.index("depth"), 1, 20)
-    assert readout.inner_text() == "1 mlp reads the last state alone."
+    assert readout.inner_text() == "1 mlp reads only the last state."
     assert page.evaluate("document.querySelector('[data-plot=depth-token]').layout.shapes[0].y0") == 0.5
     page.mouse.move(*cell(page, "depth-token", 3, 1, SUBLAYERS, SUBLAYERS))
     tip_says(page, "reads 1 attention")

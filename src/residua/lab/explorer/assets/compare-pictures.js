@@ -1,4 +1,4 @@
-// Losses, differences to a baseline, and what the loss was bought with.
+// Losses, differences to a baseline, and the cost of a loss.
 
 import {h} from "./dom.js";
 import {canvas, chart, faded, panel} from "./panels.js";
@@ -11,7 +11,7 @@ const LOSS = 3;
 // The first part of a run changes so much that, scaled to it, nothing later can be told apart: it may leave the frame.
 const UNSETTLED = {difference: 0.3, loss: 0.1};
 const FEW_POINTS = 24;
-const COLOURS = 6; // beside that of the plain residual
+const COLOURS = 6; // in addition to that of the plain residual
 // Where the colours begin again, lines have another dash and points another shape.
 const DASHES = ["solid", "dash", "dot"];
 const SYMBOLS = ["circle", "diamond", "cross"];

@@ -91,7 +91,7 @@ export function settingsTable(comparison) {
   const names = comparison.groups.map(({name}) => name);
   const note = rows.length
     ? `Equal in all of them: ${equal} other settings.`
-    : `None: all ${equal} settings are equal, the seeds apart.`;
+    : `None: all ${equal} settings are equal, except the seeds.`;
   const element = panel(
     "settings",
     "What differs in the configurations",

@@ -1,4 +1,4 @@
-// Compare: several runs beside each other. The numbers, means and deviations over seeds included, were made by
+// Compare: several runs side by side. The numbers, means and deviations over seeds included, were made by
 // `residua.lab.evaluation.compare`; what is chosen here (baseline, axis) only decides which of them are shown.
 
 import {settingsTable, summaryTable} from "./compare-tables.js";

@@ -185,7 +185,7 @@ export function composite(trace, tip, select) {
       }),
     ]);
   }
-  const note = `M = the product of all shortcuts so far, on ${space}: what is left of the first state. At ${trace.facts.sampled.length} sampled tokens; bands: 90 % and 50 % of them.`;
+  const note = `M = the product of all shortcuts so far, on ${space}: the remaining part of the first state. At ${trace.facts.sampled.length} sampled tokens; bands: 90 % and 50 % of them.`;
   return overDepth(trace, "composite", "All shortcuts together", note, plots, select, true);
 }
 
@@ -275,7 +275,7 @@ function nearest(mean, steps, x, y) {
   return least(mean.row(least(steps, x)), y);
 }
 
-/** The ends of an axis: what the gates reach, with some room, within what they can reach if that has ends. */
+/** The ends of an axis: the values that the gates reach, with some room, within their bounds if they have any. */
 function tight(field, limits) {
   const [low, high] = limits ?? [-Infinity, Infinity];
   const [least, most] = quantiles(field.data, [0, 1]);

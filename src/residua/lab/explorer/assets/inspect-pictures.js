@@ -58,7 +58,7 @@ function norms(trace, tip, select) {
     [change, "change ‖ΔX‖", "--line-1"],
   ].filter(([field]) => field);
   if (parts.length)
-    plots.push(["parts", lines(parts), () => ({yaxis: {title: {text: "what it does"}, rangemode: "tozero"}})]);
+    plots.push(["parts", lines(parts), () => ({yaxis: {title: {text: "norm"}, rangemode: "tozero"}})]);
   if (output)
     plots.push([
       "output-norm",
@@ -69,7 +69,7 @@ function norms(trace, tip, select) {
     trace,
     "norms",
     "Norms",
-    "The state before each sublayer and at the end; what each sublayer does to it; what attention or the MLP returned. Lines: median over the tokens, rings: the selected token.",
+    "The state before each sublayer and at the end; its change in each sublayer; the output of attention or the MLP. Lines: median over the tokens, rings: the selected token.",
     plots,
     select,
     true,

@@ -17,7 +17,7 @@ function ofRead(values, sources, read) {
   return Array.from({length: sources}, (_, j) => chosen.reduce((sum, i) => sum + values[i * sources + j], 0) / chosen.length);
 }
 
-/** Null for a trace whose sublayers read the last state alone. */
+/** Null for a trace whose sublayers read only the last state. */
 export function depthReads(trace, tip, select) {
   const {depth_mean: mean, depth_weights: weights} = trace.fields;
   if (!mean) return null;
@@ -54,7 +54,7 @@ export function depthReads(trace, tip, select) {
   const readout = h("p", {class: "readout", "aria-live": "polite"});
   const element = panel(
     "depth-reads", "What is read over depth",
-    "A row is a sublayer that reads, a column what it reads: the embedding, or what earlier sublayers gave. Click a row to select its sublayer.",
+    "A row is a sublayer that reads, a column a source: the embedding, or outputs of earlier sublayers. Click a row to select its sublayer.",
     which,
     legend,
     h("div", {class: "plots"}, pictures.map(({place}, i) => h("figure", {class: "read"}, titles[i], place))),
@@ -110,7 +110,7 @@ export function depthReads(trace, tip, select) {
   };
 
   function said(sublayer, token, read) {
-    if (without.has(sublayer)) return `${sublayers[sublayer]} reads the last state alone.`;
+    if (without.has(sublayer)) return `${sublayers[sublayer]} reads only the last state.`;
     const found = ofRead(weights ? at(sublayer, token) : all(sublayer), sources.length, read);
     const order = found.map((_, i) => i).filter((i) => found[i]).sort((a, b) => Math.abs(found[b]) - Math.abs(found[a]));
     const listed = order.slice(0, SAID).map((i) => `${sources[i]} ${number(found[i])}`).join(", ");

@@ -6,9 +6,9 @@ import {choice, panel} from "./panels.js";
 import {set} from "./store.js";
 
 const PARTS = [
-  ["h_pre", "H_pre", "what the sublayer reads of each row"],
+  ["h_pre", "H_pre", "the weight of each row in the sublayer's input"],
   ["h_res", "H_res", "how the rows are mixed: row i makes the new row i"],
-  ["h_post", "H_post", "what each row gets of the sublayer's output"],
+  ["h_post", "H_post", "the weight of the sublayer's output in each row"],
 ];
 const ERRORS = [
   ["row_error", "rows"],

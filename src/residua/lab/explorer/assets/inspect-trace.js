@@ -8,7 +8,7 @@ const GATES = {
   gamma: {label: "γ", note: "the gate between reflection (0) and rotation (1)"},
   angle: {note: "the Cayley rotation's angle in radians"},
   cayley_beta: {label: "Cayley β", note: "the strength of the Cayley rotation"},
-  gate: {note: "1 takes out of what is written all that it has along the state, 0 nothing; −1 doubles it"},
+  gate: {note: "1 removes the whole component of the update along the state, 0 nothing; −1 doubles it"},
 };
 
 /**
@@ -16,12 +16,12 @@ const GATES = {
  * what it is. `limits` are the ends of its scale where they are fixed; `own` is what a plain residual does not have.
  */
 const QUANTITIES = [
-  {name: "mixing", label: "‖H_res − I‖", note: "how far the mixing of the rows is from leaving them alone", own: true},
+  {name: "mixing", label: "‖H_res − I‖", note: "how far the mixing of the rows is from the identity", own: true},
   {name: "sources_read", label: "sources read", note: "how many earlier sources the sublayer reads, in effect", own: true},
   {name: "stream_similarity", label: "cos(Xᵢ, Xⱼ)", note: "the mean cosine between two streams of the state, 1 for copies", own: true},
   {name: "change", label: "‖ΔX‖ / ‖X‖", note: "how much the sublayer changes the state, relative to its norm"},
-  {name: "erase_norm", label: "erase", note: "β ‖kᵀX‖, what is taken out of the state"},
-  {name: "write_norm", label: "write", note: "β ‖v‖, what is put into the state"},
+  {name: "erase_norm", label: "erase", note: "β ‖kᵀX‖, the part taken out of the state"},
+  {name: "write_norm", label: "write", note: "β ‖v‖, the part put into the state"},
   {name: "discrepancy_norm", label: "‖v − kᵀX‖", note: "how far the state is from holding v along k"},
   {name: "output_norm", label: "‖y‖", note: "the norm of the sublayer's output"},
   {name: "state_norm", label: "‖X‖", note: "the norm of the state before the sublayer"},

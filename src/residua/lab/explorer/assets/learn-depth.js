@@ -49,7 +49,7 @@ export const depth = {
   title: "Shortcuts over depth",
   lead: "What many gates in a row leave of the state depends on β, and as much on whether their directions agree.",
   formula: ["*P* = (*I* − *β* *k*_{L}*k*_{L}ᵀ) ⋯ (*I* − *β* *k*_{1}*k*_{1}ᵀ),  det *P* = (1 − *β*)^{*L*}"],
-  notice: "Move the alignment: the determinant stays as it is. Orthogonal directions each shrink once, by |1 − *β*|, so much of the state is touched gently; one shared direction shrinks *L* times and all others are left alone.",
+  notice: "Move the alignment: the determinant does not change. Orthogonal directions each shrink once, by |1 − *β*|, so much of the state changes a little; one shared direction shrinks *L* times and all others stay.",
   parameters: {
     beta: {label: "gate *β*", value: 0.4, min: 0, max: 2},
     rho: {label: "alignment |cos(*k*_{i}, *k*_{j})|", value: 0.2, min: 0, max: 1},

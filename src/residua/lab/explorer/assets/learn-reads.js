@@ -50,7 +50,7 @@ function matrix(change) {
 }
 
 function draw(stage, values, change, more) {
-  const space = plane(2.3, {label: "The sources, the query and what is read in the plane"});
+  const space = plane(2.3, {label: "The sources, the query and the read vector in the plane"});
   const sources = Array.from({length: READERS}, (_, i) => arrow(space, `v${i}`, "x", {text: `V${BELOW[i]}`}));
   const result = arrow(space, "result", "result", {text: "x"});
   const shaft = arrow(space, "query", "k dashed", {head: false});
@@ -59,7 +59,7 @@ function draw(stage, values, change, more) {
     () => own().map((x) => x * SHORT),
     (at) => change({queries: pairs(values().queries).flatMap((old, i) => (i === values().reader - 2 ? at.map((x) => x / SHORT) : old))}));
   const weights = matrix(change);
-  stage.append(space.element, key(["x", "sources *V*_{i}, the fainter the less they are read"], ["k dashed", "query *w*, shortened"], ["result", "what is read, *x*"]));
+  stage.append(space.element, key(["x", "sources *V*_{i}, the fainter the less they are read"], ["k dashed", "query *w*, shortened"], ["result", "the read vector, *x*"]));
   more.append(weights.element, h("p", {class: "meaning"}, "A row reads, a column is read. Click a row to take its query."));
 
   return ({reader, queries, block, turn}) => {

@@ -7,9 +7,9 @@ import {get, set, subscribe} from "./store.js";
 const KINDS = {
   published: "quoted from the publication",
   ours: "measured by this library",
-  reference: "no training: what the task itself gives",
+  reference: "no training: from the task itself",
 };
-const LEAST = 1e-9; // what is below is exact up to rounding, and would squeeze the rest of the axis
+const LEAST = 1e-9; // smaller values are exact up to rounding, and would squeeze the rest of the axis
 
 /** @param {HTMLElement} root @param {HTMLElement} head */
 function page(root, head) {
@@ -32,7 +32,7 @@ function page(root, head) {
     h("div", {class: "notes"}, cited,
       h("section", {class: "notice"}, h("h2", null, "What to notice"), h("p", null,
         "Compare inside a group only: sizes differ between them. A model that is not causal has seen the inputs it is asked to predict. " +
-        "Where a reference, or a network without layers, is ahead of every scheme, the task cannot tell the schemes apart.")),
+        "If a reference, or a network without layers, is ahead of every scheme, the task cannot tell the schemes apart.")),
       h("section", {class: "code"}, h("h2", null, "The same with residua"), h("pre", {tabindex: 0}, h("code", null,
         "residua study geometry reflection\nresidua study geometry quick")))),
   );
@@ -142,7 +142,7 @@ function sentence({title, rows}, view) {
 export const dashboard = {
   name: "results",
   title: "Results of the geometric benchmarks",
-  lead: "Four small tasks from arXiv 2605.06729: what was published, what we measured, and what needs no network at all.",
+  lead: "Four small tasks from arXiv 2605.06729: published results, our measurements, and references without any network.",
   parameters: {task: {value: ""}},
   page,
 };

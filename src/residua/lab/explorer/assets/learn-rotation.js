@@ -12,7 +12,7 @@ function arc(from, turn, radius) {
 }
 
 function draw(stage, values, change) {
-  const space = plane(1.5, {label: "The unit circle with x and what it is turned into", circle: true});
+  const space = plane(1.5, {label: "The unit circle with x and its image", circle: true});
   const way = shape(space, "arc", "thin result", false);
   const arrows = {
     truncated: arrow(space, "truncated", "erase"), u: arrow(space, "u", "faint", {text: "u"}), v: arrow(space, "v", "k", {head: false}),

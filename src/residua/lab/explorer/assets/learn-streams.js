@@ -22,7 +22,7 @@ function draw(stage, values, change, more) {
   const ends = WAYS.map((way, i) => point(space, `end${i}`, way, {radius: 6}));
   const embedding = point(space, "embedding", "soft", {radius: 4});
   const mean = arrow(space, "mean", "x");
-  const target = freeHandle(space, "target-handle", "erase", {label: "target, what the mean of the streams is trained to be", text: "target"},
+  const target = freeHandle(space, "target-handle", "erase", {label: "target, to which the mean of the streams is trained", text: "target"},
     () => values().target, (at) => change({target: at}));
   const chart = axes({label: "How alike the streams are after each sublayer", x: "sublayers", y: "mean cosine between two streams", width: 440, height: 220});
   const before = curve(chart, "before", "faint dashed");

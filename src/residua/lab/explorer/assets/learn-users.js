@@ -12,9 +12,9 @@ const FAMILIES = [
     name: "one", title: "One stream", see: "write",
     what: "x + F(x), or the same with scales: the least that a scheme must beat.",
     rows: [
-      {who: "nearly every Transformer", preset: "residual", state: "d", does: "adds what each sublayer gives"},
+      {who: "nearly every Transformer", preset: "residual", state: "d", does: "adds the output of each sublayer"},
       {who: "nanochat", preset: "lambdas", state: "3d", does: "scales the state, adds the embedding again, takes the middle back out", source: github("karpathy/nanochat")},
-      {who: "modded-nanogpt", preset: "lambdas", state: "3d", does: "the same idea, with gates for each token beside the scalars", source: github("KellerJordan/modded-nanogpt")},
+      {who: "modded-nanogpt", preset: "lambdas", state: "3d", does: "the same idea, with gates for each token in addition to the scalars", source: github("KellerJordan/modded-nanogpt")},
     ],
   },
   {
@@ -36,7 +36,7 @@ const FAMILIES = [
   {
     name: "predicted", title: "Streams that are predicted", see: "streams",
     what: "Attention and MLP update one stream; the others are predicted, and corrected by how far the prediction was off.",
-    rows: [{who: "Gemma 3n", preset: "altup", state: "4d", does: "AltUp, with a low-rank map beside the attention (LAuReL)", source: transformers("gemma3n")}],
+    rows: [{who: "Gemma 3n", preset: "altup", state: "4d", does: "AltUp, with a low-rank map in parallel to the attention (LAuReL)", source: transformers("gemma3n")}],
   },
   {
     name: "depth", title: "Reads over depth", see: "reads",
@@ -92,6 +92,6 @@ function page(root, head) {
 export const users = {
   name: "users",
   title: "Which scheme runs where",
-  lead: "What released models and public training code do with their residual stream, by November 2026. Beside each stands the preset that computes it here, with its state per token in widths d, from the first to the last of 24 sublayers where it grows.",
+  lead: "The residual streams of released models and public training code, by November 2026. Each has the preset that computes it here, with its state per token in widths d, from the first to the last of 24 sublayers if it grows.",
   page,
 };

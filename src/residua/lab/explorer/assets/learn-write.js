@@ -78,7 +78,7 @@ function draw(stage, values, change, more) {
 export const write = {
   name: "write",
   title: "The delta write",
-  lead: "One sublayer reads what the state holds along a direction k, erases some of it and writes v in its place.",
+  lead: "One sublayer reads the state's component along a direction k, erases a part of it and writes v in its place.",
   formula: ["{result|*x*′} = *x* + *β* {k|*k*} ({v|*v*} − {k|*k*}ᵀ*x*) = *x* − {erase|*β* *k* (*k*ᵀ*x*)} + {write|*β* *k* *v*}"],
   notice: "Nothing moves but what lies along *k*. At *β* = 1 one write lands on the dashed line, where *k*ᵀ*x* = *v*. Below 1 it comes nearer with every write; above 1 it overshoots; at 2 it is mirrored there and back, for ever. Press “again”.",
   parameters: {
@@ -97,7 +97,7 @@ export const write = {
     "erase only": {beta: 1, v: 0},
   },
   readouts: {
-    readout: "{k|*k*}ᵀ*x*, what it reads",
+    readout: "{k|*k*}ᵀ*x*, the component that it reads",
     discrepancy: "{v|*v*} − {k|*k*}ᵀ*x*, before",
     erase: "{erase|− *β* *k*ᵀ*x*, erased along *k*}",
     write: "{write|*β* *v*, written along *k*}",

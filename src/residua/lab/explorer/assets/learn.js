@@ -29,14 +29,14 @@ import {get, set, subscribe} from "./store.js";
  * @property {string} notice what to look out for
  * @property {Object<string, object>} parameters by name, with `value` at the start; one that has a `label` gets a control
  * @property {Object<string, object>} presets values by the name on the button
- * @property {Object<string, (values: object) => object>} [actions] what a button makes of the values
- * @property {Object<string, string>} readouts what the names mean
- * @property {(values: object) => string} code Python whose last line computes what is seen
+ * @property {Object<string, (values: object) => object>} [actions] the values after a click on a button
+ * @property {Object<string, string>} readouts the meaning of the names
+ * @property {(values: object) => string} code Python whose last line computes the picture's numbers
  * @property {(stage: HTMLElement, values: () => object, change: (values: object) => void, more: HTMLElement) =>
  *   (values: object) => object} draw makes the picture, and may add another; what it returns moves the marks and gives
  *   the read-outs
  * @property {boolean} [wide] the other picture stands under the read-outs where there is room, not under the picture
- * @property {(root: HTMLElement) => void} [page] in the place of all that, for what is no simulation
+ * @property {(root: HTMLElement) => void} [page] in place of all that, for pages without a simulation
  */
 
 /** @type {Topic[]} */

@@ -1,4 +1,4 @@
-// The state of the page is the part of its address after #: what is seen can be sent to somebody, and survives a reload.
+// The state of the page is the part of its address after #: a view can be sent to somebody, and survives a reload.
 
 const WRITE_EVERY = 150; // milliseconds; browsers refuse an address that changes much more often than this
 
