@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -316,6 +317,40 @@ def test_a_failed_save_leaves_the_old_connections(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         residua.save_connection(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_kill_between_the_two_files_opens_no_mixture(tmp_path, monkeypatch):
+    """The parameters of both have the same names and shapes."""
+    residua.save_connection(converted("mhc"), tmp_path)
+
+    def kill(source, target, replace=os.replace):
+        if target == tmp_path / "connection.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", kill)
+    with pytest.raises(KeyboardInterrupt):
+        residua.save_connection(converted("mhc:iterations=3"), tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"must be of one connection, got two; save it again"):
+        residua.load_connection(llama(), tmp_path)
+
+
+@pytest.mark.parametrize("change", ["whole numbers", "an escape in a name"])
+def test_tensors_that_are_no_parameters_are_refused_by_their_name(change, tmp_path):
+    residua.save_connection(converted("hc"), tmp_path)
+    tensors = load_file(tmp_path / "connection.safetensors")
+    name = min(name for name in tensors if ".connections." in name)
+    tensors |= {name: tensors[name].long()} if change == "whole numbers" else {"\x1b[31m": torch.zeros(1)}
+    save_file(tensors, tmp_path / "connection.safetensors")
+    with pytest.raises(InputError, match=r"must hold the parameters of the connections: '[ -~]*' differs$"):
+        residua.load_connection(llama(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "none", "./none", "../none/there", "a/b/c", "none/", "/none/there"])
+def test_a_folder_that_is_missing_is_called_missing(name):
+    with pytest.raises(InputError, match=rf"^{re.escape(name)}: no such folder, and no name of the hub"):
+        residua.load(name)
 
 
 def test_connections_of_another_model_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from residua.conversion.convert_model import Model, convertible_stack
 from residua.conversion.flow import STREAM
 from residua.conversion.rebuild import is_converted, new_streams, rebuild, streams_of
 from residua.errors import InputError, extra, first_line, shown
-from residua.files.durable import write_text
+from residua.files.durable import replacing
 from residua.files.reading import expect_regular, read_json
 from residua.files.tensors import read_tensors, write_tensors
 
@@ -54,8 +55,12 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = nn.ModuleList(streams_of(model, conversion)).state_dict()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # some may be one tensor
-    write_tensors(folder / WEIGHTS, {**tensors, BASE_WEIGHTS: _sample_of_base(model)}, {"format": "pt"})
-    write_text(folder / DESCRIPTION, json.dumps(conversion.as_json(), indent=2) + "\n")
+    tensors[BASE_WEIGHTS] = _sample_of_base(model)
+    description = conversion.as_json()
+    with replacing(folder / DESCRIPTION) as file:
+        file.write((json.dumps(description, indent=2) + "\n").encode())
+        file.flush()  # if the disk is full, the weights stay too
+        write_tensors(folder / WEIGHTS, tensors, {"format": "pt", "connection": json.dumps(description)})
 
 
 @torch.inference_mode(False)
@@ -72,8 +77,11 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     folder = Path(folder)
     if not (folder / DESCRIPTION).is_file() or not (folder / WEIGHTS).is_file():
         raise InputError(f"{folder} must hold {DESCRIPTION} and {WEIGHTS}; residua.save_connection writes them")
-    conversion = Conversion.from_json(read_json(folder / DESCRIPTION), folder / DESCRIPTION)
-    tensors, _ = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
+    description = read_json(folder / DESCRIPTION)
+    conversion = Conversion.from_json(description, folder / DESCRIPTION)
+    tensors, metadata = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
+    if metadata.get("connection") not in (None, json.dumps(description)):  # a kill came between the two files
+        raise InputError(f"{folder}: {DESCRIPTION} and {WEIGHTS} must be of one connection, got two; save it again")
     sample_of_saved = tensors.pop(BASE_WEIGHTS, torch.empty(0))
     plain = not is_converted(model)
     another = f"{folder}: these connections are another model's"
@@ -96,9 +104,13 @@ def load_connection(model: Model, folder: str | Path) -> Model:
             "that they were trained with, or save it whole, by save_pretrained"
         )
     modules = nn.ModuleList(streams)
-    saved, expected = ({name: x.shape for name, x in part.items()} for part in (tensors, modules.state_dict()))
+    saved, expected = (
+        {name: (x.shape, x.is_floating_point()) for name, x in part.items()} for part in (tensors, modules.state_dict())
+    )
     if different := sorted(name for name, _ in saved.items() ^ expected.items()):
-        raise InputError(f"{folder / WEIGHTS} must hold the parameters of the connections: {different[0]} differs")
+        raise InputError(
+            f"{folder / WEIGHTS} must hold the parameters of the connections: {shown(different[0])} differs"
+        )
     modules.load_state_dict(tensors)
     if plain:
         rebuild(model, conversion, streams)
@@ -130,7 +142,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     Raises:
         InputError: there is no such folder, weights are missing, or others are there.
     """
-    if not Path(folder).exists() and "/" not in str(folder).replace(os.sep, "/"):
+    if not os.path.exists(folder) and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)):
         raise InputError(f"{folder}: no such folder, and no name of the hub, which would be OWNER/NAME")
     expect_regular(Path(folder))
     auto = _auto_class(folder, options)
