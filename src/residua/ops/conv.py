@@ -1,11 +1,11 @@
 """Causal short convolutions over the sequence: one filter of a few taps for every feature, no mixing of features.
 
 The sequence is the third axis from the end of streams, `(..., seq, streams, dim)`, and the second of `(..., seq, dim)`.
-taps: (kernel, streams, dim); tap s multiplies the token s steps back; tokens before the first are zero. Expanding one
-sequence into streams and reading one from streams are each other's adjoint, with time reversed.
+taps: (kernel, streams, dim); tap s multiplies the token s steps back; tokens before the first are zero. Expanding a
+sequence into streams and reading streams into a sequence are adjoint, with time reversed.
 
-documents: (..., seq), numbers, if several documents are packed into one sequence: neighbours with one number are of one
-document. A token reads only its own document, so that every document gives the same result as by itself.
+documents: (..., seq), a number per token, if several documents are packed into one sequence: neighbouring tokens with
+the same number belong to one document. A token reads only its own document, so that packing changes no result.
 """
 
 import torch
@@ -50,7 +50,7 @@ def causal_read(streams: Tensor, taps: Tensor, mask: Tensor | None = None, docum
 def consecutive(documents: Tensor) -> Tensor:
     """Return the documents, (..., seq), numbered 0, 1, 2, ... along the sequence.
 
-    Neighbours with one number are of one document. A number that comes again later is another document.
+    Neighbouring tokens with the same number belong to one document. If the number returns later, it is a new document.
     """
     borders = documents[..., 1:] != documents[..., :-1]
     return F.pad(borders.cumsum(-1), (1, 0))[..., : documents.shape[-1]]
@@ -63,8 +63,9 @@ def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) ->
 
     streams: (batch, seq, streams, dim), taps: (kernel, streams, dim), sums: (batch, 1, kernel - 1, dim), the A_r of the
     token before, or None at the start. Returns x (batch, seq, dim) in the dtype of `streams`, and the A_r of every
-    token (batch, seq, kernel - 1, dim) in at least float32: exact, and 1 / streams of the memory of the tokens. A
-    kernel of one tap has no sums: (batch, seq, 0, dim). Raises ValueError if the streams or widths differ.
+    token (batch, seq, kernel - 1, dim) in at least float32. The sums are exact and take 1 / streams of the memory that
+    the tokens would. A kernel of one tap has no sums: (batch, seq, 0, dim). Raises ValueError if the streams or widths
+    differ.
     """
     kernel = taps.shape[0]
     expect_shape("taps", taps, (kernel, *streams.shape[-2:]), "(kernel, streams, dim)")
@@ -73,7 +74,7 @@ def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) ->
         after = (wide_streams.unsqueeze(-3) * wide_taps).sum(-2)
         after = after if sums is None else after + F.pad(sums, (0, 0, 0, 1))
         return after[..., 0, :].to(streams.dtype), after[..., 1:, :]
-    x = _read(wide_streams, wide_taps, ahead=False)  # for the first tokens the same bits as `causal_read`
+    x = _read(wide_streams, wide_taps, ahead=False)  # first tokens: the bits of `causal_read`
     parts = [_read(wide_streams, wide_taps[s : s + 1], ahead=False) for s in range(1, kernel)]
     if sums is not None:
         reach = min(x.shape[1], kernel - 1)
@@ -89,7 +90,7 @@ def smear(x: Tensor, scale: Tensor, gate: Tensor, documents: Tensor | None = Non
     """x[t] + s sigmoid(w . u[t]) x[t-1], u = the first features of x / rms(x): nanochat's look back by one token.
 
     x: (..., seq, dim), scale: () or (1,), s. gate: (features,), w, with features <= dim. nanochat normalises its
-    embeddings, which are then u themselves; like its norm, this one has the machine's epsilon. Returns (..., seq, dim)
+    embeddings, so that u is a part of x. The eps of rms is the machine epsilon, as in nanochat. Returns (..., seq, dim)
     in the dtype of `x`; computed in at least float32. Raises ValueError if the axes of `documents` differ.
     github.com/karpathy/nanochat, gpt.py at 92d63d4.
     """
@@ -168,7 +169,7 @@ def _only(chosen: Tensor, x: Tensor) -> Tensor:
     recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or batched(x)
     if recorded or type(x) is not Tensor or x.device.type != "cpu" or x.dtype.itemsize not in _BITS:
         return torch.where(wide, x, 0)
-    bits = _BITS[x.dtype.itemsize]  # on a CPU three times as fast
+    bits = _BITS[x.dtype.itemsize]  # three times as fast on a CPU
     return (x.view(bits) & -wide.to(bits)).view(x.dtype)
 
 
@@ -180,14 +181,14 @@ def _exporting() -> bool:
 
 
 def _together(documents: Tensor, steps: int) -> Tensor:
-    """Return whether tokens t and t + steps are of one document: (..., seq - steps), for every t that has both."""
+    """Return whether tokens t and t + steps belong to one document: (..., seq - steps)."""
     return documents[..., : documents.shape[-1] - steps] == documents[..., steps:]
 
 
 def _shifted(x: Tensor, kernel: int, documents: Tensor | None, *, ahead: bool) -> list[Tensor]:
     """Return x[t - s], or x[t + s] with `ahead`, for each tap s: (..., seq, 1, dim), zero beyond the ends.
 
-    All have one length, so that a compiler fuses their uses into one loop.
+    All have the same length, so that a compiler fuses their uses into one loop.
     """
     length = x.shape[-2]
     padded = F.pad(x, (0, 0, 0, kernel - 1) if ahead else (0, 0, kernel - 1, 0)).unsqueeze(-2)
@@ -210,7 +211,7 @@ def _expand(x: Tensor, taps: Tensor, documents: Tensor | None, *, ahead: bool) -
 def _read(streams: Tensor, taps: Tensor, documents: Tensor | None = None, *, ahead: bool) -> Tensor:
     """sum_{s, j} taps[s, j] X[t - s, j], or X[t + s, j] with `ahead`: (..., seq, streams, dim) -> (..., seq, dim)."""
     length = streams.shape[-3]
-    if transformed() or _exporting():  # without sums in place, and without slices as long as the sequence
+    if transformed() or _exporting():  # neither takes sums in place or slices as long as the sequence
         sums = [(streams * tap).sum(-2) for tap in taps.unbind()]
         shifts = [_shifted(x, s + 1, documents, ahead=ahead)[s] for s, x in enumerate(sums)]
         return torch.stack(shifts).sum(0).squeeze(-2)
@@ -228,7 +229,7 @@ def _read(streams: Tensor, taps: Tensor, documents: Tensor | None = None, *, ahe
 
 def _correlate(x: Tensor, streams: Tensor, kernel: int, documents: Tensor | None, *, ahead: bool) -> Tensor:
     """Return sum_t x[t - s] X[t, j], or x[t + s] with `ahead`, over tokens and sequences: (kernel, streams, dim)."""
-    # All products share one buffer, because allocating takes longer than they do; other derivatives need each of them.
+    # All products share one buffer, because allocating takes longer than multiplying; further derivatives need each.
     products = None if torch.is_grad_enabled() or batched(x) or batched(streams) else torch.empty_like(streams)
     shifts = _shifted(x, kernel, documents, ahead=ahead)
     rows = (torch.mul(shifted, streams, out=products) for shifted in shifts)

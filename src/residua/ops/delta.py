@@ -33,7 +33,7 @@ def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
 
 
 def _inverse_norm(raw: Tensor, k_norm: KNorm, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Return 1 / m for the norm m that divides k~, and (m / n) dm/dn for its derivative, None for 1. (..., 1) each."""
+    """Return 1 / m for the norm m that divides k~, and (m / n) dm/dn, or None if that is 1; (..., 1) each."""
     if k_norm not in K_NORMS:
         raise ValueError(f"k_norm must be one of {', '.join(K_NORMS)}, got {k_norm!r}")
     square = raw.square().sum(-1, keepdim=True)
@@ -82,7 +82,7 @@ class _DeltaWrite(Function):
     With G = dL/dX', r = v - k^T X and p = k^T G (one number per value channel):
     dX = G - beta k p^T, dv = beta p, dbeta = p . r, dk = beta (G r - X p).
 
-    Of `recompute_every` states in a row only the first is kept (`ops.recompute`).
+    Keeps only the first of every `recompute_every` states in a chain (`ops.recompute`).
     """
 
     @staticmethod
@@ -94,7 +94,7 @@ class _DeltaWrite(Function):
         written, scale, ratio, wide_beta, error = _written(state, k, v, beta, k_norm, eps)
         ctx.dtypes = state.dtype, k.dtype, v.dtype, beta.dtype
         ctx.k_norm = k_norm, eps
-        # The large tensors are kept in their own dtype: a bfloat16 state costs two bytes a number, not four.
+        # Large tensors are kept in their own dtype: a number of a bfloat16 state takes two bytes, not four.
         again = (v, beta) if recompute_every == 1 else ()  # for a second derivative
         saved = (state, k, scale, ratio, wide_beta, error, *again)
         save_state(ctx, *saved, replay=_replay, every=recompute_every)
@@ -134,7 +134,7 @@ class _DeltaWrite(Function):
 def _written(
     state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Return X', and for its gradient both results of `_inverse_norm`, beta and r, all wide."""
+    """Return X', and the wide tensors that its gradient needs: both results of `_inverse_norm`, beta and r."""
     wide_state, wide_k, wide_v, wide_beta = promote(state, k, v, beta)
     scale, ratio = (None, None) if k_norm is None else _inverse_norm(wide_k, k_norm, eps)
     wide_k = wide_k if scale is None else wide_k * scale
@@ -155,7 +155,7 @@ def _step(state: Tensor, wide_state: Tensor, k: Tensor, beta: Tensor, error: Ten
 def _replay(
     state: Tensor, k: Tensor, scale: Tensor | None, ratio: Tensor | None, beta: Tensor, error: Tensor, *_: Tensor
 ) -> Tensor:
-    """Replay a write: return the state that it made."""
+    """Return the state that a write made, by replaying the write."""
     return _step(state, state.to(error.dtype), _direction(k, scale, error.dtype), beta, error)
 
 
@@ -184,9 +184,9 @@ def delta_write(
     `unit`, without rounding in between. Computed in at least float32; returns the shape and dtype of `state`. The same
     map as `delta_operator(k, beta) @ X + beta k v^T`, without forming the operator.
 
-    The backward pass needs X. With `recompute_every` = m > 1, of the states along a chain of writes only every m-th is
-    kept, and the others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.recompute`).
-    Second derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
+    The backward pass needs X. With `recompute_every` = m > 1, only every m-th state along a chain of writes is kept.
+    The others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.recompute`). Second
+    derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
     """
     expect_write(state, k, v, beta)
     return applied(_DeltaWrite, state, k, v, beta, k_norm, new_symbol(eps), recompute_every)
@@ -218,9 +218,9 @@ def delta_operator(k: Tensor, beta: Tensor) -> Tensor:
 def delta_inverse(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """Return the X for which `delta_write(X, k, v, beta)` is `state`: a write with beta' = beta / (beta |k|^2 - 1).
 
-    For |k| = 1, (1 - beta)(1 - beta') = 1: a reflection (beta = 2) is its own inverse, and a projection (beta = 1) has
-    none: the result is then not finite, or meaningless if rounding leaves beta |k|^2 close to 1. Shapes and dtypes as
-    in `delta_write`. Derived from the write; in neither version of the paper.
+    For |k| = 1, (1 - beta)(1 - beta') = 1: a reflection (beta = 2) is its own inverse. A projection (beta = 1) has no
+    inverse: the result is not finite, or meaningless if rounding leaves beta |k|^2 close to 1. Shapes and dtypes as in
+    `delta_write`. Derived from the write; neither version of the paper has it.
     """
     expect_write(state, k, v, beta)
     wide_k, wide_beta = at_least_float32(k), at_least_float32(beta)
@@ -230,7 +230,7 @@ def delta_inverse(state: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
 class Composition(NamedTuple):
     """n delta writes as one: X_n = X_0 + K T (V - K^T X_0), with the n directions as columns of K.
 
-    k: (..., n, dim) holds them as rows, t is T: (..., n, n).
+    k: (..., n, dim), the directions as rows; t: (..., n, n), the matrix T.
     """
 
     k: Tensor
@@ -279,6 +279,6 @@ def singular_values(beta: Tensor, dim: int) -> Tensor:
 def determinant(beta: Tensor, value_channels: int = 1) -> Tensor:
     """Return det of X -> A X on R^{dim x value_channels}, |k| = 1: (1 - beta)^value_channels.
 
-    Orientation flips exactly if value_channels is odd and beta > 1 (arXiv 2601.00417v2; v1 omits beta > 1).
+    The orientation flips exactly if value_channels is odd and beta > 1 (arXiv 2601.00417v2; v1 omits beta > 1).
     """
     return (1 - beta) ** value_channels

@@ -21,14 +21,14 @@ def depth_read(
     """x = sum_i a_i V_i, a = softmax_i(u . V_i / sqrt(mean(V_i^2) + eps)): attention over the sources V_i.
 
     sources: n >= 1 tensors (..., dim) of one shape; query u: (dim,), in AttnRes the query times the gain of the norm of
-    the keys. Returns x: (..., dim) in the dtype of the sources, and the weights a: (..., n) in float32 at least, which
-    take no gradient. Computed in float32 at least. The backward pass keeps the sources as they are, and n + n numbers
-    for each token: never a stack of them. Raises ValueError for other shapes. arXiv 2603.15031.
+    the keys. Returns x: (..., dim) in the dtype of the sources, and the weights a: (..., n) in at least float32, which
+    take no gradient. Computed in at least float32. The backward pass keeps the sources as they are, never a stack of
+    them, and 2 n numbers for each token. Raises ValueError for other shapes. arXiv 2603.15031.
 
-    heads             above 1: a softmax for each group of dim / heads features, and (..., heads, n) weights, n heads
-                      numbers kept in place of the first n. The mean is over all features. arXiv 2607.27230
+    heads             above 1: a softmax for each group of dim / heads features, and weights (..., heads, n), so that
+                      n heads + n numbers are kept. The mean is over all features. arXiv 2607.27230
     normalise_values  the values are normalised as the keys are, x = sum_i a_i V_i / sqrt(mean(V_i^2) + eps), and x is
-                      in float32 at least: the form of Inkling-2 (`inkling2` in transformers)
+                      in at least float32: the form of Inkling-2 (`inkling2` in transformers)
     """
     _expect(sources, query)
     return applied(_DepthRead, query, heads, normalise_values, new_symbol(eps), *sources)
@@ -52,7 +52,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _for_heads(x: Tensor, heads: int, *, axis: int) -> Tensor:
-    """Give x an axis for the heads, if there are several."""
+    """Return x with an axis for the heads if there are several."""
     return x if heads == 1 else x.unsqueeze(axis)
 
 
@@ -69,7 +69,7 @@ class _DepthRead(Function):
 
     dV_i = a_i g + m_i r_i u - r_i^2 V_i / dim sum over heads of m_i l_i,   du = sum over tokens and i of m_i r_i V_i
 
-    With normalised values p_i = r_i <g, V_i>, hence another m_i, and
+    With normalised values p_i = r_i <g, V_i>, which also changes m_i, and
 
     dV_i = r_i (a_i g + m_i u) - r_i^2 V_i / dim sum over heads of (a_i p_i + m_i l_i)
     """
@@ -137,8 +137,8 @@ def depth_mix(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
     """x = sum_i w_i V_i: a weighted sum of the sources V_i, the depth-weighted average of arXiv 2402.02622.
 
     sources: n >= 1 tensors (..., dim) of one shape; weights: (..., n), whose leading axes broadcast against the axes of
-    the sources. Returns (..., dim) in the dtype of the sources; computed in float32 at least. The backward pass keeps
-    the sources as they are and the weights: never a stack of the sources. Raises ValueError for other shapes.
+    the sources. Returns (..., dim) in the dtype of the sources; computed in at least float32. The backward pass keeps
+    the weights and the sources as they are, never a stack of them. Raises ValueError for other shapes.
     """
     _expect(sources)
     weights = expand_leading("weights", weights, sources[0].shape[:-1], (len(sources),), "(..., sources)")
@@ -174,7 +174,7 @@ class _DepthMix(Function):
 
 
 def _expect(sources: Sequence[Tensor], query: Tensor | None = None) -> None:
-    """Raise ValueError unless there are sources, of one shape (..., dim), and the query is (dim,)."""
+    """Raise ValueError unless there are sources, all of one shape (..., dim), and the query is (dim,)."""
     if not sources:
         raise ValueError("sources must be at least one tensor, got none")
     for source in sources:

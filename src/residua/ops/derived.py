@@ -19,17 +19,17 @@ from residua.ops.transforms import Function, applied
 def derive(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), which is recomputed for the backward pass instead of kept.
 
-    The function computes the same from the same inputs each time, draws no random numbers, and takes every tensor that
-    needs a gradient as an argument. Inputs that can be recomputed are not kept either. The gradient can be
-    differentiated unless a write has to be replayed for it.
+    The function must be deterministic, without random numbers, and must take every tensor that needs a gradient as an
+    argument. Inputs that can be recomputed are not kept either. The gradient can be differentiated again unless it
+    needs the replay of a write.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # a compiler itself decides which tensors to keep
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # a compiler decides which tensors to keep
         return function(*inputs)
     return applied(_Derived, function, *inputs)
 
 
 class _Derived(Function):
-    """Its backward pass is autograd's for the function, hence equal to the last bit."""
+    """Run autograd's own backward pass of the function, so that gradients are equal to the last bit."""
 
     @staticmethod
     def plain(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _Derived(Function):
         twice, needs = torch.is_grad_enabled(), ctx.needs_input_grad[1:]
         inputs = release(ctx)
         with torch.enable_grad(), ctx.precision():
-            # Views, because one input may have been computed from another, and no gradient must pass between them here.
+            # Views: one input may have been computed from another, and no gradient may pass between them here.
             inputs = [x.view_as(x) if twice else x.detach().requires_grad_(need) for x, need in zip(inputs, needs)]
             result = ctx.function(*inputs)
         leaves = [x for x, need in zip(inputs, needs) if need]
@@ -60,7 +60,7 @@ def _under(precision: Callable[[], AbstractContextManager], function: Callable[.
 
 
 def _precision(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes a context with the present autocast, which a backward pass does not inherit."""
+    """Return a function that makes a context with the current autocast, which a backward pass does not inherit."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind):  # the meta device has none
         return nullcontext
@@ -69,5 +69,5 @@ def _precision(device: torch.device) -> Callable[[], AbstractContextManager]:
 
 
 def flattened(streams: Tensor) -> Tensor:
-    """Return (..., n, d) as (..., n d). Streams that are one vector repeated are not kept n times over for it."""
+    """Return (..., n, d) as (..., n d). If the streams are one vector repeated, no copies of it are kept."""
     return derive(lambda x: x.flatten(-2), streams) if streams.stride(-2) == 0 else streams.flatten(-2)

@@ -16,16 +16,17 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 def choose(implementation: Implementation, state: Tensor, *others: Tensor | None) -> Literal["reference", "triton"]:
     """Return the implementation that runs for these tensors; None among them is ignored.
 
-    "reference" is the plain PyTorch definition. "triton" is the kernel. The kernels take tensors that are all on a CUDA
-    device, in float32, bfloat16 or float16, with 1 to 16 streams or rows in the last axis but one of `state`. "auto" is
+    "reference" is the plain PyTorch definition. "triton" is the kernel. The kernels take only tensors on a CUDA device,
+    in float32, bfloat16 or float16, with 1 to 16 streams or rows in the second-to-last axis of `state`. "auto" is
     "triton" if triton is installed and the kernels take the tensors; otherwise, and inside a transform of `torch.func`,
-    it is "reference". Tensors on the meta device, which have shapes and no numbers, need no kernel.
+    it is "reference". Tensors on the meta device, which have shapes but no numbers, need no kernel.
 
     Raises:
-        ValueError: another name; or "triton" with other numbers of streams, or inside a transform.
-        ModuleNotFoundError, InputError, TypeError: "triton" is not installed, or does not take the device or dtype.
+        ValueError: `implementation` is another name, or "triton" with 0 or more than 16 streams, or in a transform.
+        ModuleNotFoundError: "triton" is not installed.
+        InputError, TypeError: "triton" does not take the device or dtype.
 
-    Interpreted kernels (TRITON_INTERPRET=1 when triton was imported) run on every device, slowly; "auto" never takes
+    Interpreted kernels (TRITON_INTERPRET=1 when triton was imported) run on every device, slowly; "auto" never picks
     them.
     """
     if implementation == "reference":
@@ -57,10 +58,10 @@ def _refusal(streams: int, tensors: list[Tensor]) -> Exception | None:
 
     required = "implementation must be 'auto' or 'reference' for"
     if not 1 <= streams <= MAX_STREAMS:
-        return ValueError(f"{required} other than 1 to {MAX_STREAMS} streams, got 'triton' and {streams}")
+        return ValueError(f"{required} 0 or more than {MAX_STREAMS} streams, got 'triton' and {streams}")
     for x in tensors:
         if not x.is_cuda and not INTERPRETED:
             return InputError(f"{required} tensors that are not on a CUDA device, got 'triton' and one on {x.device}")
         if x.dtype not in DTYPES:
-            return TypeError(f"{required} other dtypes than float32, bfloat16 and float16, got 'triton' and {x.dtype}")
+            return TypeError(f"{required} dtypes except float32, bfloat16 and float16, got 'triton' and {x.dtype}")
     return None

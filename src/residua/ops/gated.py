@@ -24,13 +24,13 @@ def gated_delta(
     """X' = X + w h - e k k^T X, k = h / sqrt(|h|^2 + eps^2): write h, and erase the share e of X along it.
 
     A delta write (arXiv 2601.00417) along the direction of the update, with separate gates for erasing and for
-    writing; k is the `rms` form of `unit`. e = 0 and w = 1 add h to every channel, to the last bit; e = 1 replaces what
-    a channel has along h, e = 2 reflects it, e < 0 enlarges it.
+    writing; k is the `rms` form of `unit`. e = 0 and w = 1 add h to every channel, to the last bit. e acts on the
+    component of a channel along h: e = 1 replaces it, e = 2 reflects it, e < 0 enlarges it.
     state X: (..., value_channels, dim), y = h: (..., dim); erase e and write w: (..., value_channels, groups), whose
-    leading axes may be 1 or missing, and with 1 in place of value_channels if all share it: each of the `groups`
-    equal groups of features has its own k and gates. For a state (..., dim) they are (..., groups). Without w, w = 1;
-    without e, e = 0. Computed in at least float32; returns the shape and dtype of the state. The backward pass keeps X
-    and h as they are, and every `recompute_every`-th state as in `delta_write`. Raises ValueError for other shapes.
+    leading axes may be 1 or missing, and value_channels 1 if all channels share a gate. Each of the `groups` equal
+    groups of features has its own k and gates. For a state (..., dim) the gates are (..., groups). Without w, w = 1;
+    without e, e = 0. Computed in at least float32; returns the shape and dtype of the state. The backward pass keeps
+    every `recompute_every`-th X, as in `delta_write`, and h. Raises ValueError for other shapes.
     """
     single = state.dim() == y.dim()
     *leading, channels, dim = (*state.shape[:-1], 1, state.shape[-1]) if single else state.shape
@@ -56,7 +56,7 @@ def _per_channel(name: str, gate: Tensor, leading: list[int], channels: int, dim
 
 
 def inverse_length(y: Tensor, groups: int, *, eps: float = 1e-5) -> Tensor:
-    """1 / sqrt(|h|^2 + eps^2) of each of the equal groups of features: the factor k / h of `gated_delta`.
+    """1 / sqrt(|h|^2 + eps^2) for each group of features: the factor k / h of `gated_delta`.
 
     y = h: (..., dim). Returns (..., groups) in at least float32.
     """
@@ -69,7 +69,7 @@ class _GatedDelta(Function):
 
     dx = g - (e <g, h> / q) h,   dh = a g - (e <g, h> / q) (x - (2 s / q) h),   de = -s <g, h> / q,   dw = <g, h>
 
-    where dh is summed over the channels. Of `recompute_every` states in a row only the first is kept (`ops.recompute`).
+    where dh is summed over the channels. Keeps only the first of every `recompute_every` states (`ops.recompute`).
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ def _wide_parts(state: Tensor, y: Tensor, *gates: Tensor | None) -> tuple[Tensor
     present = [gate for gate in gates if gate is not None]
     groups = present[0].shape[-1] if present else 1
     x, h, *_ = promote(state, y, *present)
-    # Not unflatten, which torch cannot batch over gradients.
+    # Not `unflatten`: torch cannot batch it over gradients.
     channels = 1 if state.dim() == y.dim() else state.shape[-2]
     size = (groups, y.shape[-1] // groups)
     return x.reshape(*y.shape[:-1], channels, *size), h.reshape(*y.shape[:-1], 1, *size)

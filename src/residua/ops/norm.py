@@ -17,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, *, reco
 
     x: (..., dim), weight: (dim,) or None for 1; gains keep their precision if x is narrower. Computed in at least
     float32; returns the shape and dtype of `x`. With `recompute` the backward pass recomputes the result instead of
-    keeping it, and x too if possible. An x that is not kept is recomputed in any case. Every bit is the same.
+    keeping it, and x too if possible. Without it, x is still recomputed if it was not kept. Every bit is the same.
     """
     compiling = torch.compiler.is_compiling()
     if (recompute or not is_kept(x)) and torch.is_grad_enabled() and not compiling and not transformed():
@@ -68,8 +68,8 @@ class _MeanSquare(Function):
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """Return w (x - mean) / sqrt(variance + eps) + b over the last axis, in at least float32 (arXiv 1607.06450).
 
-    x: (..., dim), weight and bias: (dim,). Returns (..., dim) in the widest dtype, at least float32. For the backward
-    pass x is kept, in its own dtype, and not the result, which a linear map behind it needs.
+    x: (..., dim), weight and bias: (dim,). Returns (..., dim) in the widest dtype, at least float32. The backward pass
+    keeps x, in its own dtype, but not the result (a linear map that follows may keep that).
     """
     return applied(_LayerNorm, x, weight, bias, new_symbol(eps))
 

@@ -21,8 +21,8 @@ CayleyStart = Literal["linear", "identity"]
 def _sheared(u: Tensor, v: Tensor) -> Tensor:
     """w = v - s u with the s that makes w . u = 0: u w^T - w u^T = u v^T - v u^T for every s.
 
-    In terms of v, mu^2 = |u|^2 |v|^2 - (u . v)^2 and A^2 lose their digits to cancellation if u and v are almost
-    parallel. The operator does not depend on s, so no gradient has to flow through it.
+    Computed from v, mu^2 = |u|^2 |v|^2 - (u . v)^2 and A^2 lose their digits to cancellation if u and v are almost
+    parallel. The operator does not depend on s, so no gradient has to flow through s.
     """
     for _ in range(2):  # the second pass removes the rest of u that rounding left
         with torch.no_grad():
@@ -72,7 +72,7 @@ def cayley(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """Q = (I + M)^{-1} (I - M) with M = beta/2 A, A = u v^T - v u^T: a rotation of the plane of u and v, exactly.
 
     In closed form, with h = beta/2 and Delta = 1 + h^2 mu^2, mu^2 = |u|^2 |v|^2 - (u . v)^2:
-    Q = I - (2h/Delta) A + (2h^2/Delta) A^2. Orthogonal with determinant 1 for every u, v and beta; I where u and v are
+    Q = I - (2h/Delta) A + (2h^2/Delta) A^2. Orthogonal with determinant 1 for every u, v and beta; I if u and v are
     parallel or beta = 0. u, v: (..., n), beta: (...). Returns (..., n, n) in the widest dtype of the three.
     arXiv 2605.06729 (the operator), derived (the closed form).
     """
@@ -90,7 +90,7 @@ def cayley_apply(x: Tensor, u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
 def cayley_angle(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     """Return the angle 2 arctan(beta mu / 2) in (-pi, pi) radians by which `cayley(u, v, beta)` turns u towards v.
 
-    Q has the eigenvalues e^{+-i angle} and, n - 2 times, 1; the angle pi, eigenvalue -1, is never reached.
+    Q has the eigenvalues e^{+-i angle}, and 1 (n - 2 times); the angle pi, eigenvalue -1, is never reached.
     u, v: (..., n), beta: (...). Returns (...) in the widest dtype. mu = sqrt(|u|^2 |v|^2 - (u . v)^2) has a kink where
     u and v are parallel; its derivative there is taken as 0.
     """
@@ -120,8 +120,9 @@ def iterative_cayley(w: Tensor, alpha: float = 0.1, steps: int = 2, start: Cayle
     """`steps` times Y <- I + alpha/2 W (I + Y), whose fixed point is `cayley_transform(w, alpha)`.
 
     Y starts from I + alpha W (`linear`, arXiv 2602.18308) or from I (`identity`, the reflection experiment of
-    arXiv 2605.06729). Orthogonal only as nearly as the steps bring it, and they converge only for alpha mu < 2, i mu
-    the largest eigenvalue of W. w: (..., n, n), skew. Returns the same shape and dtype; float32 at least inside.
+    arXiv 2605.06729). The result is orthogonal in the limit of many steps. They converge only for alpha mu < 2, with
+    i mu the largest eigenvalue of W. w: (..., n, n), skew. Returns the same shape and dtype; computed in at least
+    float32.
     """
     expect_shape("w", w, (*w.shape[:-1], w.shape[-2]), "(..., n, n)")
     wide = at_least_float32(w)
@@ -165,9 +166,9 @@ def hybrid(x: Tensor, u: Tensor, v: Tensor, beta: Tensor, k: Tensor, gamma: Tens
 
 
 def gate_penalty(gamma: Tensor) -> Tensor:
-    """4 gamma (1 - gamma), which is |G^T G - I|_2 of `hybrid`: 0 where the gate is 0 or 1, 1 in the middle.
+    """4 gamma (1 - gamma), which is |G^T G - I|_2 of `hybrid`: 0 for a gate of 0 or 1, and 1 for 1/2.
 
-    The middle is a maximum, so a gate of exactly 1/2 has gradient 0. Same shape and dtype as gamma. arXiv 2605.06729.
+    It is largest at 1/2, so a gate of exactly 1/2 has gradient 0. Same shape and dtype as gamma. arXiv 2605.06729.
     """
     wide = at_least_float32(gamma)
     return (4 * wide * (1 - wide)).to(gamma.dtype)

@@ -16,10 +16,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def promote(*tensors: Tensor) -> list[Tensor]:
-    """Promote all tensors to one dtype: the widest among them and float32."""
+    """Return all tensors in the widest of their dtypes, at least float32."""
     dtype = tensors[0].dtype
     if dtype in (torch.float32, torch.float64) and all(x.dtype == dtype for x in tensors):
-        return list(tensors)  # promote_types costs as much as some operations on one token
+        return list(tensors)  # for one token, promote_types takes as long as an operation
     dtype = torch.float32
     for x in tensors:
         dtype = torch.promote_types(dtype, x.dtype)
@@ -27,15 +27,15 @@ def promote(*tensors: Tensor) -> list[Tensor]:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products of the features summed up, (..., d) -> (...): a sum, which a compiler fuses with others."""
+    """Return the inner product over the features, (..., d) -> (...): as a sum, which a compiler can fuse."""
     return (a * b).sum(-1)
 
 
 def new_symbol(x: float) -> float:
-    """Return x, as a new symbol for a compiler.
+    """Return x as a new symbol for a compiler.
 
-    Dynamo treats a number that it has met with two values as a symbol, and (torch 2.13) cannot pass one symbol to more
-    than one autograd function.
+    Dynamo treats a number as a symbol once it has seen it with two values, and (torch 2.13) cannot pass one symbol to
+    more than one autograd function.
     """
     return x * 1.0 if torch.compiler.is_compiling() else x
 
@@ -53,8 +53,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 _AS_IT_IS = nullcontext()
 
-FEW = 8  # outputs of a linear map: up to here, once compiled, sums of products cost less than a matrix product
-FEW_TOKENS = 8  # of several streams: up to here, in eager mode, fewer operations matter more than fewer bytes
+FEW = 8  # outputs of a linear map: up to this many, compiled sums of products cost less than a matrix product
+FEW_TOKENS = 8  # of several streams: up to this many, in eager mode, fewer operations matter more than fewer bytes
 
 
 def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,8 +64,8 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     Returns (..., out_features) in float32, or float64 if x or weight is float64.
     """
     if torch.compiler.is_compiling() and weight.shape[0] <= FEW and torch.is_grad_enabled():
-        # A compiler fuses sums into the loops around them; for a product it would write a widened copy of x. (For the
-        # one token of a generation step, a product is faster.)
+        # A compiler fuses sums into the loops around them; for a product it would write a widened copy of x. (For a
+        # single token in generation, a product is faster.)
         wide_x, wide_weight = promote(x, weight)
         y = torch.stack([(wide_x * wide_weight[i]).sum(-1) for i in range(weight.shape[0])], -1)
         return y if bias is None else y + bias.to(y.dtype)
@@ -76,7 +76,7 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias` in the dtype of autocast, or of weight: PyTorch's map, which recomputes x if it can.
+    """Return `x @ weight.T + bias` as PyTorch does, in the dtype of autocast or of weight; recompute x if possible.
 
     x: (..., in_features); weight: (out_features, in_features); bias: (out_features,) or None. Returns
     (..., out_features).
@@ -116,7 +116,7 @@ class _Linear(Function):
 
 
 class _WideLinear(_Linear):
-    """In at least float32. A widened copy of x would take twice the memory."""
+    """Compute in at least float32, without keeping a widened copy of x, which would take twice the memory."""
 
     @staticmethod
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,13 +1,13 @@
 """Recompute states in the backward pass instead of keeping them.
 
-The gradient of a write or of a read needs the state before it. A write is linear in the state and needs little else, so
-it is enough to keep one state in several and to replay the writes since: the same operations on the same numbers, hence
-the same bits. Autograd's graph records the writes to replay: the input of a write is the output of the write before
-it, whose node holds the direction and the step.
+The gradient of a write or of a read needs the state before it. A write is linear in the state and needs little else. It
+is therefore enough to keep one state in several and to replay the writes since then: the same operations on the same
+numbers give the same bits. Autograd's graph records the writes to replay: the input of a write is the output of the
+previous write, and the node of that write holds its direction and step.
 
-An autograd function saves its tensors with `save_state` in its forward pass, and gets them back with `release` in its
-backward pass. If its result can be recomputed from them, it also gives the function that does, `replay`. A cheap
-function of a state, such as its norm, can be replayed too (`ops.derived`).
+An autograd function saves its tensors with `save_state` in its forward pass, and gets them back from `release` in its
+backward pass. If its result can be recomputed from these tensors, it also passes the function `replay` that does so. A
+cheap function of a state, such as its norm, can be replayed too (`ops.derived`).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +33,17 @@ def save_state(
 ) -> None:
     """Save tensors for the backward pass of the function of `ctx`, except inputs that other nodes can recompute.
 
-    inputs: how many of them, the first, are the first tensors that the function takes; None for one it does not need
+    tensors: the first `inputs` are the first tensors that the function takes, or None if it does not need them
     replay: returns the first result of the function, given `tensors`; readers of the result then need not keep it
     every: for a write, one state in this many is kept along a chain; None for a reader and a cheap function
 
-    Sets on the node: `shapes`, of the inputs to recompute, () in a compiled graph, which keeps all that it needs;
-    `age`, the writes to replay for its result; `replay`, None if readers must keep the result; `recomputed`, the result
-    after it was recomputed; `opened`, the saved tensors after they were read; `checkpoint`, the activation checkpoint
-    in which the function ran.
+    Sets these attributes of the node:
+        shapes: of the inputs to recompute; () in a compiled graph, which keeps every tensor that it needs
+        age: the number of writes to replay for its result
+        replay: None if readers must keep the result
+        recomputed: the result, once it has been recomputed
+        opened: the saved tensors, once they have been read
+        checkpoint: the activation checkpoint in which the function ran
     """
     if isinstance(ctx, Unrecorded):
         return
@@ -58,7 +61,7 @@ def save_state(
 
 
 def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
-    """Return the tensors that `save_state` was given, with inputs that were not kept recomputed.
+    """Return the tensors that `save_state` was given, after recomputing the inputs that were not kept.
 
     For the backward pass of `ctx`: all consumers have run, so the result can be freed. The node that made an input
     holds it until its own backward pass, for other readers.
@@ -66,8 +69,8 @@ def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
     needed: whether to recompute each input; all by default.
 
     Raises:
-        RuntimeError: the gradient itself is to be differentiated, and a write would have to be replayed: a recomputed
-            state has no history.
+        RuntimeError: the gradient is to be differentiated again and needs the replay of a write, but a recomputed state
+            has no history.
     """
     ctx.recomputed = None
     saved = _loaded(ctx, needed)
@@ -76,7 +79,7 @@ def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
 
 
 def _loaded(node: Any, needed: Sequence[bool] = ()) -> list[Any]:
-    if node.opened is None:  # activation checkpointing hands out saved tensors only once
+    if node.opened is None:  # activation checkpointing hands saved tensors out only once
         node.opened = node.saved_tensors
     saved = list(node.opened)
     for i, shape in enumerate(node.shapes):
@@ -86,43 +89,43 @@ def _loaded(node: Any, needed: Sequence[bool] = ()) -> list[Any]:
 
 
 def is_kept(x: Tensor) -> bool:
-    """Return whether a reader must keep x, because nothing can recompute it."""
+    """Return whether a reader must keep x because nothing can recompute it."""
     return _maker(x) is None
 
 
 def cut(state: Any) -> Any:
-    """Return the same state, a tensor or a pytree, detached from the chain of writes, so that it is kept."""
+    """Return the same state, a tensor or a pytree, as the start of a new chain of writes, so that it is kept."""
     return tree_map(lambda x: x[...], state)
 
 
 def expect_first_derivative() -> None:
     """Raise RuntimeError inside a backward pass with `create_graph=True`."""
     if torch.is_grad_enabled():
-        raise RuntimeError("a recomputed state has first derivatives only: use recompute='none' to differentiate twice")
+        raise RuntimeError("a recomputed state has only first derivatives: use recompute='none' to differentiate twice")
 
 
 def _maker(x: Tensor | None, every: int | None = None) -> Any:
-    """Return the node that made x and can recompute it, with fewer than `every` writes; None if x must be kept."""
-    if x is None or torch.compiler.is_compiling():  # a compiler sees no graph, and itself decides which tensors to keep
+    """Return the node that made x and can recompute it by fewer than `every` writes; None if x must be kept."""
+    if x is None or torch.compiler.is_compiling():  # a compiler sees no graph, and decides which tensors to keep
         return None
     if x.grad_fn is None or x._version:  # changed in place since it was written, unseen by autograd
         return None
     node = _behind((x.grad_fn, x.output_nr))
     if getattr(node, "replay", None) is None or (every is not None and node.age >= every):
         return None
-    # Reading tensors that a node of another checkpoint saved would run its layer again, whose weights may be sharded
-    # by then.
+    # Reading the saved tensors of a node in another checkpoint would run its layer again, and the weights of that layer
+    # may be sharded by then.
     return node if node.checkpoint in (None, _checkpoint()) else None
 
 
 def _checkpoint() -> Any:
-    """Return the hook by which the running activation checkpoint takes saved tensors; None outside of one."""
+    """Return the hook by which the current activation checkpoint takes saved tensors; None outside of one."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def _recomputed(node: Any) -> Tensor:
-    """Return the result of a node, recomputed; with a history if the gradient is to be differentiated."""
+    """Return the recomputed result of a node, with a history if the gradient is to be differentiated."""
     if torch.is_grad_enabled():
         if node.age:
             expect_first_derivative()
@@ -133,7 +136,7 @@ def _recomputed(node: Any) -> Tensor:
 
 
 def _behind(edge: tuple[Any, int]) -> Any:
-    """Return the node whose first output this edge is, or None, looking through nodes that only pass it on."""
+    """Return the node whose first output this edge is, past nodes that only pass it on; None if there is none."""
     node, output = edge
     while node is not None and node.name() in PASSES_THROUGH:
         node, output = node.next_functions[output]

@@ -1,4 +1,4 @@
-"""Checks of shapes that PyTorch would silently broadcast to another result."""
+"""Check shapes that PyTorch would silently broadcast to another result."""
 
 from collections.abc import Sequence
 
@@ -24,6 +24,6 @@ def expand_leading(name: str, x: Tensor, leading: Sequence[int], trailing: Seque
     fits = len(shape) == len(expected) and shape[len(leading) :] == tuple(trailing)
     if not fits or any(size not in (1, target) for size, target in zip(shape, leading)):
         raise ValueError(
-            f"{name} must be {meaning} = {expected}, where a leading axis may be 1 or missing, got {tuple(x.shape)}"
+            f"{name} must be {meaning} = {expected}, with leading axes that may be 1 or missing, got {tuple(x.shape)}"
         )
     return x.expand(expected)

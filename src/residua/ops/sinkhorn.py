@@ -16,7 +16,7 @@ from residua.ops.shapes import expect_shape
 from residua.ops.transforms import Function, applied
 
 Order = Literal["rows", "columns"]
-"""Which sums `sinkhorn` divides by first; the others are 1 at the end."""
+"""The sums that `sinkhorn` divides by first; the other sums are 1 at the end."""
 
 
 def sinkhorn(
@@ -25,9 +25,9 @@ def sinkhorn(
     """exp(L) scaled to row and column sums of 1: each iteration divides by the row sums, then by the column sums.
 
     In the log domain, L <- L - logsumexp(L, rows), L <- L - logsumexp(L, columns): logits of any size stay finite.
-    At the end the columns sum to 1, and the rows as nearly as the iterations brought them. With order="columns" it
-    divides by the column sums, then by the row sums, and the rows are exact: M <- T_r(T_c(M)), arXiv 2512.24880
-    equation 9 (20 iterations). logits: (..., n, n); returns the same shape and dtype, computed in at least float32.
+    At the end the columns sum to 1, and the rows sum to 1 up to the remaining error. With order="columns" it divides by
+    the column sums, then by the row sums, and the rows are exact: M <- T_r(T_c(M)), arXiv 2512.24880 equation 9
+    (20 iterations). logits: (..., n, n); returns the same shape and dtype, computed in at least float32.
     `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
@@ -49,7 +49,7 @@ def sinkhorn(
 class _Sinkhorn(Function):
     """logits: (n, n, ...). A step takes L to L' = L - logsumexp(L), and its gradient G' to G = G' - exp(L') sum(G').
 
-    Written out because autograd takes twice the time and keeps every step; here the backward pass makes them again.
+    Written out because autograd takes twice the time and keeps every step; here the backward pass recomputes the steps.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class _Sinkhorn(Function):
 
 
 def _normalised(log: Tensor, iterations: int) -> list[Tensor]:
-    """Return the logits after every division, by rows (axis 1) and columns (axis 0) in turn."""
+    """Return the logits after every division, in turn by row sums (axis 1) and column sums (axis 0)."""
     steps = []
     for axis in (1, 0) * iterations:
         largest = log.amax(axis, keepdim=True)
@@ -124,7 +124,7 @@ class _GuardedSinkhorn(Function):
 
 
 def _divided(logits: Tensor, iterations: int, eps: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return the softmax by rows (axis 1), and divisor and result of every division, by columns (axis 0) first."""
+    """Return the softmax over rows (axis 1), and divisor and result of every division, column sums (axis 0) first."""
     rows = logits.softmax(1)
     matrix, steps = rows + eps, []
     for i in range(2 * iterations - 1):

@@ -24,7 +24,7 @@ def stream_read(streams: Tensor, weights: Tensor) -> Tensor:
 def _read(streams: Tensor, weights: Tensor) -> Tensor:
     wide_streams, wide_weights = promote(streams, weights)
     few = not torch.compiler.is_compiling() and streams.shape[:-2].numel() <= FEW_TOKENS
-    if few or transformed():  # transforms know no sums in place
+    if few or transformed():  # transforms do not support sums in place
         return (wide_streams * wide_weights).sum(-2).to(streams.dtype)
     x = wide_streams[..., 0, :] * wide_weights[0]
     for j in range(1, weights.shape[0]):
@@ -74,7 +74,7 @@ def channel_taps(conv: Tensor, read: Tensor, *, causal: bool = False) -> Tensor:
         raise ValueError(f"conv must be a kernel of at most {num_streams} taps, one for each stream, got {kernel}")
     conv, read = promote(conv, read)
     shift = kernel - 1 if causal else (kernel - 1) // 2
-    # Row j of the windows holds read[j - i + shift] for every tap i, the last one first. A matrix product, because a
+    # Row j of the windows holds read[j - i + shift] for every tap i, last tap first. A matrix product, because a
     # compiler would recompute a sum for every token that the weights are used on.
     windows = F.pad(read, (kernel - 1 - shift, shift)).unfold(0, kernel, 1)
     return _product(windows, conv.flip(0))
@@ -128,8 +128,8 @@ def hyper_write(
     streams. Returns (..., n, d) in the dtype of `streams`; computed in at least float32. Raises ValueError for other
     shapes. arXiv 2409.19606, 2512.24880.
 
-    `recompute_every` is as in `delta_write`: of the states along a chain of writes only every m-th is kept for the
-    backward pass; y is not kept if it can be recomputed. The Triton kernel keeps every state. `implementation`: see
+    `recompute_every` = m, as in `delta_write`: only every m-th state along a chain of writes is kept for the backward
+    pass; y is not kept if it can be recomputed. The Triton kernel keeps every state. `implementation`: see
     `ops.dispatch.choose`.
     """
     *leading, n, d = streams.shape
@@ -178,7 +178,7 @@ class _Mix(Function):
 
 
 class _HyperWrite(Function):
-    """Of `recompute_every` states in a row only the first is kept (`ops.recompute`)."""
+    """Keep only the first of every `recompute_every` states in a chain (`ops.recompute`)."""
 
     @staticmethod
     def plain(streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor, recompute_every: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Autograd functions whose gradients are written out, and the transforms that need plain operations instead.
 
 A written-out gradient saves memory and time in training. `torch.func` (vmap, grad, jacrev, jvp, hessian) and forward
-mode derive their own rules from operations that they know, so a function steps aside for them.
+mode derive their own rules from operations that they know, so inside them the plain operations run instead.
 """
 
 from typing import Any
@@ -21,18 +21,19 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> Any:
-        """Return autograd's own key, when compiled autograd records the backward pass of an eager forward pass.
+        """Return autograd's own key; in compiled autograd, first read the tensors of a node that may be replayed.
 
-        It frees saved tensors before the recorded graph runs, so nodes that may be replayed (`ops.recompute`) read
-        theirs now. In an activation checkpoint they can be read only once.
+        Compiled autograd asks for the key when it records the backward pass of an eager forward pass. It frees saved
+        tensors before the recorded graph runs. In an activation checkpoint they can be read only once. `ops.recompute`
+        describes the replay.
         """
         if getattr(ctx, "replay", None) is not None and ctx.checkpoint is None and ctx.opened is None:
             ctx.opened = ctx.saved_tensors
         return torch.autograd.Function._compiled_autograd_key(ctx)
 
     if torch.__version__.startswith("2.11."):
-        # pytorch/pytorch#180642: compiled, a result that the forward pass has under two names has no gradient, without
-        # an error. `x.to(dtype)` of a tensor with that dtype is such a result; a view of it is not.
+        # pytorch/pytorch#180642: if a compiled forward pass has two names for its result, the result silently gets no
+        # gradient. `x.to(dtype)` of a tensor that has this dtype already is such a result; a view of it is not.
         def __init_subclass__(cls, **options: Any) -> None:
             super().__init_subclass__(**options)
             if "forward" in vars(cls):
@@ -46,7 +47,7 @@ class Function(torch.autograd.Function):
 
 
 class Unrecorded:
-    """The context of a function that runs without gradients: it keeps nothing."""
+    """The context of a function that runs without gradients and keeps nothing."""
 
     needs_input_grad: tuple[bool, ...] = ()
 
@@ -57,9 +58,9 @@ class Unrecorded:
 
 
 def applied(function: type[Function], *args: Any) -> Any:
-    """Return `function` of args, from its `plain` form inside a transform, and without autograd's record if not needed.
+    """Return `function` of args: in its `plain` form inside a transform, and unrecorded if autograd needs no record.
 
-    The record of one function costs a generation step more than some operations on its token.
+    In generation, recording one function takes longer than several operations on the token.
     """
     if transformed():
         return function.plain(*args)
@@ -69,7 +70,7 @@ def applied(function: type[Function], *args: Any) -> Any:
 
 
 def transformed() -> bool:
-    """Return whether a transform of `torch.func` or forward-mode differentiation is at work."""
+    """Return whether this code runs inside a transform of `torch.func` or forward-mode differentiation."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

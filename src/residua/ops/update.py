@@ -22,7 +22,7 @@ def scaled_sum(terms: Sequence[Tensor], scales: Sequence[Tensor | None]) -> Tens
         expect_shape("terms", term, terms[0].shape, "the shape of the first")
         if scale is not None and scale.dim():
             expect_shape("scales", scale, terms[0].shape[-1:], "() or (dim,)")
-    if torch.compiler.is_compiling():  # it fuses the sum, and takes no function with one tensor twice
+    if torch.compiler.is_compiling():  # it fuses the sum, and fails if a function gets one tensor twice
         return _ScaledSum.plain(*terms, *scales)
     return applied(_ScaledSum, *terms, *scales)
 
@@ -54,7 +54,7 @@ class _ScaledSum(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         count = len(ctx.dtypes)
-        saved = ctx.saved_tensors  # read once: activation checkpointing hands them out only once
+        saved = ctx.saved_tensors  # read once: activation checkpointing hands saved tensors out only once
         terms, scales = saved[:count], saved[count:]
         grad_terms: list[Tensor | None] = []
         grad_scales: list[Tensor | None] = []
@@ -81,8 +81,8 @@ def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e
     e = 1 is the orthogonal update (arXiv 2505.11881), e = 0 the plain sum to the last bit, e = -1 doubles that share.
     state x and y = h: (..., dim); gate e: (..., groups), whose leading axes may be 1 or missing: each of the `groups`
     equal groups of features has its own projection and gate. Computed in at least float32; returns (..., dim) in the
-    dtype of the state. The backward pass keeps x and h as they are, and two numbers for each group of a token. Raises
-    ValueError for other shapes.
+    dtype of the state. The backward pass keeps x and h in their own dtype, and two numbers for each group of a token.
+    Raises ValueError for other shapes.
     """
     expect_shape("y", y, state.shape, "the shape of the state")
     gate = expand_leading("gate", gate, state.shape[:-1], gate.shape[-1:], "(..., groups)")
@@ -135,9 +135,9 @@ class _OrthogonalUpdate(Function):
 
 
 def _of_groups(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors (..., dim) as (..., groups, dim / groups) and the gate, the last, as it is; at least float32."""
+    """Return tensors (..., dim) as (..., groups, dim / groups), and the gate unchanged, all in at least float32."""
     *parts, gate = promote(*tensors)
-    # Not unflatten, which torch cannot batch over gradients.
+    # Not `unflatten`: torch cannot batch it over gradients.
     groups = gate.shape[-1]
     return [*(part.reshape(*part.shape[:-1], groups, part.shape[-1] // groups) for part in parts), gate]
 

@@ -1,7 +1,7 @@
-"""Triton kernels of operations in `residua.ops`, under the same names; the operation with `implementation=` runs them.
+"""Triton kernels for operations of `residua.ops`, under the same names. `implementation=` of an operation selects them.
 
 Importing this package needs triton; importing residua does not. All arithmetic is in float32, whatever the dtype of the
-tensors. Every kernel is a custom operator of torch.library, so that torch.compile meets no graph break.
+tensors. Every kernel is a custom operator of torch.library, so that torch.compile has no graph break.
 """
 
 try:

@@ -40,8 +40,8 @@ def empty(like: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype |
 def operator(name: str) -> Callable[[Callable], Any]:
     """Register a function as the custom operator residua::name, which torch.compile calls without looking inside.
 
-    The compiler runs the same function on fake tensors for the shapes of the results: if `runs` is False it must
-    return them, and launch nothing.
+    The compiler runs the same function on fake tensors to get the shapes of the results. If `runs` is False, the
+    function must return tensors of these shapes without launching a kernel.
     """
 
     def register(function: Callable) -> Any:
@@ -53,12 +53,12 @@ def operator(name: str) -> Callable[[Callable], Any]:
 
 
 def runs(x: Tensor) -> bool:
-    """Return whether there are numbers to compute: x is neither empty nor fake."""
+    """Return whether x has numbers to compute with: it is neither empty nor fake."""
     return not isinstance(x, FakeTensor) and not x.is_meta and x.numel() > 0
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int) -> None:
-    """Run a kernel on the device of its first argument, whatever the current device is."""
+    """Run a kernel on the device of its first argument, not on the current device."""
     x = arguments[0]
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         kernel[grid](*arguments, num_warps=num_warps)

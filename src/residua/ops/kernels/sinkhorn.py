@@ -1,6 +1,6 @@
 """Sinkhorn's iteration in Triton: forward it moves 2 n^2 numbers per token, backward 3 n^2.
 
-Backward, a program also writes 2 n numbers per iteration and reads them again.
+Backward, a program also writes 2 n numbers per iteration and reads them back.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from residua.ops.kernels.launch import empty, launch, operator, runs
 #
 # Autograd would keep every step for the backward pass, 2 n^2 numbers per iteration, although the streams themselves are
 # only n d. Here only the logits are kept. The backward kernel runs the iterations again and stores the divisors of each
-# step in scratch memory: multiplied by them, the matrix after a step is the matrix before it.
+# step in scratch memory: multiplying the matrix after a step by them gives the matrix before it.
 NUMBERS = 256  # in the matrices of a program
 
 
@@ -43,7 +43,7 @@ def without_padding(log, row, column, N: tl.constexpr):
 def divided(log, line, AXIS: tl.constexpr, N: tl.constexpr):
     """Return log - logsumexp(log) along an axis, as log - largest - log(total) with `total` at least 1.
 
-    `line` numbers the rows or columns that are summed; from N on they are padding without a largest number.
+    `line` numbers the rows or columns that are summed; from N on they are padding, which has no largest number.
     """
     largest = tl.maximum(tl.max(log, AXIS, keep_dims=True), -3e38)
     log = log - largest
@@ -92,7 +92,7 @@ def _backward(
     log = without_padding(load_matrices(logits, token, tokens, row, column, N), row, column, N)
     for i in range(iterations):
         log, largest, total = divided(log, row, 2, N)
-        # From the second step on nothing exceeds 1; the first divisor, which may have any size, is not used.
+        # From the second step on no entry exceeds 1. The first divisor, which may have any size, is not used.
         tl.store(sums + 2 * i * N + row, tl.exp(tl.minimum(largest, 1.0)) * total, mask=of_rows)
         log, largest, total = divided(log, column, 1, N)
         tl.store(sums + (2 * i + 1) * N + column, tl.exp(largest) * total, mask=of_columns)
@@ -118,7 +118,7 @@ def cut(n: int, tokens: int) -> tuple[int, int, int]:
 
 @operator("sinkhorn")
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Compute `ops.sinkhorn`, with one derivative: of the iterations, not of their limit."""
+    """Compute `ops.sinkhorn`, with a first derivative: that of the iterations, not of their limit."""
     matrices = empty(logits)
     if runs(logits):
         n = logits.shape[-1]

@@ -1,11 +1,11 @@
 """Reading, mixing and writing n streams in Triton, with coefficients of each token or shared by tokens.
 
-For one token of n streams of d numbers, a read moves n d + d of them forward and 2 n d + d backward, a mix 2 n d and
-3 n d, a write 2 n d + d and 3 n d + 2 d, or, without mixing, 2 n d + d and n d + 2 d. To these come the
-coefficients, at most n^2 + n numbers per token each way.
+Numbers moved for one token of n streams of d numbers, forward and backward, without the coefficients (at most n^2 + n
+per token each way): a read n d + d and 2 n d + d; a mix 2 n d and 3 n d; a write 2 n d + d and 3 n d + 2 d, or, without
+mixing, 2 n d + d and n d + 2 d.
 
-Each has one derivative, and a gradient has the dtype of its tensor. The backward pass keeps the inputs, and the streams
-only with h_res.
+All have only first derivatives, and a gradient has the dtype of its tensor. The backward pass keeps the inputs, but
+the streams only if there is an h_res.
 """
 
 import math
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from residua.ops.kernels.launch import empty, launch, operator, runs, token_rows
 
-# One program is one token and one warp. It goes along the columns with the rows of all streams in registers: a product
-# of matrices this small is sums of rows times numbers, which need no other thread. Only sums along the columns do, for
-# the gradients of coefficients; each thread keeps its part of them until the last column. They fit into registers for
-# up to 8 streams, by compiling for compute capability 9.0; more streams work, but spill some in the backward write.
+# One program is one token and one warp. It goes along the columns with the rows of all streams in registers. A product
+# of matrices this small is a few sums of scaled rows, for which a thread needs no other thread. Only the gradients of
+# coefficients are sums along the columns; each thread keeps its part of them until the last column. If compiled for
+# compute capability 9.0, they fit into registers for up to 8 streams; with more, the backward write spills some.
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def _write_backward(
 
 
 class _Shared(NamedTuple):
-    """Coefficients as rows that tokens share: token t has row (t // every) % count of the contiguous `numbers`."""
+    """Coefficients in rows that tokens share: token t has row (t // every) % count of the contiguous `numbers`."""
 
     numbers: Tensor | None
     every: int
@@ -259,7 +259,7 @@ def _shared(x: Tensor | None, leading: Sequence[int], axes: int) -> _Shared:
 
 
 def _of_tokens(x: Tensor | None, leading: Sequence[int], axes: int) -> Tensor | None:
-    """Allocate the gradient of every token's coefficients, in float32 if several tokens will be added."""
+    """Allocate the gradient of every token's coefficients, in float32 if the gradients of tokens will be summed."""
     if x is None:
         return None
     shape = (*leading, *x.shape[x.dim() - axes :])
@@ -278,7 +278,7 @@ def _rows(x: Tensor | None, width: int) -> tuple[Tensor | None, Sequence[int]]:
 
 
 class Columns(NamedTuple):
-    """How many columns a warp takes at a time, and how many of them each of its threads takes."""
+    """The number of columns that a warp takes at a time, and the number for each of its threads."""
 
     block: int
     group: int
