@@ -156,34 +156,35 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_model_is(folder, 
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "status", "says"),
     [
-        ("llama", ["llama: converts with equal outputs"]),
-        ("bert", ["bert: does not convert: layer 0 (BertLayer) normalises its residual"]),
-        ("t5", ["t5: decoder: converts", "t5: encoder: converts"]),
-        ("siglip", ["siglip_vision_model: converts"]),
-        ("gpt-neox", ["gpt_neox: converts"]),
+        ("llama", 0, ["llama: converts with equal outputs"]),
+        ("bert", 1, ["bert: does not convert: layer 0 (BertLayer) normalises its residual"]),
+        ("t5", 0, ["t5: decoder: converts", "t5: encoder: converts"]),
+        ("siglip", 0, ["siglip_vision_model: converts"]),
+        ("gpt-neox", 0, ["gpt_neox: converts"]),
+        ("Qwen3", 0, ["qwen3: converts"]),
     ],
 )
-def test_check_says_in_one_line_whether_a_model_type_converts(model, says, capsys):
-    assert main(["convert", "--check", model]) == 0
+def test_check_says_in_one_line_and_by_its_status_whether_a_model_type_converts(model, status, says, capsys):
+    assert main(["convert", "--check", model]) == status
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(says)
     assert all(line.startswith(begin) for line, begin in zip(lines, says))
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "status", "says"),
     [
-        ({"model_type": "qwen3"}, "qwen3: converts with equal outputs"),
-        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, "quantised (awq)"),
-        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}, "mine is code of its own"),
-        ({"model_type": "residua"}, "has its connections already"),
+        ({"model_type": "qwen3"}, 0, "qwen3: converts with equal outputs"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, 1, "quantised (awq)"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}, 1, "mine is code of its own"),
+        ({"model_type": "residua"}, 1, "has its connections already"),
     ],
 )
-def test_check_reads_the_configuration_of_a_folder(config, says, tmp_path, capsys):
+def test_check_reads_the_configuration_of_a_folder(config, status, says, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["convert", str(tmp_path), "--check"]) == 0
+    assert main(["convert", str(tmp_path), "--check"]) == status
     (line,) = capsys.readouterr().out.splitlines()
     assert says in line
 
@@ -192,6 +193,18 @@ def test_check_reads_the_configuration_of_a_folder(config, says, tmp_path, capsy
     ("arguments", "says"),
     [
         (["--check", "lama"], "did you mean llama?"),
+        (
+            ["--check", "models/nothing"],
+            "models/nothing must be a folder with a model, or a model type of transformers",
+        ),
+        (
+            ["--check", "gpt5"],
+            "gpt5 must be a folder with a model, or a model type that was tried (see docs/families.md)\n",
+        ),
+        (
+            ["--check", "smollm2"],
+            "smollm2 must be a folder with a model, or a model type that was tried (see docs/families.md)\n",
+        ),
         (["llama"], "--connection must be given, or --check"),
         (["llama", "--connection", "ihc"], "--out must be given, or --check"),
     ],

@@ -1,9 +1,11 @@
 """The command `residua convert`."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Literal
 
+from residua.commands.base import FAILED, expect_path
 from residua.connections.names import canonical
 from residua.errors import InputError, did_you_mean, mapping
 from residua.files.reading import read_json
@@ -22,7 +24,7 @@ def convert(
     start: Literal["preserve", "fresh"] = "preserve",
     remote_code: bool = False,
     check: bool = False,
-) -> None:
+) -> int:
     """Give a pretrained model another residual connection.
 
     Examples:
@@ -36,12 +38,14 @@ def convert(
         out (DIR): a new or empty folder
         start: preserve: the outputs stay as before; fresh: connections start as in a new model
         remote_code: let trust_remote_code=True open it, wherever residua is installed, without import residua
-        check: only say whether such a model converts; MODEL may also be a model type of transformers
+        check: only say whether such a model converts, with status 0 if it does and 1 if not; MODEL may also be a model
+            type of transformers
     """
     if check:
-        for line in _checked(model):
+        answers = _checked(model)
+        for line in answers:
             print(one_line(line))
-        return
+        return 0 if all(answers.values()) else FAILED
     if connection is None or out is None:
         missing = "--connection" if connection is None else "--out"
         raise InputError(f"{missing} must be given, or --check to ask whether the model converts")
@@ -63,34 +67,41 @@ def convert(
         (temporary / "README.md").write_text(card, encoding="utf-8")
     print(f"{one_line(folder)}: {type(opened).__name__} with {scheme}, {growth:,} parameters more than {size:,}")
     print(one_line(f"load it with: {'; '.join(loading(folder, remote_code=remote_code))}"))
+    return 0
 
 
-def _checked(model: str) -> list[str]:
-    """Return whether a model type, or the model in a folder, converts: a line for each of its parts.
+def _checked(model: str) -> dict[str, bool]:
+    """Return lines on a model type, or on the model in a folder: one for each part, with whether it converts.
 
-    Raises InputError for a folder without a model, and for a type that the record does not have.
+    Raises InputError for a folder that does not exist or has no model, and for a type that the record does not have.
     """
-    kind, config = model, {}
+    kind, config = model.lower(), {}
     if (folder := Path(model)).is_dir():
         config = mapping(read_json(folder / "config.json"), str(folder / "config.json"))
         kind = str(config.get("model_type"))
         if kind.startswith("residua"):
-            return [f"{model}: has its connections already ({kind})"]
+            return {f"{model}: has its connections already ({kind})": False}
         if quantised := config.get("quantization_config"):
             method = mapping(quantised, "quantization_config").get("quant_method")
-            return [
-                f"{model}: does not convert, because it is quantised ({method}); convert the model it was made from"
-            ]
+            reason = f"because it is quantised ({method}); convert the model it was made from"
+            return {f"{model}: does not convert, {reason}": False}
+    elif folder.name != model:
+        expect_path(model, "a folder with a model, or a model type of transformers such as qwen3")
     rows = _rows()
     found = _found(kind, rows)
     if not found and "auto_map" in config:
-        return [f"{model}: {kind} is code of its own, which was not tried; residua.convert tries any model"]
+        return {f"{model}: {kind} is code of its own, which was not tried; residua.convert tries any model": False}
     if not found:
+        expected = "a model type that was tried" if config else "a folder with a model, or a model type that was tried"
         known = {name.partition(":")[0] for name in rows}
-        raise InputError(
-            f"{kind} must be a model type that was tried{did_you_mean(kind, known)}; docs/families.md has all"
-        )
-    return [f"{name}: {_verdict(row)}" for name, row in found.items()]
+        near = [name for name in known if _digits(name) == _digits(kind)]  # qwen9 is not a misspelt qwen3
+        hint = did_you_mean(kind, near, cutoff=0.8)
+        raise InputError(f"{kind} must be {expected} (see docs/families.md){hint}")
+    return {f"{name}: {_verdict(row)}": row["result"] == "bit-equal" for name, row in found.items()}
+
+
+def _digits(name: str) -> str:
+    return re.sub(r"\D", "", name)
 
 
 def _rows() -> dict[str, dict[str, str]]:
