@@ -311,7 +311,7 @@ WRONG = [
     ("inputs_are_left_alone", scheme_of(InPlace), "in place"),
     ("float64_from_end_to_end", scheme_of(Float32Inside), "made torch.float32"),
     ("narrow_dtypes_come_back_in_their_dtype", scheme_of(Widens), "write changes the dtype torch.bfloat16"),
-    ("weights_and_state_may_differ_in_dtype", scheme_of(Widens), "beside parameters of"),
+    ("weights_and_state_may_differ_in_dtype", scheme_of(Widens), "with parameters of"),
     ("autocast_leaves_the_coefficients_in_float32", scheme_of(BfloatGain), "gain is computed in bfloat16"),
     ("every_parameter_matters_and_gets_a_gradient", scheme_of(Unused), "connections.0.other is not used"),
     ("gradients_are_those_of_finite_differences", scheme_of(WrongGradient), "finite differences: the embedding"),

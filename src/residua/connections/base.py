@@ -8,8 +8,8 @@ connection owns the norm before the sublayer and works in two phases around it:
 
 The state is an opaque pytree of tensors: (batch, seq, dim), (batch, seq, streams, dim), or a tuple that grows with
 depth. Only the scheme looks inside. All other code asks the scheme or the connection: `Scheme.state_spec` for shapes,
-`Connection.shortcut` for the linear map that was applied to the state, `Connection.depth_weights` for the weights of
-earlier sublayers, `Connection.streams` for the streams side by side.
+`Connection.shortcut` for the linear map that was applied to the state, `Connection.depth_weights` for the weights on
+earlier sublayers, `Connection.streams` for the streams as one tensor.
 """
 
 import inspect
@@ -63,9 +63,9 @@ class Carry(NamedTuple):
 class Connection(SelfStarting, ABC):
     """One residual connection around one sublayer. `read` and `write` store nothing on the module.
 
-    Both run inside a call of the module, whoever calls them: hooks on a connection, such as those that gather, move or
-    offload its parameters, run once around a call with a sublayer, and around each phase that is called by itself. For
-    hooks on single modules a connection calls its submodules and never reads their parameters.
+    Both always run inside a call of the module. Hooks on a connection, such as those that gather, move or offload its
+    parameters, therefore run once around a call with a sublayer, and once around a phase that is called directly. So
+    that hooks on submodules run too, a connection calls its submodules and never reads their parameters.
     """
 
     takes: Any = None  # the state before this connection, as `Scheme.state_spec`; `Scheme.build` sets it
@@ -96,21 +96,22 @@ class Connection(SelfStarting, ABC):
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
         """Return the linear map that this connection applies to `state`, for spectra and telemetry.
 
-        state: the input of `read`; carry: its result; y: the sublayer's output. None: only norms are measured.
+        state: the input of `read`; carry: the carry that `read` returned; y: the sublayer's output. If the result is
+        None, only norms are measured.
         """
         return None
 
     def depth_weights(self, carry: Carry) -> DepthWeights | None:
-        """Return the weights with which `read` gathered its sources, for telemetry; `carry` is its result.
+        """Return the weights with which `read` gathered its sources, for telemetry; `carry` comes from `read`.
 
-        None: it read the state as the connection before left it.
+        None if `read` used the state as the previous connection left it.
         """
         return None
 
     def streams(self, state: State) -> Tensor | None:
-        """Return the n streams of a state before or after this connection side by side, (batch, seq, n, dim).
+        """Return the n streams of a state before or after this connection as one tensor, (batch, seq, n, dim).
 
-        None if there are none. By default a state that `state_spec` describes as one tensor (n, dim) is its streams.
+        None if there are none. By default, if `state_spec` describes the state as one tensor (n, dim), return it.
         """
         return state if isinstance(self.takes, TensorSpec) and len(self.takes.shape) == 2 else None
 
@@ -138,7 +139,7 @@ class Connection(SelfStarting, ABC):
         documents: (batch, seq), integers, if rows hold several documents: one number for the tokens of each.
 
         Raises:
-            TypeError, ValueError: the sublayer returns anything but a tensor of this shape, or takes fewer inputs than
+            TypeError, ValueError: the sublayer does not return a tensor of this shape, or takes fewer inputs than
                 `read` returns, or a single token arrives without the memory that this scheme needs.
         """
         expect_callable("sublayer", sublayer)
@@ -165,14 +166,14 @@ def require_inputs(sublayer: Callable[..., Tensor], count: int) -> None:
     function = sublayer.forward if isinstance(sublayer, nn.Module) else sublayer
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without one
+    except ValueError:  # a builtin without a signature
         return
     try:
         signature.bind(*range(count))
     except TypeError:
         name = type(sublayer).__name__ if isinstance(sublayer, nn.Module) else getattr(sublayer, "__name__", "sublayer")
         raise TypeError(
-            f"sublayer: must take {count} inputs, because this scheme reads queries, keys and values apart, got "
+            f"sublayer: must take {count} inputs, because this scheme reads queries, keys and values separately, got "
             f"{name}{signature}; take (q, k, v), or choose an option of the scheme with one input for all"
         ) from None
 
@@ -210,15 +211,15 @@ def expect_embeddings(x: Any, dim: int | None) -> None:
 
 
 class WideParts(nn.Module):
-    """Base of a stream, and of a part of one: the parameters of gates, mappings and filters stay in float32."""
+    """Base of a stream and of its parts: the parameters of gates, mappings and filters stay in float32."""
 
     connections: nn.ModuleList
 
     def float32_parameters(self) -> list[str]:
         """Return the names of the parameters that must stay in float32 if a model is narrowed or quantised.
 
-        They belong to gates, mappings and filters. The others are the norms before the sublayers, and the linear maps
-        that compute in the dtype of their weights, as sublayers do.
+        They belong to gates, mappings and filters. All other parameters belong to the norms before the sublayers, and
+        to linear maps that compute in the dtype of their weights, as sublayers do.
         """
         norms = {id(part) for c in self.connections for part in getattr(c, "norm", nn.Identity()).modules()}
         names = []
@@ -230,7 +231,7 @@ class WideParts(nn.Module):
         return names
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Do as `nn.Module`; warn if `to`, `half` or `bfloat16` narrows gates and mappings."""
+        """Apply `fn` as `nn.Module` does; warn if `to`, `half` or `bfloat16` narrows gates and mappings."""
         names = [name for name in self.float32_parameters() if self.get_parameter(name).dtype == torch.float32]
         super()._apply(fn, recurse)
         narrow = [name for name in names if self.get_parameter(name).dtype in (torch.bfloat16, torch.float16)]
@@ -247,7 +248,7 @@ class WideParts(nn.Module):
 class Stream(WideParts):
     """A built scheme: `expand` makes the state, `connections` (one per sublayer) update it, `collapse` reads it out.
 
-    `expand` and `collapse` take their input and a `Memory` or None.
+    `expand` and `collapse` take two arguments: their input, and a `Memory` or None.
     """
 
     scheme: "Scheme | None" = None  # the scheme that built this stream, and its width; `Scheme.build` sets both
@@ -262,18 +263,18 @@ class Stream(WideParts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        give_places(self.parts)  # of a stream that was pickled without
+        give_places(self.parts)  # the stream was pickled without it
 
     @property
     def parts(self) -> list[nn.Module]:
-        """Expand, every connection and collapse, in this order: the parts that may need a memory (`window` above 0)."""
+        """The parts that may need a memory (`window` above 0): expand, every connection and collapse, in this order."""
         return [self.expand, *self.connections, self.collapse]
 
     def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Return the trainable parameters as groups for an optimizer of torch.
+        """Return the trainable parameters as groups for a torch optimizer.
 
-        Weights of linear maps are decayed. Gains, biases, taps of convolutions and read vectors are not, of any shape:
-        they need not be small.
+        Weights of linear maps are decayed. Gains, biases, taps of convolutions and read vectors of any shape are not
+        decayed, because they need not be small.
         """
         matrices = {id(module.weight) for module in self.modules() if isinstance(module, LINEAR_MAPS)}
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -302,8 +303,8 @@ class Stream(WideParts):
     ) -> Tensor:
         """Run x: (batch, seq, dim) through all sublayers; return (batch, seq, dim), not normalised.
 
-        A scheme that reads single tokens takes any (..., dim). `memory`, `attention_mask` and `documents` are as in
-        `Connection.forward`.
+        A scheme that reads each token independently takes any (..., dim). `memory`, `attention_mask` and `documents`
+        are as in `Connection.forward`.
 
         Raises:
             TypeError, ValueError: x has another shape or dtype; `sublayers` are not a list of callables, one per
@@ -325,7 +326,7 @@ class Stream(WideParts):
 
 
 def counted(name: str, value: Any, least: int) -> int:
-    """Return an argument that must be a whole number, at least `least`. Raises InputError."""
+    """Return an argument that must be a whole number of at least `least`. Raises InputError otherwise."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -338,14 +339,14 @@ def counted(name: str, value: Any, least: int) -> int:
 class Scheme(ABC):
     """A residual scheme with all its options: a frozen dataclass that is its own configuration.
 
-    title, equation, paper, users: shown by `residua schemes`, the paper as `source`, which may depend on the options;
-        users: the models and code that use it, with sources.
+    title, equation, paper, users: shown by `residua schemes`. It shows the paper as `source`, which may depend on the
+        options. users: the models and code that use the scheme, with sources.
     constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
-    derived: for an option that may be None, the options from which it is then derived.
-    published: options whose every value is a published version of the scheme. The kit accepts a module that agrees
-        with any of them, and names it.
-    activations: coefficients that are computed as a sublayer computes, in the dtype of autocast; all others are gates
-        and mappings, in float32 at least.
+    derived: for each option that may be None, the options from which it is then derived.
+    published: options with a published version of the scheme for every value. `check_module` accepts a module that
+        agrees with any of these versions, and names the version.
+    activations: coefficients that are computed like a sublayer, in the dtype of autocast. All others are gates and
+        mappings, in at least float32.
     """
 
     title: ClassVar[str] = ""
@@ -363,7 +364,7 @@ class Scheme(ABC):
             cls.__repr__ = Scheme.__repr__  # type: ignore[method-assign]  # so that `dataclass` does not write one
 
     def __repr__(self) -> str:
-        """Return the class with the options that differ from its defaults, from which Python makes an equal scheme."""
+        """Return Python code that makes an equal scheme: the class with the options that differ from its defaults."""
         in_order = sorted(fields(self), key=lambda field: bool(field.kw_only))  # as the constructor takes them
         values = ((field.name, getattr(self, field.name), field.default) for field in in_order)
         changed = (f"{name}={value!r}" for name, value, default in values if value != default)
@@ -384,12 +385,12 @@ class Scheme(ABC):
 
     @property
     def gates(self) -> Mapping[str, GateFacts]:
-        """The range and the start of the gates of a shortcut, by name; gates without either need no entry."""
+        """The range and the start of the gates of a shortcut, by name; gates with neither need no entry."""
         return {}
 
     @property
     def residual_start(self) -> Mapping[str, Any] | str:
-        """The options of the start that `preserving` gives; if there is none, a text that says why, which may be ""."""
+        """The options of the start that `preserving` gives; if there is no such start, the reason as text, or ""."""
         return ""
 
     def state_spec(self, boundary: int, dim: int) -> Any:
@@ -400,14 +401,14 @@ class Scheme(ABC):
         return TensorSpec((dim,))
 
     def state_size(self, boundary: int, dim: int) -> int:
-        """Return how many numbers the state holds per token after `boundary` sublayers."""
+        """Return the count of numbers that the state holds per token after `boundary` sublayers."""
         return sum(math.prod(spec.shape) for spec in tree_leaves(self.state_spec(boundary, dim)))
 
     def preserving(self) -> "Scheme":
         """Return this scheme with the start from which its stream computes exactly the plain pre-norm residual.
 
-        A pretrained model whose residual is replaced by such a stream gives the same outputs as before, whatever its
-        norms and sublayers are, and every parameter of the connections that training needs has a gradient.
+        If such a stream replaces the residual of a pretrained model, the outputs stay the same, whatever the norms and
+        sublayers are, and every parameter of the connections that training needs has a gradient.
 
         Raises:
             ValueError: the scheme cannot start as the residual; the message says why.
@@ -419,10 +420,10 @@ class Scheme(ABC):
         return replace(self, **start)
 
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
-        """Build the modules for a stack of `num_sublayers` sublayers of width `dim`, initialised.
+        """Build the initialised modules for a stack of `num_sublayers` sublayers of width `dim`.
 
-        norm: returns the norm before sublayer i, given i; None for an RMSNorm with `norm_eps`, which is also the eps of
-        the norms inside the connections.
+        norm: a function from i to the norm before sublayer i; None for an RMSNorm with `norm_eps`, which is also the
+        eps of the norms inside the connections.
 
         Raises:
             ValueError: `dim` or `num_sublayers` is not a positive integer, or the options do not fit this width.
@@ -448,8 +449,8 @@ class Scheme(ABC):
 
     @abstractmethod
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        """Return the stream for `build`, whose arguments these are."""
+        """Return the stream for `build`, which passes its arguments on."""
 
     def default_norm(self, dim: int, eps: float, index: int) -> nn.Module:
-        """Return the norm before sublayer `index` if `build` is given none."""
+        """Return the norm before sublayer `index`, for a `build` without `norm`."""
         return RMSNorm(dim, eps=eps)

@@ -12,7 +12,8 @@ from residua.docstrings import docstring
 from residua.errors import ranges_of, types_of, words
 
 PAPER_SIZES = {"small": (768, 24), "medium": (1024, 48)}
-"""Width and sublayers of the models of arXiv 2601.00417. `residua.models.SIZES` has more, and needs transformers."""
+"""Width and number of sublayers of the models in arXiv 2601.00417. `residua.models.SIZES` has more, but needs
+transformers."""
 
 
 def state(scheme: Scheme) -> str:
@@ -34,14 +35,14 @@ def _parameters(scheme: Scheme, size: str) -> int:
 
 
 def about(kind: type[Scheme]) -> list[str]:
-    """Return the paragraphs of the docstring of `kind` that explain it, without the list of its options."""
+    """Return the paragraphs of the docstring of `kind` that explain it, without the list of options."""
     options = meanings(kind)
     paragraphs = docstring(kind).split("\n\n")
     return [text for text in paragraphs if text.split(maxsplit=1)[0].strip(",") not in options]
 
 
 def meaning(kind: type[Scheme], option: str) -> str:
-    """Return the text on an option in the docstring of `kind` or of the nearest base class that has one, else ""."""
+    """Return the text on an option from the docstring of `kind` or of its nearest base class that has one, or ""."""
     texts = (meanings(base) for base in kind.__mro__ if issubclass(base, Scheme))
     return next((text[option] for text in texts if option in text), "")
 

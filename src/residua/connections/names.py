@@ -1,7 +1,7 @@
 """The names of schemes as text: presets, aliases, and the names that installed packages declare.
 
-Importing this module does not import torch, so that a mistyped name costs no more than its error. `registry.py` makes
-schemes of these names. A name may be written in any case, and with or without `-`, `_`, spaces, brackets and `/`.
+Importing this module does not import torch, so that a mistyped name fails at once. `registry.py` makes schemes of these
+names. A name may be written in any case, and with or without `-`, `_`, spaces, brackets and `/`.
 """
 
 import functools
@@ -156,7 +156,7 @@ RELATED = {  # names of other things, and the nearest thing here, which an error
 
 
 def key(name: str) -> str:
-    """Return the letters of a name that count."""
+    """Return a name without case and without the marks that do not matter."""
     return re.sub(r"[-_ ()/]", "", name.casefold())
 
 
@@ -175,7 +175,7 @@ MEANINGS = _meanings()
 def meaning(name: str, registered: Iterable[str] = ()) -> str:
     """Return the preset that a name means, with the options of an alias: "lambdas:compress=token" for "Lambdas+TC".
 
-    A name that is registered or declared exactly so means itself, as does one that is like no other.
+    A name that is registered or declared in exactly this form means itself; so does a name that resembles no other.
     """
     if name in PRESETS:
         return name
@@ -192,7 +192,7 @@ def in_the_paper(preset: str) -> str:
 
 @functools.cache
 def _tell_apart(name: str) -> None:
-    """Warn once of a name in the paper's capitals that means another preset there since the third version."""
+    """Warn once about a name in the paper's capitals, if it means another preset there since the third version."""
     ours, spelling = MEANINGS.get(key(name), ""), name.replace("_", "-")
     theirs = next((preset for preset, titles in IN_THE_PAPER.items() if spelling in titles), ours)
     if ours != theirs:
@@ -200,14 +200,14 @@ def _tell_apart(name: str) -> None:
             f"connection: {name} is the preset {ours} here, {in_the_paper(ours)!r} in the paper since its third "
             f"version; its {spelling!r} is the preset {theirs}"
         )
-        warnings.warn_explicit(message, UserWarning, __name__, 1)  # the place in the code says nothing
+        warnings.warn_explicit(message, UserWarning, __name__, 1)  # the line of code does not matter
 
 
 def canonical(text: str) -> str:
-    """Return "name" or "name:options" with the name of a preset, as files have it, for all that means one.
+    """Return "name" or "name:options" with the name of a preset, as it is written in files.
 
-    Raises InputError for an unknown name, before torch is imported for its options. A program that uses schemes
-    already, and may have registered more, gets the same error from `resolve`.
+    Raises InputError for an unknown name, before torch is imported to check options. A program that already uses
+    schemes, and may have registered more, gets the same error from `resolve`.
     """
     registry = sys.modules.get("residua.connections.registry")
     registered = () if registry is None else registry.PRESETS
@@ -224,9 +224,9 @@ def canonical(text: str) -> str:
 
 
 def renamed(scheme: str, options: Mapping[str, Any], *, back: bool = False) -> dict[str, Any]:
-    """Return the options of a scheme by their names of today, or with `back` by those of earlier versions.
+    """Return the options of a scheme by their current names, or with `back` by their names in earlier versions.
 
-    scheme: its name in files. Raises InputError for an option under both of its names.
+    scheme: its name in files. Raises InputError for an option that is given under both names.
     """
     for earlier, today, schemes in RENAMED:
         if scheme in schemes:
@@ -242,12 +242,12 @@ def renamed(scheme: str, options: Mapping[str, Any], *, back: bool = False) -> d
 
 
 def recorded(connection: Any) -> Any:
-    """Return "name:options" as earlier versions wrote it, from which the keys of records are made; else as it is."""
+    """Return "name:options" as earlier versions wrote it, for the keys of records; any other text unchanged."""
     return _respelled(connection, back=True) if isinstance(connection, str) else connection
 
 
 def today(connection: Any) -> Any:
-    """Return the connection of a file or a record, a text or a mapping, with the names that options have today."""
+    """Return the connection of a file or a record, a text or a mapping, with the current names of its options."""
     if isinstance(connection, str):
         return _respelled(connection)
     if not isinstance(connection, Mapping):
@@ -271,14 +271,14 @@ def _listed(options: Mapping[str, Any]) -> str:
 
 
 def _scheme_of(preset: str) -> str:
-    """Return the name in files of the scheme of a preset or alias of this library; "" for another."""
+    """Return the name in files of the scheme behind a preset or alias of this library; "" for any other name."""
     return named(PRESETS.get(meaning(preset).partition(":")[0], ""))[0]
 
 
 def label(connection: str | Mapping[str, Any]) -> str:
-    """Return the name by which people know a scheme, "residual+tc" for "residual:compress=token"; `resolve` takes it.
+    """Return the common name of a scheme, "residual+tc" for "residual:compress=token", which `resolve` takes too.
 
-    connection: as a configuration has it. A name that is not known, or a text of another form, stays as it is.
+    connection: in the form of a configuration. An unknown name, or a text of another form, stays unchanged.
     """
     try:
         name, options = _preset_of(_mapping(connection) if isinstance(connection, str) else connection)
@@ -291,14 +291,14 @@ def label(connection: str | Mapping[str, Any]) -> str:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """Return "name:option=value" as a mapping, an alias as its preset. Raises ValueError for another form."""
+    """Return "name:option=value" as a mapping, with an alias as its preset. Raises ValueError for any other form."""
     name, options = named(text)
     preset, implied = named(meaning(name))
     return {"preset": preset, **implied, **options}
 
 
 def _preset_of(connection: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the preset of a mapping, the one with the most of its options, and the options that are left."""
+    """Return the preset that has the most options of a mapping, and the remaining options."""
     options = {key: value for key, value in connection.items() if key not in RESERVED}
     if "preset" in connection:
         return str(connection["preset"]), options
@@ -315,7 +315,7 @@ _LABELS = {alias: named(text) for alias, text in ALIASES.items() if ":" in text}
 
 
 def unknown(kind: str, name: Any, choices: Iterable[str]) -> InputError:
-    """Return the error for a name that no scheme has, with the likeliest of the `choices` if one is near."""
+    """Return the error for a name that no scheme has, with the nearest of the `choices` if one is near enough."""
     suggestions = {choice: choice for choice in (*choices, *(point.name for point in entry_points()))}
     if kind == "preset":
         suggestions = MEANINGS | RELATED | {alias: alias for alias in ALIASES} | suggestions

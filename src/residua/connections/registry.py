@@ -2,7 +2,7 @@
 
 A configuration holds names and plain options. A name refers to a scheme of `names.py`, to one that is registered here,
 or to one that an installed package declares in the entry-point group `residua.schemes`. A configuration never names a
-module to import. The description of a scheme that is not ours names the top-level module that it comes from.
+module to import. The description of a scheme from another package names its top-level module.
 """
 
 import json
@@ -38,8 +38,8 @@ def build(
 ) -> Stream:
     """Build the connections of a stack: `residua.build("mhc", dim=512, num_sublayers=24)`.
 
-    connection: a name, with options if wanted ("ddl-tc:beta_init=0.5"), or whatever else `resolve` takes. The other
-    arguments are those of `Scheme.build`.
+    connection: a name, with options if wanted ("ddl-tc:beta_init=0.5"), or any other form that `resolve` takes. The
+    remaining arguments are those of `Scheme.build`.
     """
     return resolve(connection).build(dim, num_sublayers, norm_eps=norm_eps, norm=norm)
 
@@ -48,13 +48,13 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
     """Give a scheme a name that works like a preset's in configurations, commands and checkpoints.
 
     A class is registered with its default options, an instance with its own. An installed package should declare an
-    entry point instead, so that no process has to call this: `[project.entry-points."residua.schemes"]`, then
+    entry point instead, so that no process has to call this function: `[project.entry-points."residua.schemes"]`, then
     `my-scheme = "my_package.module:MyScheme"`.
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a class of one, or an option of the class lacks a default.
-        ValueError: the name is taken or has marks that a preset's name must not have; an option has a reserved name,
-            or is not of a type that files keep.
+        ValueError: the name is taken or contains characters that a preset's name must not have; an option has a
+            reserved name, or a type that files cannot keep.
     """
     kind = _kind(scheme)
     if not issubclass(kind, Scheme):
@@ -75,7 +75,7 @@ def register(name: str, scheme: type[Scheme] | Scheme) -> None:
 def schemes() -> dict[str, Scheme]:
     """Return every preset by its name: built in, registered, and declared by installed packages.
 
-    Warns of a declaration that cannot be used, and leaves it out.
+    Warns about declarations that cannot be used, and leaves them out.
     """
     for point in entry_points():
         try:
@@ -89,14 +89,13 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     """Return the scheme of a preset's name, `{"preset": name, **overrides}` or `{"scheme": name, **options}`.
 
     A preset's name may include overrides: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Case, `-` and `_`
-    do not matter, and the field's names, those of classes and ResBench's labels lead to presets (`names.py`).
-    Overriding an option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel
-    kernel of 3.
-    With the key "package" the scheme must be that package's.
+    do not matter. Names of the field, of classes and of ResBench also lead to presets (`names.py`). Overriding an
+    option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel kernel of 3.
+    With the key "package" the scheme must come from that package.
 
     Raises:
-        ValueError: an unknown name (with the nearest one), option or value; a package that is not installed, or has
-            not the scheme of this name; a name that several packages declare, without the key "package".
+        ValueError: the name, an option or a value is unknown (the message has the nearest name); the package is not
+            installed, or lacks this scheme; several packages declare the name, and there is no key "package".
     """
     if isinstance(connection, Scheme):
         return connection
@@ -127,15 +126,15 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
             if options.keys() & set(causes):
                 options.setdefault(derived, None)
         made = replace(scheme, **options)
-    check_options(made)  # a scheme of another package may have a `__post_init__` that does not
+    check_options(made)  # a `__post_init__` of another package may not call `check`
     return made
 
 
 def describe(scheme: Scheme) -> dict[str, Any]:
-    """Return a mapping with every option as JSON keeps it, from which `resolve` builds an equal scheme.
+    """Return a mapping with every option in JSON's types, from which `resolve` builds an equal scheme.
 
     For a scheme of another package it has the key "package". Raises ValueError for a class without a name, and for an
-    option that files do not keep.
+    option that files cannot keep.
     """
     kind = type(scheme)
     name = _registered_name(kind)
@@ -149,10 +148,10 @@ def describe(scheme: Scheme) -> dict[str, Any]:
 
 
 def name_of(scheme: Scheme) -> str:
-    """Return the name by which people know a scheme, with the options that differ: "ddl-tc:value_channels=2".
+    """Return the common name of a scheme, with the options that differ: "ddl-tc:value_channels=2".
 
-    It is that of the nearest preset of its class, or of an alias; `resolve` makes an equal scheme of it. Raises
-    ValueError as `describe`.
+    The name is that of the nearest preset of its class, or of an alias. `resolve` makes an equal scheme from the
+    result. Raises ValueError as `describe` does.
     """
     options, nearest = written(scheme), describe(scheme)
     for name, known in (schemes() | {alias: resolve(alias) for alias in names.ALIASES}).items():
@@ -165,7 +164,7 @@ def name_of(scheme: Scheme) -> str:
 
 
 def written(scheme: Scheme) -> dict[str, Any]:
-    """Return the options as JSON keeps them. Raises ValueError if they would not build an equal scheme."""
+    """Return the options in JSON's types. Raises ValueError if they would not build an equal scheme."""
     kind = type(scheme)
     try:
         options = json.loads(json.dumps(asdict(scheme)))
@@ -184,17 +183,18 @@ def written(scheme: Scheme) -> dict[str, Any]:
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value from a file with tuples for its lists: a scheme can be hashed, so it has no lists."""
+    """Return a value from a file with tuples in place of lists, because a scheme must be hashable."""
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _find(key: str, name: Any, package: Any) -> Any:
-    """Return the preset or the class of this name, of this `package` unless it is None.
+    """Return the preset or the class of this name, from this `package` unless it is None.
 
-    A name is residua's first, then one that is registered, then one that an installed package declares.
+    The name is looked up in residua first, then among registered names, then among those that installed packages
+    declare.
 
     Raises:
-        ValueError: there is none, or not of this package, or of several packages; or it cannot be used.
+        ValueError: nothing has this name, another package or several packages have it, or the scheme cannot be used.
     """
     schemes: Mapping[str, Any] = PRESETS if key == "preset" else SCHEMES
     if isinstance(name, str) and name not in schemes:
@@ -207,7 +207,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
             "not registered it; install it, or import the module that does"
         )
     owner = _package(_kind(schemes[name])) or "residua"
-    of_a_script = package == "__main__" and owner != "residua"  # its module cannot be imported under that name
+    of_a_script = package == "__main__" and owner != "residua"  # so that its module cannot be imported under that name
     if package not in (None, owner) and not of_a_script:
         raise ValueError(
             f"connection must be the scheme {name!r} of the package {package!r}, got that of {owner!r}, which has "
@@ -217,13 +217,13 @@ def _find(key: str, name: Any, package: Any) -> Any:
 
 
 def _load(key: str, name: str, package: Any) -> None:
-    """Register all schemes of the installed package that declares `name`: classes first, so that their order does not
-    matter. Do nothing if there is none.
+    """Register all schemes of the installed package that declares `name`, if there is one. Classes come first, so that
+    the order of declarations does not matter.
 
     Raises:
         ValueError: several packages declare it, or its declaration cannot be imported or is not a scheme.
     """
-    names.forget()  # perhaps it was installed meanwhile
+    names.forget()  # it may have been installed since
     packages = sorted({package_of(point) for point in entry_points() if point.name == name})
     if package is None and len(packages) > 1:
         raise ValueError(
@@ -259,6 +259,6 @@ def _kind(scheme: Any) -> type:
 
 
 def _package(kind: type) -> str | None:
-    """Return the top-level module that a scheme comes from; None for residua's own."""
+    """Return the top-level module that a scheme comes from; None for residua's own schemes."""
     top = kind.__module__.partition(".")[0]
     return None if top == "residua" else top

@@ -1,10 +1,10 @@
 """The kit for your own code: check a scheme against its contract, and a module against a scheme of this library.
 
-    check_scheme(MyScheme())        everything that callers of a scheme rely on
+    check_scheme(MyScheme())        your scheme does everything that its callers rely on
     check_module(MyAdapter())       your module computes the same as ours, gradients included
 
-Both are a pytest plugin too, with one test for each check: `residua.testing.plugin`. Importing this package loads
-nothing; torch is imported with the first name that is asked of it.
+Both also run as a pytest plugin, with one test for each check: `residua.testing.plugin`. Importing this package loads
+nothing; torch is imported when a name of the package is first used.
 """
 
 from residua import lazy

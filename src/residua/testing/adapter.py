@@ -25,16 +25,16 @@ SublayerFunction = Callable[..., Tensor]
 class Adapter(ABC):
     """The common part of the two adapters.
 
-    scheme: the scheme of ours to compare with, all options set. An option of its `published` with its default value
-        stands for every published version: your module is compared with the one that it is nearest to.
-    index: which of our connections to compare with, or to say more about. The first and the last of some
-        schemes lack mappings that cannot have an influence there, so the third of four is the default. Where
-        the second sublayer of a block borrows a part from the first, ours has the values of that part too.
+    scheme: the scheme of ours to compare with, all options set. An option listed in its `published` stands for every
+        published version if it is at its default: your module is compared with the nearest version.
+    index: the connection of ours to compare with, or to describe in detail. The default is the third of four, because
+        the first and the last connection of some schemes lack mappings that could not have an influence there. If the
+        second sublayer of a block borrows a part from the first, our parameters include those of that part.
     owns_norm: whether your module contains the norm before the sublayer. With False the sublayer's input is compared
         before that norm.
     norm_eps: the eps of your norms, inside the mappings too.
-    dtype: that of both computations. torch.float32 if your module casts to float32 inside.
-    dim: the width of the model; num_sublayers: of the stack that your module is, or is a part of.
+    dtype: the dtype of both computations; torch.float32 if your module casts to float32 inside.
+    dim: the width of the model. num_sublayers: the number of sublayers in the stack that your module is, or is part of.
     """
 
     scheme: Scheme
@@ -49,8 +49,8 @@ class Adapter(ABC):
     def parameters(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the value of each parameter of your module, by the names in its `state_dict`, computed from ours.
 
-        Use operations that autograd knows, such as `.T`, `torch.cat`, slices. For a parameter that can have no
-        influence and that our scheme therefore lacks, return any tensor of its shape.
+        Use operations that autograd knows, such as `.T`, `torch.cat` and slices. Our scheme lacks parameters that can
+        have no influence; return any tensor of the right shape for them.
         """
 
     def reference(self) -> Stream:
@@ -70,7 +70,7 @@ class ConnectionAdapter(Adapter):
     def connect(self, module: nn.Module, state: Any, sublayer: SublayerFunction) -> Any:
         """Return the state after your module around `sublayer`: (batch, seq, dim) -> the same shape.
 
-        state: as in our scheme, such as (batch, seq, streams, dim), or a tuple of sources. Change the layout here.
+        state: in our layout, such as (batch, seq, streams, dim) or a tuple of sources; convert it to yours here.
         """
 
 
@@ -94,7 +94,7 @@ class Ours(dict[str, Tensor]):
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module by all their names, also those of parts that our connections borrow."""
+    """Return the parameters of a module by all their names, including parts that our connections borrow."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for path, part in _borrowed(module):
         parameters |= {f"{path}.{name}": parameter for name, parameter in part.named_parameters()}
@@ -122,7 +122,7 @@ def placed(module: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Tensor]
     """Return values, keyed by the id of the parameter or buffer that each replaces.
 
     Raises:
-        CheckFailed: a name or a shape that the module lacks, or two values for one parameter with two names.
+        CheckFailed: the module has no such name or another shape, or one parameter with two names gets two values.
     """
     parameters = named_parameters(module)
     places: dict[str, Tensor] = {**dict(module.named_buffers(remove_duplicate=False)), **parameters}
@@ -141,10 +141,10 @@ def placed(module: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Tensor]
 
 @contextmanager
 def holding(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a module compute with these values, by the names of its parameters, and give it its own back.
+    """Let a module compute with these values, keyed by parameter name, and restore its own values afterwards.
 
-    A parameter has its value wherever it stands: in a module with two names, and in a borrowed part, neither of which
-    `torch.func.functional_call` gives back or reaches.
+    A parameter gets its value in every place: under each name of a module with two names, and in a borrowed part.
+    `torch.func.functional_call` does not restore the former and does not reach the latter.
     """
     held = placed(module, values)
     modules = {*module.modules(), *(inner for _, part in _borrowed(module) for inner in part.modules())}
@@ -190,7 +190,7 @@ class Pair:
         return tree_map(lambda leaf: normal(2, 6, *leaf.shape, seed=next(seeds)).to(self.dtype), spec)
 
     def moved(self, state: Any) -> Any:
-        """Return the state with its entries moved by one or two units in the last place, as rounding moves them."""
+        """Return the state with its entries changed by one or two units in the last place, as by rounding."""
         step = torch.finfo(self.dtype).eps
         return tree_map(lambda x: x * (1 + step * normal(*x.shape, seed=60).sign().to(x)), state)
 
@@ -216,7 +216,7 @@ class Pair:
     @cached_property
     @torch.no_grad()
     def steepness(self) -> float:
-        """Return by which factor a tolerance has to be wider, 1 or more, because our module enlarges rounding."""
+        """Return the factor, 1 or more, by which a tolerance has to be wider because our module enlarges rounding."""
 
         def run(ours: Mapping[str, Tensor], state: Any) -> list[Tensor]:
             sublayers, inputs = recorded(self.sublayers())
@@ -245,10 +245,10 @@ class Pair:
 
 
 ROUNDINGS = 30
-"""How many times the effect of one rounding of the state counts as rounding: a module rounds many times."""
+"""Differences up to this many times the effect of one rounding of the state are rounding: a module rounds often."""
 NARROW_ROUNDINGS = 4
-"""How many times the error of our own module counts as rounding in bfloat16 and float16, where the effect of one
-rounding is not small."""
+"""Differences up to this many times the error of our own module are rounding in bfloat16 and float16, where the effect
+of one rounding is not small."""
 
 
 def _largest(x: Tensor) -> float:
@@ -256,8 +256,8 @@ def _largest(x: Tensor) -> float:
 
 
 def versions(scheme: Scheme) -> list[Scheme]:
-    """Return the published versions for which a scheme stands: those options of `published` varied that it leaves
-    at their defaults.
+    """Return the published versions that a scheme stands for: all values of each option in its `published` that is at
+    its default.
     """
     found = [scheme]
     for option in scheme.published:
@@ -269,14 +269,14 @@ def versions(scheme: Scheme) -> list[Scheme]:
 
 
 def version_in_words(scheme: Scheme) -> str:
-    """Return the class of a scheme, with the options that say which published version it is."""
+    """Return the class of a scheme, with the options that identify its published version."""
     several = len(versions(replace(scheme, **{name: getattr(type(scheme), name) for name in scheme.published}))) > 1
     options = [f"{name}={getattr(scheme, name)!r}" for name in scheme.published if several]
     return type(scheme).__name__ + (f"({', '.join(options)})" if options else "")
 
 
 def with_attributes(adapter: Adapter, **attributes: Any) -> Adapter:
-    """Return a copy of the adapter with other attributes."""
+    """Return a copy of the adapter with some attributes changed."""
     other = copy(adapter)
     vars(other).update(attributes)
     return other

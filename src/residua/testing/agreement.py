@@ -18,8 +18,8 @@ def assert_close(
 ) -> None:
     """Require equal shapes and finite numbers whose largest difference is within the row of `dtype`.
 
-    dtype: None for the dtype of `actual`. `factor` widens the row if the problem itself is ill-conditioned: say why
-    at the call. `what` begins the message. Raises AssertionError.
+    dtype: None for the dtype of `actual`. factor: widens the row for a problem that is itself ill-conditioned; say why
+    at the call. what: the beginning of the message. Raises AssertionError.
     """
     wrong = disagreement(actual, expected, dtype=dtype, factor=factor)
     if wrong is not None:

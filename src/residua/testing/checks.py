@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 CheckFunction = Callable[[Any], None]
 
 SPECIFICATION = "1.2"
-"""The version of what the checks require. It rises with every check that is new or stricter."""
+"""The version of the requirements. It rises with every check that is new or stricter."""
 
 
 class CheckFailed(AssertionError):
@@ -24,7 +24,7 @@ class NotChecked(Exception):
 
 
 def expect(condition: object, words: str) -> None:
-    """Raise CheckFailed with these words unless `condition` holds."""
+    """Raise CheckFailed with this message unless `condition` holds."""
     if not condition:
         raise CheckFailed(words)
 
@@ -61,7 +61,7 @@ class Report:
 
 
 def seeded(check: CheckFunction) -> CheckFunction:
-    """Return the check with its own seed, which leaves the random numbers of the caller as they are."""
+    """Return the check with its own seed, without a change to the caller's random numbers."""
 
     @wraps(check)
     def run_seeded(subject: Any) -> None:
@@ -92,7 +92,7 @@ def run(
 ) -> Report:
     """Run every check on `subject` and return the report. An error of the code under test fails its check.
 
-    expected_failures: reasons by check. A check of these that passes has failed: the list is out of date.
+    expected_failures: reasons by check. If one of these checks passes, it counts as failed: the list is out of date.
     """
     report, expected = Report(), expected_failures or {}
     for name, check in checks.items():

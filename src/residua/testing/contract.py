@@ -54,7 +54,7 @@ def checks(*, compiled: bool = False) -> dict[str, CheckFunction]:
 def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
     """Check that `scheme` keeps the contract of `residua.Scheme`, and return the report.
 
-    Take a scheme whose options are not at their defaults too: a check sees only what the options switch on.
+    Also check schemes with other options than the defaults: a check sees only the parts that the options switch on.
     compiled: also check under torch.compile, which takes a minute.
 
     Raises:
@@ -67,9 +67,9 @@ def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
 
 
 def build(scheme: Scheme, dtype: torch.dtype = torch.float64, *, dim: int = DIM, count: int = SUBLAYERS) -> Stream:
-    """Return the perturbed stream of a scheme, in evaluation mode: the randomness of training is not checked."""
+    """Return the perturbed stream of a scheme, in evaluation mode, because randomness in training is not checked."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about gates in bfloat16: `dtype` is on purpose
+        warnings.simplefilter("ignore")  # a warning about gates in bfloat16, which are intended here
         return perturbed(scheme.build(dim, count)).to(dtype).eval()
 
 
@@ -79,7 +79,7 @@ def outputs(stream: Stream, x: Tensor) -> Tensor:
 
 
 def matches(state: Any, spec: Any, batch: tuple[int, ...]) -> bool:
-    """Return whether a state has the structure and the shapes that its scheme describes."""
+    """Return whether a state has the structure and shapes that its scheme describes."""
     specs, structure = tree_flatten(spec)
     leaves, built = tree_flatten(state)
     return structure == built and [(*batch, *leaf.shape) for leaf in specs] == [tuple(leaf.shape) for leaf in leaves]
@@ -97,7 +97,7 @@ def toy(x: Any) -> Tensor:
 
 
 def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module and of the modules in it, by path, also those inside containers."""
+    """Yield the attributes of a module and its submodules by path, including values inside containers."""
     visited: set[int] = set()
 
     def inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -123,7 +123,7 @@ def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @CONTRACT.add
 def declares_itself(scheme: Scheme) -> None:
-    """A frozen dataclass with an equation and a source, which can be hashed, and built again from a file."""
+    """A scheme is a frozen dataclass with an equation and a source. It can be hashed, and rebuilt from a file."""
     kind = type(scheme)
     frozen = is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     expect(frozen and "__dataclass_fields__" in vars(kind), f"{kind.__name__} must itself be a frozen dataclass")
@@ -193,7 +193,7 @@ def shapes_without_numbers(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def the_norm_is_the_one_given(scheme: Scheme) -> None:
-    """`build(..., norm=...)` gives sublayer i the norm i: with another gain of it the outputs change."""
+    """`build(..., norm=...)` gives sublayer i its norm: the outputs change if the gain of that norm changes."""
     norms = [perturbed(nn.RMSNorm(DIM, eps=1e-5)) for _ in range(SUBLAYERS)]
     stream = perturbed(scheme.build(DIM, SUBLAYERS, norm=norms.__getitem__)).double().eval()
     before = outputs(stream, normal(2, 5, DIM))
@@ -206,7 +206,7 @@ def the_norm_is_the_one_given(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def forward_is_read_then_write(scheme: Scheme) -> None:
-    """`connection(state, sublayer)` and `stream(x, sublayers)` are short for read, sublayer, write."""
+    """`connection(state, sublayer)` and `stream(x, sublayers)` equal read, sublayer and write one after the other."""
     stream = build(scheme)
     sublayers = bare_sublayers(DIM, SUBLAYERS)
     state = stream.expand(normal(2, 5, DIM))
@@ -221,7 +221,7 @@ def forward_is_read_then_write(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def penalty_is_of_each_token_or_none(scheme: Scheme) -> None:
-    """An auxiliary loss is a finite number for each token, or each row, or one for all, with a gradient."""
+    """An auxiliary loss is a finite number for each token, for each row or for all, and has a gradient."""
     stream = build(scheme)
     state = stream.expand(normal(2, 3, DIM))
     for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, SUBLAYERS)):
@@ -332,7 +332,7 @@ def batch_entries_do_not_mix(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def streaming_equals_the_full_pass(scheme: Scheme) -> None:
-    """Any split of the sequence gives the numbers of the whole, pieces shorter than every kernel included."""
+    """A sequence in pieces gives the same numbers as the whole, even if the pieces are shorter than every kernel."""
     expect_causal(scheme)
     stream = build(scheme)
     x = normal(2, 7, DIM)
@@ -347,7 +347,7 @@ def streaming_equals_the_full_pass(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def padding_changes_no_token(scheme: Scheme) -> None:
-    """Rows that are padded, on the left or the right, give their tokens the same numbers as the row without padding."""
+    """Tokens of a row that is padded on the left or right get the same numbers as without padding."""
     stream = build(scheme)
     x, far = normal(2, 4, DIM), 3 * normal(2, 3, DIM, seed=3)
     sublayers = bare_sublayers(DIM, SUBLAYERS)
@@ -365,7 +365,7 @@ def padding_changes_no_token(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
-    """Rows that begin and end at different tokens, in pieces: padding in a memory is not a token either."""
+    """Padded rows in pieces give the same numbers as without padding: padding in a memory is not a token."""
     expect_causal(scheme)
     stream = build(scheme)
     sublayers = bare_sublayers(DIM, SUBLAYERS)
@@ -408,7 +408,7 @@ def packed_documents_equal_documents_alone(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def a_part_without_a_window_reads_its_own_token(scheme: Scheme) -> None:
-    """`window` 0 promises that no earlier token is needed: generation gives such a part no memory."""
+    """A part with `window` 0 reads no earlier token, because generation gives it no memory."""
     expect_causal(scheme)
     stream = build(scheme)
     x = normal(1, 5, DIM)
@@ -440,7 +440,7 @@ class OnlyFloat64(TorchDispatchMode):
 
 @CONTRACT.add
 def float64_from_end_to_end(scheme: Scheme) -> None:
-    """One float32 step inside costs nine digits and fails every numerical gradient check."""
+    """A float64 stream computes in float64 throughout: one float32 step costs nine digits."""
     stream = build(scheme)
     x = normal(2, 5, DIM).requires_grad_()
     with OnlyFloat64():
@@ -467,7 +467,7 @@ def narrow_dtypes_come_back_in_their_dtype(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def autocast_leaves_the_coefficients_in_float32(scheme: Scheme) -> None:
-    """Autocast changes no bit of a coefficient but those in `activations`, and not the dtype of the state."""
+    """Autocast changes neither the dtype of the state nor any bit of a coefficient, except those in `activations`."""
     stream = build(scheme, torch.float32)
     state = stream.expand(normal(2, 5, DIM, dtype=torch.float32))
     expected, plain = stream.connections[0].read(state)
@@ -485,7 +485,7 @@ def autocast_leaves_the_coefficients_in_float32(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def every_parameter_matters_and_gets_a_gradient(scheme: Scheme) -> None:
-    """No parameter is unused. More than rounding noise, which hides a parameter whose influence cancels."""
+    """Every parameter changes the output by more than rounding noise, which a cancelled influence does not exceed."""
     stream = build(scheme)
     x = normal(2, 6, DIM)
     weights = normal(2, 6, DIM, seed=3)
@@ -549,20 +549,20 @@ def a_sublayer_must_return_a_tensor_of_its_inputs_shape(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
-    """The state keeps its dtype whatever the dtype of the parameters, as with a float32 stream in a bfloat16 model."""
+    """The state keeps its dtype if the parameters have another, as with a float32 stream in a bfloat16 model."""
     start = build(scheme).expand(normal(2, 5, DIM))
     for weights, dtype in [(torch.float64, torch.float32), (torch.float32, torch.float64)]:
         state = tree_map(lambda leaf: leaf.to(dtype), start)  # noqa: B023
         after = build(scheme, weights).connections[0](state, lambda *x: sum(x))
         dtypes = {leaf.dtype for leaf in tensors(after)}
-        expect(dtypes == {dtype}, f"a state of {dtype} becomes {dtypes} beside parameters of {weights}")
+        expect(dtypes == {dtype}, f"a state of {dtype} becomes {dtypes} with parameters of {weights}")
 
 
 @CONTRACT.add
 def modules_initialise_themselves(scheme: Scheme) -> None:
-    """`reset_parameters` of the modules draws every parameter, which a model that was made on the meta device needs.
+    """`reset_parameters` of the modules draws every parameter, as a model needs that was made on the meta device.
 
-    It also fills every buffer that is not saved: nothing else fills those of a model that is opened.
+    It also fills every buffer that is not saved: nothing else fills these buffers when a saved model is loaded.
     """
 
     def contents(stream: Stream) -> dict[str, Tensor]:
@@ -590,10 +590,10 @@ def modules_initialise_themselves(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def preserving_is_the_plain_residual(scheme: Scheme) -> None:
-    """From the start that `preserving` gives, the stream computes the plain residual, whatever the norms are.
+    """The start that `preserving` gives computes the plain residual, whatever the norms are.
 
-    They are LayerNorms with gains and biases at random, as in a pretrained model, with an eps that matters. Where a
-    sublayer has several inputs, the plain residual gives it the same three times.
+    The norms here are LayerNorms with random gains and biases, as in a pretrained model, and with an eps that matters.
+    If a sublayer takes three inputs, the plain residual passes it the same input three times.
     """
     try:
         start = scheme.preserving()

@@ -1,4 +1,4 @@
-"""Explain why a module disagrees: our module makes each known mistake, until the two agree.
+"""Explain why a module disagrees: make each known mistake in our module until the two agree.
 
 A mistake is named only if the module agrees with it, to rounding. Otherwise the message names the first part that
 differs.
@@ -30,7 +30,7 @@ Calls = list[tuple[Tensor, ...]]
 
 
 class PartGap(NamedTuple):
-    """A part that differs, by how much, and no known mistake explains it."""
+    """A part that differs without a known mistake that explains it, and the size of the difference."""
 
     part: str
     gap: str
@@ -47,7 +47,7 @@ def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expec
     """
 
     def agrees(part: nn.Module, ours: dict[str, Tensor]) -> bool:
-        """Return whether our module, changed in a way that changes its results, agrees with theirs."""
+        """Return whether the changed version of ours agrees with theirs; False if the change has no effect."""
         sublayers, inputs = recorded(pair.sublayers())
         variant = tensors([pair.reference(ours, tree_map(torch.clone, state), sublayers, part), inputs])
         right, wrong = (tensors(tree) for tree in ([reference, expected], [result, actual]))
@@ -89,7 +89,7 @@ def _variant(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool])
             shapes = {name: parameter.shape for name, parameter in named_once(part).items()}
             if shapes == {name: x.shape for name, x in pair.ours.items()} and agrees(part, pair.ours):
                 return words
-        except Exception:  # an option that this width, or this machine, excludes
+        except Exception:  # this width or this machine excludes the option
             continue
     for words, ours in _swaps(pair):
         if agrees(pair.part, ours):
@@ -115,7 +115,7 @@ def _other_adapters(adapter: Adapter) -> Iterator[tuple[str, Adapter]]:
         elif hint is float:
             choices = (0.0, 1.0, value / 2, value * 2)
         for choice in (choice for choice in choices if choice != value):
-            with suppress(ValueError):  # a value that the other options exclude
+            with suppress(ValueError):  # the other options exclude this value
                 other = replace(scheme, **{option: choice})
                 yield (
                     f"agrees with our {type(scheme).__name__}({option}={choice!r})",
@@ -147,12 +147,12 @@ def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def _reordered(pair: Pair, order: list[int]) -> dict[str, Tensor]:
-    """Return those of our parameters that have a row for each logit of H_pre, H_post and H_res, in another order."""
+    """Return our parameters with a row for each logit of H_pre, H_post and H_res, with these rows in another order."""
     return {name: value[order] for name, value in pair.ours.items() if value.shape[:1] == (len(order),)}
 
 
 def _constants(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield our parameters with one of them, in all connections, at 0 or 1: a bias, a scale or a gain left out."""
+    """Yield our parameters with one bias, scale or gain left out: set to 0 or 1 in all connections."""
     kinds: dict[str, list[str]] = {}
     for name in pair.ours:
         kinds.setdefault(re.sub(r"^connections\.\d+\.", "", name), []).append(name)
@@ -163,7 +163,7 @@ def _constants(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def _left_out(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool]) -> str | None:
-    """Return the norm inside our module without which it agrees; None if there is none."""
+    """Return the norm inside our module that has to be left out for agreement; None if there is none."""
     for kind, modules in _kinds(pair.part).items():
         hook = next((hook for norm, hook in WITHOUT_NORM.items() if isinstance(modules[0], norm)), None)
         if hook is None:
@@ -177,7 +177,7 @@ def _left_out(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool]
 
 
 def _kinds(part: nn.Module) -> dict[str, list[nn.Module]]:
-    """Return the modules inside a connection or a stack by path, those of all connections under one."""
+    """Return the modules inside a connection or a stack by path; a module of all connections has one path."""
     kinds: dict[str, list[nn.Module]] = {}
     for path, module in part.named_modules():
         kinds.setdefault(re.sub(r"^connections(\.\d+)?\.?", "", path), []).append(module)
@@ -245,7 +245,7 @@ def _head(pair: Pair, state: Any, result: Tensor) -> str | None:
 
 
 def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Yield stacks with one mistake each, in words and as functions of the embedding."""
+    """Yield stacks that make one mistake each: the mistake in words, and the stack as a function of the embedding."""
     stream = pair.stream
 
     def run(write: Callable[[Connection, Any, Any, Tensor], Any] | None, every: int | None = None):
@@ -333,7 +333,7 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
     wrong: Findings = []
     if not _close(pair, actual[0], expected[0]):
         wrong.append(_read(pair, connection, state, actual[0], expected[0]))
-    # With sublayers that write the same whatever they read, only the write can differ.
+    # With sublayers that return the same for every input, only the write can differ.
     after, still, truth, fixed = (
         call(pair.ours, state, lambda *_, value=value: value)
         for value, call in (
@@ -359,7 +359,7 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
 
 
 def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -> Findings:
-    """Describe the mistake of a module in H_res X, its result with nothing written."""
+    """Describe the mistake of a module in H_res X, its result if nothing is written."""
     if pair.agree(still, truth):
         return []
     nothing = torch.zeros_like(state[..., 0, :])
@@ -385,7 +385,7 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
     # With as many features as streams or more, the matrix itself can be measured: H X = result.
     measured = torch.linalg.lstsq(state.mT, still.mT).solution.mT
     if state.shape[-1] < state.shape[-2] or not pair.agree(measured @ state, still):
-        return [PartGap("what is kept of the streams", _gap(pair, still, truth))]
+        return [PartGap("the mixing of the streams", _gap(pair, still, truth))]
     if pair.adapter.scheme.constraint == "doubly stochastic":
         rows, columns, *ours = (
             (x - 1).abs().max().item() for h_res in (measured, m.h_res) for x in (h_res.sum(-1), h_res.sum(-2))
@@ -494,7 +494,7 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
 
 
 class Delta:
-    """The delta write X + beta k (v^T - k^T X) of one of our connections, to measure another in its terms.
+    """The delta write X + beta k (v^T - k^T X) of one of our connections, in terms of which another is measured.
 
     wide: the state (batch, seq, rows, dim); gate: beta with an axis for the rows. The axes of k: (batch, seq, dim), and
     of v and the readout k^T X: (batch, seq, rows), are those of `RankOne`.
@@ -520,7 +520,7 @@ class Delta:
         return self.moved(self.gate * (self.v - (self.wide * direction.unsqueeze(-2)).sum(-1)), direction)
 
     def finding(self, after: Tensor, reference: Tensor) -> str | PartGap:
-        """Describe the mistake of a module whose state after the write is `after`, ours being `reference`."""
+        """Describe the mistake of a module, given its state after the write, `after`, and ours, `reference`."""
         gap = _gap(self.pair, after, reference)
         if not self.describes(reference):
             return PartGap("the write", _gap(self.pair, after - self.state, reference - self.state))
@@ -542,7 +542,7 @@ class Delta:
         return _factors(a, b, self.k.shape[-1])
 
     def mistakes(self) -> dict[str, Tensor]:
-        """Return the states after our write with one mistake each, by the mistake in words."""
+        """Return the states after our write with one mistake each, keyed by the mistake in words."""
         gate, v, readout, y = self.gate, self.v, self.readout, self.y
         assert v is not None
         step = gate * (v - readout)
@@ -590,7 +590,7 @@ class Delta:
         return self.y if raw is None else raw
 
     def directions(self, raw: Tensor) -> dict[str, Tensor]:
-        """Return directions that are normalised in other ways, in words."""
+        """Return the directions that result from other normalisations, keyed by the mistake in words."""
         centred = raw - raw.mean(-1, keepdim=True)
         return {
             "k is not normalised": raw,
@@ -605,7 +605,7 @@ class Delta:
 
 
 FACTORS = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (-1.0, -1.0), (1.0, -1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, 2.0))
-"""Factors of the written and of the erased part, for stacks, in which they cannot be measured."""
+"""Factors on the written and the erased part, to try on stacks, in which the factors cannot be measured."""
 
 
 def _factors(a: float, b: float, dim: int) -> str:
@@ -640,7 +640,7 @@ def _roots(dim: int) -> dict[str, float]:
 
 
 class Detached(nn.Module):
-    """Our connection, or our stack, with one coefficient that passes no gradient on; "y": the sublayer's output."""
+    """Our connection, or our stack, with one coefficient detached; "y" is the sublayer's output."""
 
     def __init__(self, part: nn.Module, symbol: str):
         super().__init__()
@@ -665,7 +665,7 @@ class Detached(nn.Module):
 
 
 def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
-    """Name the part that passes no gradient on, if one explains all gradients; `agrees` compares them."""
+    """Name the detached part if one explains all gradients; `agrees` compares the gradients."""
     with torch.no_grad():
         state = _states(pair, normal(1, 2, pair.adapter.dim).to(pair.dtype))[pair.adapter.index]
         coefficients = pair.connection.read(state)[1].coefficients
@@ -705,7 +705,7 @@ def _close(pair: Pair, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 
 
 def _gap(pair: Pair, result: Any, reference: Any) -> str:
-    """Return how two states differ, in the first of their tensors that does."""
+    """Describe the difference of two states in the first tensor that differs."""
     for a, b in zip(tensors(result), tensors(reference)):
         gap = pair.disagreement(a, b)
         if gap:
@@ -715,7 +715,7 @@ def _gap(pair: Pair, result: Any, reference: Any) -> str:
 
 
 def dtype_hint(pair: Pair, result: Any, reference: Any) -> str:
-    """Return the advice for a module that agrees to float32, "" for any other."""
+    """Return the advice for a module that agrees to float32 precision, "" for any other module."""
     close = pair.dtype == torch.float64 and all(
         agree(a, b, dtype=torch.float32, factor=0.1) for a, b in zip(tensors(result), tensors(reference))
     )

@@ -46,7 +46,7 @@ class _Bare:
 
 
 def recorded(sublayer: Any) -> tuple[Any, list[tuple[Tensor, ...]]]:
-    """Return the sublayer, or the list of sublayers, and a list that fills with the inputs of each call."""
+    """Return the sublayer or sublayers wrapped to record their inputs, and the list that receives these inputs."""
     calls: list[tuple[Tensor, ...]] = []
 
     def record(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

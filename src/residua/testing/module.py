@@ -57,14 +57,15 @@ def check_module(
 ) -> Report:
     """Check that a module computes the same as one of our schemes, and return the report.
 
-    Compared with random parameters and with streams that differ: equal streams hide a transposed mixer. A scheme with
-    several published versions is compared in the one that is nearest to the module; the report names it. compiled: also
-    check your module under torch.compile. expected_failures: the reason for each check that fails today; it is an error
-    if one of these passes.
+    The two are compared with random parameters and with streams that differ: equal streams hide a transposed mixer. If
+    a scheme has several published versions, the one nearest to the module is used; the report names it.
+
+    compiled: also check your module under torch.compile.
+    expected_failures: the reason for each check that fails today; it is an error if one of these checks passes.
 
     Raises:
-        TypeError: `adapter` is not an adapter, or its `scheme` not a scheme.
-        ValueError: its `index` names no sublayer, or an expected failure no check.
+        TypeError: `adapter` is not an adapter, or its `scheme` is not a scheme.
+        ValueError: there is no sublayer `index`, or no check with the name of an expected failure.
         AssertionError: checks failed; the message has a line for each reason, which names the mistake.
     """
     if not isinstance(adapter, (ConnectionAdapter, StreamAdapter)):
@@ -86,7 +87,7 @@ CHECKS = Suite()
 def checks(*, compiled: bool = False) -> dict[str, CheckFunction]:
     """Return the checks of a module by name; `compiled` adds the one that calls a compiler.
 
-    Of a scheme with several published versions, each takes the one that is nearest to the module.
+    If the scheme has several published versions, each check takes the one nearest to the module.
     """
     return {name: _of_nearest(check) for name, check in _suite(compiled).items()}
 
@@ -104,10 +105,10 @@ def _of_nearest(check: CheckFunction) -> CheckFunction:
 
 
 def nearest(adapter: Adapter) -> Adapter:
-    """Return the adapter with that published version of its scheme which is nearest to its module.
+    """Return the adapter with the published version of its scheme that is nearest to its module.
 
-    The module agrees with it, or known mistakes explain more of the difference, or else the results are closer. The
-    scheme stays as it is for a module that cannot be called: the checks say why.
+    A version is nearer if the module agrees with it, or if known mistakes explain more of the difference, or else if
+    the results are closer. If the module cannot be called, the scheme stays unchanged and the checks say why.
     """
     candidates = versions(adapter.scheme)
     if len(candidates) == 1:
@@ -121,7 +122,7 @@ def nearest(adapter: Adapter) -> Adapter:
 
 
 def _gap(compared: "PairedPass") -> tuple[int, float]:
-    """Return how many differences no known mistake explains, then the size of the whole difference, if any is left."""
+    """Return the number of unexplained differences, and, if there are any, the size of the whole difference."""
     unexplained = diagnosis.unexplained(compared.findings)
     pairs = zip(tensors(compared.result), tensors(compared.reference))
     size = sum(rms(a - b) for a, b in pairs) if unexplained else 0.0
@@ -130,7 +131,7 @@ def _gap(compared: "PairedPass") -> tuple[int, float]:
 
 @CHECKS.add
 def parameters(adapter: Adapter) -> None:
-    """The adapter gives every parameter a value of its shape, uses all of ours, and nothing is frozen."""
+    """The adapter gives every parameter a value of the right shape, uses all of ours, and nothing is frozen."""
     pair = Pair(adapter)
     theirs = adapter.parameters(pair.ours)
     given = placed(pair.module, theirs)
@@ -162,8 +163,7 @@ def _uninitialised_memory_is_nan():
 
 @CHECKS.add
 def initial_values(adapter: Adapter) -> None:
-    """A fresh module starts where the scheme starts: the same constants, draws of the same spread, nothing left over
-    from memory."""
+    """A fresh module starts as the scheme does: the same constants, draws of the same spread, nothing uninitialised."""
     with _uninitialised_memory_is_nan():
         fresh = built(adapter)
     lost = [name for name, p in named_once(fresh).items() if not p.isfinite().all()]
@@ -196,7 +196,7 @@ def initial_values(adapter: Adapter) -> None:
 
 
 SHOWN = 8
-"""As many values are shown one by one."""
+"""Up to this many values are listed one by one."""
 
 
 def in_words(values: Tensor) -> str:
@@ -210,7 +210,7 @@ def in_words(values: Tensor) -> str:
 
 @CHECKS.add
 def forward(adapter: Adapter) -> None:
-    """The same inputs of the sublayers and the same state, with random parameters and distinct streams."""
+    """The inputs of the sublayers and the new state are the same, with random parameters and streams that differ."""
     one = PairedPass.of(adapter)
     if not one.agrees:
         expect(_repeats(one.pair), "a second call gives other numbers")
@@ -229,7 +229,7 @@ class PairedPass(NamedTuple):
 
     @classmethod
     def of(cls, adapter: Adapter) -> "PairedPass":
-        """Call both modules. Raises CheckFailed for results that cannot be compared."""
+        """Call both modules. Raise CheckFailed for results that cannot be compared."""
         pair = Pair(adapter)
         state = pair.state()
         (ours, expected), (theirs, actual) = recorded(pair.sublayers()), recorded(pair.sublayers())
@@ -250,7 +250,7 @@ class PairedPass(NamedTuple):
 
     @property
     def findings(self) -> diagnosis.Findings:
-        """Why the two differ, as far as known mistakes explain it."""
+        """The reason why the two differ, as far as known mistakes explain it."""
         return diagnosis.of(*self)
 
 
@@ -289,7 +289,7 @@ def agrees_forward(pair: Pair, *, dtype: torch.dtype | None = None) -> None:
 
 @CHECKS.add
 def gradients(adapter: Adapter) -> None:
-    """The gradients of the state and of every parameter, in our names."""
+    """The gradients of the state and of every parameter are the same, in our names."""
     pair = Pair(adapter)
     agrees_forward(pair)
     reference, result = (grads_of(pair, call) for call in (pair.reference, pair.candidate))
@@ -360,8 +360,8 @@ def rms(x: Tensor) -> float:
 def float32_mappings(adapter: Adapter) -> None:
     """Gates and mappings are computed in float32: under autocast, and with a bfloat16 state and float32 parameters.
 
-    Measured against the module's own result in the adapter's dtype, with the error of our own module for scale: the
-    check `forward` reports any other difference.
+    The error is measured against the module's own result in the adapter's dtype, and compared with the error of our
+    module. The check `forward` reports any other difference.
     """
     agrees_forward(Pair(adapter), dtype=torch.bfloat16)
     exact = Pair(adapter, scale=0.5)
@@ -369,7 +369,7 @@ def float32_mappings(adapter: Adapter) -> None:
         not _in_steps(exact), "the mapping, the mixing or the result is rounded to 16 bits, whatever the state's dtype"
     )
     pair = Pair(adapter, dtype=torch.float32, scale=0.5)
-    for narrow, where in ((False, "under autocast"), (True, "beside a bfloat16 state")):
+    for narrow, where in ((False, "under autocast"), (True, "with a bfloat16 state")):
         ours, theirs = (_exact_and_narrow(side, exact, pair, narrow) for side in ("reference", "candidate"))
         for (our_truth, our), (truth, result) in zip(zip(*ours), zip(*theirs)):
             if narrow and result.dtype != our.dtype:
@@ -387,7 +387,7 @@ def float32_mappings(adapter: Adapter) -> None:
 @torch.no_grad()
 def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[list[Tensor]]:
     """Return results and inputs of sublayers of one side, in the dtype of `exact`, then with the parameters of `pair`:
-    beside a state in bfloat16 if `narrow`, otherwise under autocast.
+    with a bfloat16 state if `narrow`, otherwise under autocast.
     """
     dtype = torch.bfloat16 if narrow else torch.float32
     state = tree_map(lambda x: x.to(dtype), pair.state())
@@ -412,7 +412,7 @@ def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[
 
 @torch.no_grad()
 def _in_steps(pair: Pair) -> bool:
-    """Return whether results go in steps, as those of rounding do, where ours are smooth, however steep.
+    """Return whether results change in steps, as rounded ones do, while ours change smoothly, however steeply.
 
     A step of the state is halved, towards the half with the larger change, until it is too short for float32 to see.
     The change of a smooth result becomes as small as that of ours; a jump stays.
@@ -489,7 +489,7 @@ def streaming(adapter: Adapter) -> None:
 
 @CHECKS.add
 def second_call(adapter: Adapter) -> None:
-    """A second call gives the same bits, and neither the state nor the module is changed in place."""
+    """A second call gives the same bits, and no call changes the state or the module in place."""
     pair = Pair(adapter)
     state = pair.state()
     copies = tree_map(torch.clone, state)
@@ -504,7 +504,7 @@ def second_call(adapter: Adapter) -> None:
 
 @CHECKS.add
 def gradient_checkpointing(adapter: Adapter) -> None:
-    """Recomputed in the backward pass, the gradients are equal to the last bit."""
+    """The gradients are equal to the last bit if the module is recomputed in the backward pass."""
     pair = Pair(adapter)
     expect_repeatable(pair)
     kept, recomputed = (
@@ -517,7 +517,7 @@ def gradient_checkpointing(adapter: Adapter) -> None:
 
 @CHECKS.add
 def large_logits(adapter: Adapter) -> None:
-    """Values and gradients stay finite in float32 if ours do: parameters ten times as large."""
+    """Values and gradients in float32 stay finite with parameters ten times as large, if ours do."""
     pair = Pair(adapter, dtype=torch.float32)
     large = Ours((name, (10 * value).detach().requires_grad_()) for name, value in pair.ours.items())
     finite = {}
@@ -532,7 +532,7 @@ def large_logits(adapter: Adapter) -> None:
 
 
 def compiles(adapter: Adapter) -> None:
-    """torch.compile gives the same numbers and gradients, with gradients of real size."""
+    """torch.compile gives the same numbers and gradients."""
     pair = Pair(adapter, dtype=torch.float32)
     call = pair.adapter.forward if pair.whole else pair.adapter.connect  # type: ignore[attr-defined]
     values = placed(pair.module, adapter.parameters(pair.ours))

@@ -70,11 +70,11 @@ class ChannelScheme(CompressingScheme, RecomputingScheme):
 
     @property
     def has_stream_axis(self) -> bool:
-        """Whether the state is (batch, seq, streams, dim), not (batch, seq, dim)."""
+        """Whether the state is (batch, seq, streams, dim) rather than (batch, seq, dim)."""
         return self.compresses or self.expand == "conv"
 
     def build_compress(self, dim: int, start: CompressStart) -> Compressor:
-        """Build one compressor, (batch, seq, streams, dim) -> (batch, seq, dim); `start` is that of its class."""
+        """Build one compressor, (batch, seq, streams, dim) -> (batch, seq, dim); `start` is passed to its class."""
         kernel = self.compress_kernel
         if self.compress is None or kernel is None:
             return OnlyStream()

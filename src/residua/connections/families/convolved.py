@@ -79,8 +79,8 @@ class CompressingScheme(Scheme):
     ) -> Stream:
         """Return the stream of `connection(i, compress)` for each sublayer, between `expand` and `readout(compress)`.
 
-        compressor: makes compressor j; the last one is that of the readout. If a block shares one, its second sublayer
-        gets the connection of the first, which owns it.
+        compressor: makes compressor j; the last compressor belongs to the readout. If a block shares a compressor, its
+        second sublayer gets the connection of the first, which owns the compressor.
         """
         if self.expand == "smear":
             expand = Smear(dim, expand)
@@ -92,7 +92,7 @@ class CompressingScheme(Scheme):
             else:
                 compress, count = compressor(count), count + 1
             made = connection(i, compress)
-            if self.has_branch(i):  # a connection has one memory
+            if self.has_branch(i):  # because a connection has one memory
                 require_option(self, "branch", not made.window, "null if reads are convolved over the tokens too")
                 made = BranchConnection(made, dim, self.branch_kernel)
             connections.append(made)
@@ -103,8 +103,8 @@ class CompressingScheme(Scheme):
 class SingleStreamScheme(CompressingScheme):
     """A scheme of one stream, (batch, seq, dim), with the optional convolutions of Deep Delta Learning over the tokens.
 
-    The options are named as in `DeepDelta` and mean the same. They show how much of its gain needs no delta write. The
-    convolutions start as the identity, so that the scheme starts as it does without them.
+    The options have the names and meanings of those of `DeepDelta`. They show how much of its gain needs no delta
+    write. The convolutions start as the identity, so that the scheme starts as it does without them.
 
     compress          None: a sublayer reads the stream; "token": it reads a causal convolution of it over the tokens,
                       as does the readout, and writes to the stream itself. The Canon layers of arXiv 2512.17351 before
@@ -126,7 +126,7 @@ class SingleStreamScheme(CompressingScheme):
     ) -> Stream:
         """Return the stream of `connection(i, compress)` for each sublayer and `readout(compress)`.
 
-        copies: how many times the state holds the embedding.
+        copies: the number of copies of the embedding in the state.
         """
 
         def compressor(_: int) -> nn.Module:
@@ -148,7 +148,7 @@ class BranchCoefficients(NamedTuple):
 class BranchConnection(CompressingConnection):
     """A connection that convolves the sublayer's output before `inner` writes it: y <- y + conv(y).
 
-    As the short convolutions of Inkling behind attention and MLP (`attn_sconv`, `mlp_sconv` in transformers). The tap
+    Like the short convolutions after attention and MLP in Inkling (`attn_sconv`, `mlp_sconv` in transformers). The tap
     of the token itself is in the convolution and starts at 1, the others at 0.
     """
 
@@ -171,7 +171,7 @@ class BranchConnection(CompressingConnection):
         return self.inner.write(self.convolution(y, memory), Carry(carry.residual, coefficients))
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
-        """Return the map of the connection inside, of a whole sequence: its memory would take y a second time."""
+        """Return the map of the connection inside, without memory, because a memory would take y a second time."""
         coefficients, _ = carry.coefficients
         return self.inner.shortcut(
             state, Carry(carry.residual, coefficients), self.convolution(y, whole_sequence(self))

@@ -72,7 +72,7 @@ class SourcesConnection(Connection):
         return (*closed, (partial + y).to(partial.dtype))
 
     def depth_weights(self, carry: Carry) -> DepthWeights | None:
-        """Return the weights of a `DepthRead`, with a read for each head; a single source is read whole."""
+        """Return the weights of a `DepthRead`, with a read for each head; a single source has weight 1."""
         weights = carry.coefficients.weights
         if weights is None:
             return DepthWeights(torch.ones(1, 1), self.sources)
@@ -88,7 +88,7 @@ def summed(index: int, block_size: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class BlocksScheme(Scheme):
-    """A scheme whose state is the embedding and one output for each block of two sublayers, begun or complete."""
+    """A scheme whose state is the embedding and one output for each block of two sublayers, complete or not."""
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (TensorSpec((dim,)),) * (1 + -(-boundary // 2))
@@ -100,7 +100,7 @@ def outputs_of(taken: Iterable[int]) -> tuple[range, ...]:
 
 
 class BlockConnection(Connection):
-    """A connection whose state is the outputs of all blocks. It writes the last one."""
+    """A connection whose state is the outputs of all blocks. It writes to the last output."""
 
     def __init__(self, index: int, norm: nn.Module):
         super().__init__()
@@ -115,8 +115,8 @@ class BlockConnection(Connection):
 class BlockCollapse(nn.Module):
     """The readout: the average after the last block. A tuple of tensors (batch, seq, dim) -> (batch, seq, dim).
 
-    average: its first result is x; None for only the last output. Of a state of another depth only the last output
-    is read too, because the weights belong to the outputs of all blocks.
+    average: a module whose first result is x; None for only the last output. If the state has another depth, only the
+    last output is read too, because the weights belong to the outputs of all blocks.
     """
 
     def __init__(self, average: nn.Module | None, blocks: int):

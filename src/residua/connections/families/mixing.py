@@ -18,7 +18,7 @@ from residua.ops import at_least_float32, hyper_read, hyper_write
 from residua.ops.dispatch import Implementation
 
 SPREAD = 0.005
-"""How far the largest initial write weight of a mirrored start is from 1, as in Megatron-LM's wide residual."""
+"""Distance from 1 of the largest initial write weight of a mirrored start, as in Megatron-LM's wide residual."""
 
 
 class MixingCoefficients(NamedTuple):
@@ -91,7 +91,7 @@ class MixingConnection(Connection):
 
 
 class CutConnection(MixingConnection):
-    """A mixing connection whose rows are `pieces` of the width side by side; the state is (batch, seq, dim)."""
+    """A mixing connection whose rows are `pieces` of the width, cut side by side; the state is (batch, seq, dim)."""
 
     pieces: int
 

@@ -46,7 +46,8 @@ def _sums_within(documents: Tensor, x: Tensor) -> Tensor:
         sums = rows.cumsum(1)
         return sums - (sums - rows).gather(1, firsts)
 
-    # A sum over a document is a difference of sums over the row: digits are lost, and after one NaN or infinity all.
+    # A sum over a document is a difference of sums over the row: it loses digits, and all digits after one NaN or
+    # infinity.
     finite = x.isfinite()
     sums = within(torch.where(finite, x, 0).to(torch.float64)).to(x.dtype)
     return torch.where(within((~finite).long()) > 0, torch.nan, sums)
@@ -87,5 +88,5 @@ def gelu_parts(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _gelu_part(i: int, count: int, x: Tensor) -> Tensor:
-    part = x.chunk(count, -1)[i].contiguous()  # rows with gaps would be computed in other vectors: other last bits
+    part = x.chunk(count, -1)[i].contiguous()  # gaps between rows would change the vectorisation and so the last bits
     return F.gelu(part)

@@ -26,8 +26,8 @@ from residua.ops.derived import flattened
 from residua.ops.dispatch import Implementation
 
 # Initial distance of the logits of h_res. With 6, h_res starts with e^-6 = 0.0025 off its diagonal: the difference
-# between streams shrinks to 0.99 in each sublayer and to 0.79 in 24. With 4 it would shrink to 0.18; with 8 hardly at
-# all, but the gradient, which is proportional to that entry, would be a seventh.
+# between streams shrinks to 0.99 in each sublayer and to 0.79 in 24. With 4 it would shrink to 0.18. With 8 it would
+# hardly shrink, but the gradient, which is proportional to that entry, would be a seventh.
 OFFSET = 6.0
 
 
@@ -144,7 +144,7 @@ def reading_biases(num_streams: int, preferred: int, *, eps: float = 0.0, total:
     is near 0, where numbers are close together, and so the sum is exact to 1e-12 even for parameters in float32.
     """
     others = num_streams - 1
-    if others == 1:  # a half each would read both streams alike in all sublayers, and they would stay equal
+    if others == 1:  # if both had a half, sublayers would read both alike, and they would stay equal
         pair = _different_pair(total - 2 * eps)
         return [*pair] if preferred == 0 else [*reversed(pair)]
     rounded = torch.tensor(logit(total / (2 * others) - eps), device="cpu").item()

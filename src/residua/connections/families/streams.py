@@ -1,4 +1,4 @@
-"""Schemes with a state of several rows: which of its states the backward pass keeps, and how the first one is made."""
+"""Schemes with a state of several rows: the states that the backward pass keeps, and the first state."""
 
 import math
 from collections.abc import Callable
@@ -30,12 +30,12 @@ class RecomputingScheme(Scheme):
     """
 
     recompute: Literal["none", "replay"] = "replay"
-    # Recomputing recurses once for each state that was not kept; 64 stays well inside Python's recursion limit.
+    # Recomputing recurses once for each state that was not kept; 64 is well below Python's recursion limit.
     recompute_every: Annotated[int, Range("1 to 64", lambda count: 1 <= count <= 64)] = 4
 
     @property
     def keeps_every(self) -> int:
-        """m: one state in m is kept."""
+        """The number m for keeping one state in m."""
         return self.recompute_every if self.recompute == "replay" else 1
 
     def derive(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class ExpandingScheme(RecomputingScheme):
         return self.expand != "repeat"
 
     def preserving(self) -> Any:
-        """As the base class says, with gains that start at 1, if there are any."""
+        """Return the start of the base class, with gains, if there are any, that start at 1."""
         scheme: Any = super().preserving()
         return replace(scheme, expand="gains" if self.streams_differ else "repeat")
 

@@ -40,7 +40,7 @@ class Gate(nn.Module):
     ):
         super().__init__()
         self.single = outputs is None
-        # The authors' clamp: beta_init = 0 gives beta = 2e-6, as a gate at exactly 0 would get no gradient.
+        # The authors' clamp: beta_init = 0 gives beta = 2e-6, because a gate of exactly 0 would get no gradient.
         p = min(max(beta_init / 2, 1e-6), 1 - 1e-6)
         rewritten = start == "rewrite"
         spectral = spectral_std(in_features, hidden) if rewritten else None
@@ -61,9 +61,9 @@ class Value(nn.Module):
     """v from a linear map in at least float32, (..., dim) -> (..., value_channels).
 
     `activation="scaled_sigmoid"`: scale * sigmoid(W x + b); `"linear"`: W x + b; `"constant"`: the number `constant`
-    everywhere, no parameters. `bias=False` omits b. The authors' first code draws W from N(0, (0.5/sqrt(dim))^2) and b
-    from PyTorch's uniform distribution (`start="authors"`), their current one W with `spectral_std` (`"rewrite"`); here
-    b starts at 0.
+    everywhere, without parameters. `bias=False` omits b. The authors' first code draws W from N(0, (0.5/sqrt(dim))^2)
+    and b from PyTorch's uniform distribution (`start="authors"`), their current code draws W with `spectral_std`
+    (`"rewrite"`); here b starts at 0.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Copies(nn.Module):
 
 
 class LastOf(nn.Module):
-    """The readout of the last of several tensors: a tuple of tensors, the last (batch, seq, dim) -> that one."""
+    """The readout of the last tensor of a tuple: a tuple of tensors, the last (batch, seq, dim) -> that tensor."""
 
     def forward(self, state: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
         return state[-1]
@@ -123,10 +123,10 @@ class TokenConv(SelfStarting):
 
 
 class Smear(SelfStarting):
-    """nanochat's look back: add a gated copy of the embedding before, then make the state by `repeat`.
+    """nanochat's look back: add a gated copy of the previous token's embedding, then make the state by `repeat`.
 
-    (batch, seq, dim) -> a state. Adds nothing at the start, with s = 0; w is drawn from [0, 0.02). The gate reads as
-    many features as nanochat's, or all of a narrower embedding.
+    (batch, seq, dim) -> a state. At the start s = 0, so nothing is added; w is drawn from [0, 0.02). The gate reads as
+    many features as nanochat's, or all features of a narrower embedding.
     """
 
     separates_documents = True
@@ -152,11 +152,11 @@ class Smear(SelfStarting):
 
 
 CompressStart = Literal["average", "authors", "rewrite"] | int
-"""The average of the streams, the starts of the authors' first and current code, or one stream."""
+"""The start of a compressor: the average, that of the authors' first or current code, or the index of a stream."""
 
 
 def _start_read(read: Tensor, start: CompressStart) -> None:
-    """Start weights of the streams, (streams, ...), as their average or as the stream of this index."""
+    """Set the weights of the streams, (streams, ...), to their average or to the stream with this index."""
     if isinstance(start, int):
         nn.init.zeros_(read)
         nn.init.ones_(read[start])

@@ -12,7 +12,7 @@ from residua.ops import at_least_float32
 
 
 def logit(p: float) -> float:
-    """Return log(p / (1 - p)) for 0 < p < 1."""
+    """Return the logit log(p / (1 - p)) for 0 < p < 1."""
     return math.log(p) - math.log1p(-p)
 
 

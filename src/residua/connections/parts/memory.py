@@ -18,26 +18,26 @@ from residua.ops.transforms import transformed
 class Memory(Protocol):
     """The memory of one part of the stream: its earlier tokens, and the entries that are not earlier tokens.
 
-    A part uses either `extend`, if it needs earlier inputs, or `recall` and `keep`, if it needs a running sum. One that
-    reads only tokens with the same number in `documents` says so with the attribute `separates_documents = True`;
-    other parts never get any documents.
+    A part uses either `extend`, if it needs earlier inputs, or `recall` and `keep`, if it needs a running sum. A part
+    that reads only tokens with the same number in `documents` declares this by the attribute
+    `separates_documents = True`; other parts never get any documents.
     """
 
     keeps: bool  # whether anything is kept for later calls; False without a cache
     padding: Tensor | None  # (batch, seq), boolean, false at padding and true at tokens; None without padding
-    documents: Tensor | None  # (batch, seq), 0, 1, 2, ... along a row, each token's document; None for one in every row
+    documents: Tensor | None  # (batch, seq), 0, 1, 2, ... along a row, each token's document; None: each row is one
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         """Return up to `window` earlier rows followed by x: (batch, seq, ...), and keep the last `window` of them.
 
-        A row is zero at padding and before the first token: a memory may begin with such rows. Whatever counts them
-        as tokens, as a softmax or a mean does, is wrong; `remembered_tokens` tells them apart.
+        A row is zero at padding and before the first token: a memory may begin with such rows. A softmax or a mean must
+        not count them as tokens; `remembered_tokens` tells them apart.
         """
 
     def recall(self, like: Tensor) -> Tensor | None:
         """Return the last row that was kept, (batch, 1, ...) with the axes and dtype of `like`.
 
-        At the start it is None, or zeros.
+        At the start the result is None, or zeros.
         """
 
     def keep(self, rows: Tensor) -> None:
@@ -45,9 +45,10 @@ class Memory(Protocol):
 
 
 class Identity:
-    """The identity of a stream, for its parts and its memory. A deep copy is another stream, and so is a loaded one.
+    """The identity of a stream, for its parts and its memory. A deep copy or a loaded stream has another identity.
 
-    A memory that is loaded without its stream belongs to the stream that it was saved with. count: the number of parts.
+    If a memory is loaded without its stream, it belongs to the stream that it was saved with. count: the number of
+    parts.
     """
 
     def __init__(self, number: str | None = None, count: int = 0):
@@ -65,19 +66,19 @@ class Identity:
         return Place(self, self.count)
 
     def is_of(self, stream: "Identity") -> bool:
-        """Return whether a memory with this identity belongs to `stream`."""
+        """Return whether a memory of this identity belongs to `stream`."""
         return self is stream or (self.loaded and self.number == stream.number)
 
 
 class Place(NamedTuple):
-    """The place of a part: its stream, and its number there, by which a memory knows it."""
+    """The place of a part: its stream, and its number there. A memory recognises the part by its place."""
 
     stream: Identity
     number: int
 
 
 def give_places(parts: Sequence[nn.Module]) -> None:
-    """Give the parts of one stream their places. Parts of a stream that share some with another keep theirs."""
+    """Give the parts of a stream their places. If all parts that have a place are of one stream, the others join it."""
     places = [getattr(part, "place", None) for part in parts]
     streams = {id(place.stream): place.stream for place in places if place is not None}
     stream = next(iter(streams.values())) if len(streams) == 1 else Identity()
@@ -98,15 +99,16 @@ class StreamMemory:
     In your own loop, pass it to every `connection(state, sublayer, memory=memory)`, and pass `memory.of(part)` to
     `read`, `stream.expand` and `stream.collapse`. Tensors are not detached: generate under `torch.no_grad()`.
 
-    It belongs to one stream until a `reset`. Copied or pickled it goes on with the same stream, and copied together
-    with its stream with the copy; a pickle holds the last rows and no weights. It raises ValueError for another stream,
-    such as a copy with other weights, and for a part that missed a piece or gets one twice. A call of the stream that
-    raises leaves it as it was: give the same piece again. In your own loop, go back to a `copy` from before.
+    It belongs to one stream until `reset`. A copied or pickled memory continues with the same stream; if it is copied
+    together with its stream, it continues with the copied stream. A pickle holds the last rows and no weights. The
+    memory raises ValueError for another stream, such as a copy with other weights, and for a part that missed a piece
+    or gets one twice. If a call of the stream raises, the memory is unchanged: pass the same piece again. In your own
+    loop, go back to an earlier `copy`.
     """
 
     def __init__(self) -> None:
         self._streams: tuple[Identity, ...] = ()  # several after a deep copy, until its first use
-        self._tokens: dict[Any, int] = {}  # how many each part has had, by the number of its place
+        self._tokens: dict[Any, int] = {}  # the tokens that each part has had, by the number of its place
         self._rows: dict[Any, Tensor] = {}
         # (batch, 2): whether the row has begun, and whether its last entry is a token; absent before any padding.
         self._ends: dict[Any, Tensor] = {}
@@ -120,7 +122,7 @@ class StreamMemory:
         vars(self).update(vars(StreamMemory()))
 
     def copy(self) -> "StreamMemory":
-        """Return an independent copy, to return to after speculative tokens."""
+        """Return an independent copy, for example to discard speculative tokens later."""
         other = StreamMemory()
         other._streams = self._streams
         other._tokens, other._rows, other._ends = dict(self._tokens), dict(self._rows), dict(self._ends)
@@ -137,12 +139,12 @@ class StreamMemory:
         return vars(self) | {"_rows": {number: rows.detach().clone() for number, rows in self._rows.items()}}
 
     def reorder(self, indices: Tensor) -> None:
-        """Select the batch entries `indices`: (new batch,), as beam search does."""
+        """Keep the batch entries `indices`: (new batch,), as beam search does."""
         for store in (self._rows, self._ends):
             store.update({part: rows.index_select(0, indices.to(rows.device)) for part, rows in store.items()})
 
     def _number(self, part: nn.Module) -> Any:
-        """Return the number under which a part is remembered. Raises ValueError for a part of another stream."""
+        """Return the number that identifies a part in this memory. Raises ValueError for a part of another stream."""
         place = getattr(part, "place", None)
         if place is None:  # in no stream
             return id(part)
@@ -155,7 +157,7 @@ class StreamMemory:
         return place.number
 
     def _count(self, number: Any, tokens: int) -> None:
-        """Count tokens of one part. Raises ValueError unless it has had as many as the first part."""
+        """Count tokens of one part. Raises ValueError if another number of tokens has reached the first part."""
         had = self._tokens.get(number, 0) + tokens
         first = next(iter(self._tokens), number)
         if number != first and had != self._tokens[first]:
@@ -166,7 +168,7 @@ class StreamMemory:
         self._tokens[number] = had
 
     def _expect_no_gap(self, number: Any, tokens: Tensor | None) -> None:
-        """Raise ValueError if a row has tokens after padding, in this piece of a part or in the earlier ones."""
+        """Raise ValueError if a row has padding between tokens, in this piece or across pieces of a part."""
         before = self._ends.get(number)
         if tokens is None:
             if before is None:
@@ -181,7 +183,7 @@ class StreamMemory:
 
 @contextmanager
 def whole_piece(memory: StreamMemory | None) -> Iterator[None]:
-    """Forget a piece that a stream has begun if it raises: the same piece may be given again."""
+    """Discard the current piece if the stream raises, so that the same piece can be passed again."""
     before = None if memory is None else memory.copy()
     try:
         yield
@@ -192,7 +194,7 @@ def whole_piece(memory: StreamMemory | None) -> Iterator[None]:
 
 
 class _PartMemory:
-    """The memory of one part during one call. With `whole` None it keeps nothing: the call has the whole sequence."""
+    """The memory of one part during one call. If `whole` is None, the call has the whole sequence: nothing is kept."""
 
     def __init__(self, whole: StreamMemory | None, number: Any, padding: Tensor | None, documents: Tensor | None):
         self.keeps = whole is not None
@@ -223,7 +225,7 @@ class _PartMemory:
 
 
 def window_of(part: nn.Module) -> int:
-    """Return how many earlier tokens a part of a stream reads: its `window`, or 0 without one."""
+    """Return the number of earlier tokens that a part of a stream reads: its `window`, or 0 without one."""
     return getattr(part, "window", 0)
 
 
@@ -236,8 +238,8 @@ def memory_of(
     them.
 
     Raises:
-        ValueError: padding between tokens; documents for a part that cannot separate them, or with a memory; padding
-            or a memory for a part that reads the whole sequence.
+        ValueError: there is padding between tokens; there are documents, but a memory too or a part that cannot
+            separate them; or there is padding or a memory for a part that reads the whole sequence.
     """
     if documents is not None:
         expect_separable(part)
@@ -263,12 +265,12 @@ def memory_of(
 
 
 def reads_other_tokens(part: nn.Module) -> bool:
-    """Return whether a part of a stream reads other tokens than the current one, for which it needs (batch, seq)."""
+    """Return whether a part of a stream reads tokens besides the current one, so that it needs (batch, seq)."""
     return window_of(part) > 0 or not getattr(part, "causal", True)
 
 
 def whole_sequence(part: nn.Module) -> Memory | None:
-    """Return the memory of `part` for a call with the whole sequence, be it a single token; None if it needs none."""
+    """Return the memory of `part` for a call with the whole sequence, even of one token; None if it needs none."""
     return _PartMemory(None, None, None, None) if window_of(part) else None
 
 
@@ -285,7 +287,7 @@ def expect_memory(part: nn.Module, memory: object, x: Tensor) -> None:
 
 
 def expect_separable(part: nn.Module) -> None:
-    """Raise ValueError if `part` reads earlier tokens and would read across the borders of packed documents."""
+    """Raise ValueError if `part` would read earlier tokens across the borders of packed documents."""
     causal = getattr(part, "causal", True)
     if (window_of(part) and not getattr(part, "separates_documents", False)) or not causal:
         raise ValueError(
@@ -302,12 +304,13 @@ def documents_in(memory: Memory | None) -> Tensor | None:
 def tokens_of(mask: Tensor) -> Tensor:
     """Return which entries of an attention mask (batch, seq) are tokens, as a new boolean tensor.
 
-    In a mask of booleans or integers a token has any number but 0, such as that of its document. So it has in a mask of
-    floating-point numbers, unless one of them is below 0 or -0.0: those are added to scores, which `seen` reads.
+    In a mask of booleans or integers, tokens have any number but 0, such as the number of their document. The same
+    holds for floating-point numbers, unless one of them is negative or -0.0: such a mask is added to scores, and `seen`
+    reads it.
 
     Raises:
-        ValueError: the mask has other axes, or it is 0.0 everywhere: all padding if these are numbers of tokens, all
-            tokens if they are added to scores.
+        ValueError: the mask has other axes, or it is 0.0 everywhere, which is ambiguous: only padding if the numbers
+            mark tokens, only tokens if they are added to scores.
     """
     expect_rows("attention_mask", mask)
     if not mask.is_floating_point():
@@ -326,7 +329,7 @@ HIDDEN_BELOW, LOWEST_BIAS = 100.0, -5000.0
 
 
 def seen(mask: Tensor) -> Tensor:
-    """Return which entries of one mask attention sees; the mask is boolean or added to scores, of any shape.
+    """Return the entries of a mask that attention sees, as booleans; the mask is boolean or added to scores.
 
     Entries 100 or more below the largest one, or below 0 if the largest is positive, are hidden: softmax gives them
     less than 1e-43. All other entries are biases. If no entry is above -5000, all are hidden.
@@ -368,8 +371,8 @@ def expect_no_gap(tokens: Tensor, documents: Tensor | None = None) -> None:
 def expect_none(wrong: Tensor, message: str) -> None:
     """Raise ValueError with this message if any entry of `wrong` is true.
 
-    A compiled graph checks it too, and raises RuntimeError when it runs. Not checked inside a transform, on the meta
-    device, or while a CUDA graph is captured, which cannot ask for values.
+    A compiled graph checks it too, and raises RuntimeError when it runs. There is no check inside a transform, on the
+    meta device, or while a CUDA graph is captured, because values cannot be read there.
     """
     if torch.compiler.is_compiling():
         torch._assert_async(~wrong.any(), message)
@@ -392,7 +395,7 @@ def firsts_in(documents: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Return x: (batch, seq, ...) with zeros at padding, whatever stands there.
+    """Return x: (batch, seq, ...) with zeros at padding, even in place of NaN.
 
     padding: (batch, seq), boolean, false at padding and true at tokens, or None.
     """
@@ -405,7 +408,7 @@ def masked(x: Tensor, padding: Tensor | None) -> Tensor:
 def finite_at_padding(x: Tensor, mask: Tensor) -> Tensor:
     """Return x: (batch, seq, dim) with 0 in place of numbers at padding that are not finite.
 
-    0 times NaN is NaN, so that it would reach gradients of tokens. mask: of any form that `tokens_of` takes.
+    0 times NaN is NaN, so NaN would reach the gradients of tokens. mask: in any form that `tokens_of` takes.
     """
     padding = ~tokens_of(mask)
     expect_shape("attention_mask", padding, x.shape[:2], "(batch, seq) of this call")
@@ -418,10 +421,10 @@ def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
 
 
 def remembered_tokens(x: Tensor, memory: Memory | None, window: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of `remembered`, (batch, rows, ...), and which of them are tokens: (batch, rows), boolean.
+    """Return the rows of `remembered`, (batch, rows, ...), and whether each is a token: (batch, rows), boolean.
 
     For reads that must not count the other rows, such as a softmax over the last tokens. The memory keeps a column of
-    ones next to x, which is zero where x is.
+    ones next to x, which is zero in rows that are not tokens.
     """
     marked = torch.cat([x.flatten(2), x.new_ones(*x.shape[:2], 1)], -1)
     rows = remembered(marked, memory, window)
@@ -429,18 +432,18 @@ def remembered_tokens(x: Tensor, memory: Memory | None, window: int) -> tuple[Te
 
 
 def current(out: Tensor, x: Tensor, extended: Tensor) -> Tensor:
-    """Return the part of `out` for the tokens of x, where `out` was computed from `extended = remembered(x, ...)`."""
+    """Return the part of `out` for the tokens of x; `out` was computed from `extended = remembered(x, ...)`."""
     return out if extended is x else out[:, out.shape[1] - x.shape[1] :]
 
 
 def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
     """Raise ValueError if earlier tokens are needed (`window` > 0) and the axes of x differ from `axes`.
 
-    Without the check, the entries of a batch (batch, dim) would be mixed as if they were a sequence, or the columns of
-    an image (batch, height, width, dim).
+    Without the check, the entries of a batch (batch, dim), or the columns of an image (batch, height, width, dim),
+    would be mixed as if they were a sequence.
     """
     if window and x.dim() != axes.count(",") + 1:
-        shape = tuple(x.shape[:-2] + x.shape[-1:] if "streams" in axes else x.shape)  # as the stream was given it
+        shape = tuple(x.shape[:-2] + x.shape[-1:] if "streams" in axes else x.shape)  # as the stream got it
         raise ValueError(no_sequence(shape))
 
 

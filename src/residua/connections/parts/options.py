@@ -51,8 +51,8 @@ def parsed(value: Any) -> Any:
 class OnlyIf:
     """The condition under which an option has an effect: in words, and as a function that says whether it holds.
 
-    `Annotated[int, OnlyIf(...)]` declares it. An option that is set without effect is refused, because the user expects
-    one.
+    `Annotated[int, OnlyIf(...)]` declares it. An option that is set but has no effect is refused, because the user
+    expects an effect.
     """
 
     words: str
@@ -60,7 +60,7 @@ class OnlyIf:
 
 
 def only_with(**options: Any) -> OnlyIf:
-    """Return the condition that each of these other options has this value, or one of these values."""
+    """Return the condition that each of these options has this value, or one of these values."""
     choices = {name: value if isinstance(value, tuple) else (value,) for name, value in options.items()}
     words = (f"{name} is {' or '.join(map(repr, values))}" for name, values in choices.items())
     return OnlyIf(
@@ -69,7 +69,7 @@ def only_with(**options: Any) -> OnlyIf:
 
 
 def check_options(scheme: Any) -> None:
-    """Raise ValueError for an option outside the type and range that its class declares, or set without effect."""
+    """Raise ValueError for an option outside its declared type and range, or set without effect."""
     kind: type = type(scheme)
     values = {field.name: getattr(scheme, field.name) for field in fields(scheme)}
     for name, value in values.items():
@@ -83,6 +83,6 @@ def check_options(scheme: Any) -> None:
 
 
 def require_option(scheme: Any, name: str, condition: bool, expected: str) -> None:
-    """Raise ValueError unless `condition` holds: the field `name` of `scheme`, the text `expected`, and its value."""
+    """Raise ValueError unless `condition` holds; the message has the field `name`, `expected` and the field's value."""
     if not condition:
         raise ValueError(f"{type(scheme).__name__}: {name} must be {expected}, got {getattr(scheme, name)!r}")

@@ -1,12 +1,12 @@
 """Let `read` and `write` run inside a call of the connection's module, so that hooks run around them.
 
-FSDP gathers a module's parameters, and accelerate's offload brings them back, in hooks on the call of the module. Two
-methods that somebody calls directly would run without them, so each is turned into such a call: the module is called
-with the method in the sublayer's place. During a call around a sublayer the two run without such calls of their own, so
-that a hook that changes the result changes it once.
+FSDP gathers a module's parameters, and accelerate's offload brings them back, in hooks on the call of the module. If
+`read` and `write` were called directly, no hooks would run. Each is therefore turned into a call of the module, with
+the method in place of the sublayer. Inside a call around a sublayer the two run without calls of their own, so that a
+hook that changes the result changes it once.
 
     connection(state, sublayer)            hooks run around this call; `within` runs both methods inside it
-    connection.read(state)                 by itself, on a module with hooks, `as_call` makes of it
+    connection.read(state)                 called directly on a module with hooks; `as_call` turns it into
       connection((args, kwargs), phase)      a call of the module, in which `open_to_phases` runs
         phase(connection, *args, **kwargs)     the method
 """
@@ -52,7 +52,7 @@ def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(type(self), name) is not call:  # super().read(...), which is inside a call
             return method(self, *args, **kwargs)
-        if is_unobserved(self):  # a call would only cost its frames
+        if is_unobserved(self):  # a call would only add stack frames
             return phase(self, *args, **kwargs)
         return self((args, kwargs), phase)
 
@@ -68,7 +68,7 @@ def within(connection: Any, name: str) -> Callable[..., Any]:
 
 
 def is_unobserved(module: Any) -> bool:
-    """Return whether a call of `module` would run its forward and nothing else: no hook, and nothing in its place."""
+    """Return whether a call of `module` would run only its own forward: no hooks, and no replacement."""
     attributes = vars(module)
     return not (
         attributes["_forward_pre_hooks"]
@@ -82,7 +82,7 @@ def is_unobserved(module: Any) -> bool:
 
 
 def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `forward` of a connection: given a phase it runs that instead, with the arguments in `state`."""
+    """Wrap `forward` of a connection: if it is given a phase, it runs the phase, with the arguments in `state`."""
 
     @functools.wraps(forward)
     def call(self: Any, state: Any, sublayer: Any, **options: Any) -> Any:

@@ -15,10 +15,10 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Return whether a call of `module` runs the forward of this class, and nothing else.
+    """Return whether a call of `module` runs only the forward of this class.
 
-    False for an adapter or a quantised map in its place, a parametrisation (both have other types), and a hook, such as
-    those that prune or gather parameters; some libraries put theirs in place of `forward`.
+    False if it was replaced by an adapter, a quantised map or a parametrisation (all have other types), and if it has a
+    hook, such as one that prunes or gathers parameters. Some libraries replace `forward` for their hook.
     """
     return type(module) is kind and is_unobserved(module)
 
@@ -32,10 +32,10 @@ def spectral_std(in_features: int, out_features: int, factor: float = 0.5) -> fl
 
 
 class LinearMap(SelfStarting):
-    """Base of the linear maps of connections: they have the parameters of `nn.Linear`, and are none.
+    """Base of the linear maps of connections. They have the parameters of `nn.Linear` without being subclasses of it.
 
-    Adapters, quantizers and initialisations that look for `nn.Linear` leave connections alone. Many of these maps start
-    from zero, where an adapter that divides by the norm of a weight (DoRA) has no direction.
+    Adapters, quantizers and initialisations that look for `nn.Linear` therefore skip connections. Many of these maps
+    start from zero, so an adapter that divides by the norm of a weight (DoRA) would have no direction.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class LinearMap(SelfStarting):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-LINEAR_MAPS = (nn.Linear, LinearMap)  # the modules whose `weight` is decayed, and learns by width
+LINEAR_MAPS = (nn.Linear, LinearMap)  # modules with a `weight` that is decayed, and has a learning rate by width
 
 
 class Projection(LinearMap):
-    """A linear map that computes in the dtype of its weights, or of autocast, even if its input has another."""
+    """A linear map that computes in the dtype of its weights, or of autocast, not in the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -95,8 +95,8 @@ class WideProjection(LinearMap):
     def forward(self, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return W (gain x) + bias: (..., in_features) -> (..., out_features), in at least float32.
 
-        gain: (in_features,), folded into the weights, which are smaller than x; bias: (out_features,), in place of
-        its own.
+        gain: (in_features,), folded into the weights, which are smaller than x. bias: (out_features,), in place of the
+        module's own.
         """
         weight = self.weight if gain is None else at_least_float32(self.weight) * at_least_float32(gain)
         return linear_at_least_float32(x, weight, self.bias if bias is None else bias)
@@ -105,7 +105,7 @@ class WideProjection(LinearMap):
 def project(module: nn.Module, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """Return module(gain x) + bias, folding gain and bias into the product if `module` is a `WideProjection`.
 
-    Anything else that stands in its place, such as an adapter around it, is a map of only its input.
+    A replacement of that module, such as an adapter, takes only an input, so gain and bias are applied outside it.
     """
     if isinstance(module, WideProjection):
         return module(x, gain=gain, bias=bias)

@@ -1,8 +1,8 @@
 """Start the parameters of a module as its own code says, even if an engine shards them or a model fills all modules.
 
 An engine builds a model on the meta device, shards it with `fully_shard`, gives it memory with `to_empty`, and calls
-`reset_parameters` of every module. The parameters are then `DTensor`s: a part such as `taps[0]` may be a copy, so that
-writing to it changes nothing, and each rank would draw other numbers than one process.
+`reset_parameters` of every module. The parameters are then `DTensor`s. A part such as `taps[0]` may be a copy, so
+writing to it has no effect, and each rank would draw numbers that differ from those of a single process.
 """
 
 import functools
@@ -20,8 +20,8 @@ Module = TypeVar("Module", bound=nn.Module)
 def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None]:
     """Wrap a function that fills a module's own parameters: it fills whole tensors, and each rank keeps its shards.
 
-    The whole tensors are those of rank 0, filled as in a run of one process. On the meta device nothing is drawn,
-    because that would take long and import torch's compiler.
+    Rank 0 fills the whole tensors as a single process would. On the meta device nothing is drawn, because drawing would
+    take long and import torch's compiler.
     """
 
     @functools.wraps(reset)
@@ -49,24 +49,24 @@ def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None
 
 
 def mark_start(parameters: Iterable[Any]) -> None:
-    """Note that these parameters are at their start; torch counts the changes of a tensor in place."""
+    """Record that these parameters are at their start; torch counts the changes of a tensor in place."""
     for parameter in parameters:
         if not parameter.is_inference():
             parameter.started_at = parameter._version
 
 
 def is_at_start(parameter: Any) -> bool:
-    """Return whether nothing has changed a parameter since its module started it."""
+    """Return whether a parameter is unchanged since its module initialised it."""
     started = getattr(parameter, "started_at", None)
     return started is not None and not parameter.is_inference() and started == parameter._version
 
 
 class SelfStarting(nn.Module):
-    """A module that starts its own parameters, in `reset_parameters`, and keeps this start in a model that has another.
+    """A module that starts its own parameters, in `reset_parameters`, and keeps this start in a model with another.
 
     Models end their `__init__` with `self.apply(init)`, where `init` fills every linear map, and transformers does so
     with weights that a checkpoint lacks. Parameters that were loaded or trained change as in every module.
-    `reset_parameters` fills whole tensors, also if an engine has sharded them.
+    `reset_parameters` fills whole tensors, even if an engine has sharded them.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -76,9 +76,9 @@ class SelfStarting(nn.Module):
             cls.reset_parameters = on_whole_tensors(reset)  # type: ignore[attr-defined]
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
-        """Do as `nn.Module`, but keep the start of parameters that have it; warn if `fn` would have replaced it.
+        """Apply `fn` as `nn.Module` does, but keep parameters at their start; warn if `fn` would have replaced it.
 
-        A function that calls `reset_parameters` starts them again.
+        If `fn` calls `reset_parameters`, the parameters get a new start.
         """
         started: dict[str, Any] = {name: p for name, p in self._parameters.items() if p is not None and is_at_start(p)}
         before = {name: (p.detach().clone(), p.started_at) for name, p in started.items()}
@@ -103,7 +103,7 @@ class SelfStarting(nn.Module):
 
     @property
     def _is_hf_initialized(self) -> bool:
-        """Whether transformers leaves this module as it is: it asks before its model's `_init_weights` fills a module.
+        """Whether transformers skips this module when it fills modules with a model's `_init_weights`.
 
         The module then initialises the parameters that no checkpoint contains.
         """
@@ -121,7 +121,7 @@ class SelfStarting(nn.Module):
 
 
 def start_missing(module: nn.Module) -> bool:
-    """Start the own parameters and buffers of a module that transformers did not load. Return whether it can."""
+    """Start a module's own parameters and buffers that transformers did not load. Return whether the module can."""
     reset: Any = getattr(module, "reset_parameters", None)
     parameters: list[Any] = [p for p in module._parameters.values() if p is not None]
     if reset is None:

@@ -19,7 +19,7 @@ class TensorSpec:
 def expect_state(state: Any, spec: Any, *, sequence: bool = False) -> None:
     """Raise ValueError unless the tensors of `state` end with the shapes of `spec`, a pytree of `TensorSpec`.
 
-    sequence: whether the axes before must be (batch, seq), as they must for a read that looks at other tokens.
+    sequence: whether the leading axes must be (batch, seq), as a read of other tokens requires.
     """
     if _fits(state, spec, sequence):
         return
@@ -33,7 +33,7 @@ def expect_state(state: Any, spec: Any, *, sequence: bool = False) -> None:
 
 
 def _fits(state: Any, spec: Any, sequence: bool) -> bool:
-    """Return whether tensors in tuples have the shapes of a spec: faster than to flatten both, before every read."""
+    """Return whether tensors in tuples have the shapes of a spec, faster than by flattening both before every read."""
     if isinstance(spec, TensorSpec):
         axes = state.dim() - len(spec.shape) if isinstance(state, Tensor) else -1
         return (axes == 2 or (axes >= 0 and not sequence)) and state.shape[axes:] == spec.shape

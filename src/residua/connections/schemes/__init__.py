@@ -1,4 +1,4 @@
-"""One file for each paper. `residua` and `residua.connections` have every class that is listed here."""
+"""One file for each paper. `residua` and `residua.connections` export every class listed here."""
 
 from residua.connections.schemes.altup import AlternatingUpdates as AlternatingUpdates
 from residua.connections.schemes.attnres import AttentionResiduals as AttentionResiduals

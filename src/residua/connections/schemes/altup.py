@@ -3,8 +3,9 @@
     P = X + C(t) X,   a = P_0,   a <- (a + F_1(norm(a)) + L(norm(a))) / sqrt(2),   a <- a + F_2(norm(a)),
     X_k <- P_k + (1 + c_k(t')) (a - P_0)
 
-One block of attention F_1 and MLP F_2 updates one stream, the active one; all n streams are predicted before it, and
-corrected by how far the prediction was off. L is a low-rank map parallel to the attention. `gemma3n` in transformers.
+A block of attention F_1 and MLP F_2 updates only the active stream. All n streams are predicted before the block and
+corrected after it, by the error of the active prediction. L is a low-rank map parallel to the attention. `gemma3n` in
+transformers.
 """
 
 import math
@@ -38,7 +39,7 @@ class PredictionCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class AlternatingUpdates(RecomputingScheme):
-    """AltUp with LAuReL. Does not start as the residual: LAuReL is normalised, and streams are maps of the embedding.
+    """AltUp with LAuReL. Does not start as the residual: LAuReL is normalised, and the embedding is mapped to streams.
 
     A block is two sublayers. Before the even one, attention, all streams are predicted; after the odd one, the MLP,
     they are corrected.
@@ -123,9 +124,9 @@ class Laurel(nn.Module):
 
 
 class PredictConnection(Connection):
-    """The connection around attention: (batch, seq, n, dim) -> that state, predicted, and the active (batch, seq, dim).
+    """The connection around attention: (batch, seq, n, dim) -> the predicted state, and the active (batch, seq, dim).
 
-    It owns the router, which the connection around the MLP shares.
+    It owns the router, which it shares with the connection around the MLP.
     """
 
     def __init__(self, scheme: AlternatingUpdates, dim: int, norm: nn.Module, *, norm_eps: float):
@@ -190,7 +191,7 @@ def _innovation(active: int, updated: Tensor, predicted: Tensor) -> Tensor:
 
 
 def closed(state: State, active: int) -> Tensor:
-    """Return the streams, (batch, seq, n, dim); inside a block as if they were corrected with weights of 1."""
+    """Return the streams, (batch, seq, n, dim); inside a block as if corrected with weights of 1."""
     if not isinstance(state, tuple):
         return state
     streams, updated = state
@@ -198,19 +199,19 @@ def closed(state: State, active: int) -> Tensor:
 
 
 def _rescaled(x: Tensor, size: Tensor) -> Tensor:
-    """Return x with the root mean square `size`, (..., 1), in at least float32; 1e-5 guards its own mean square."""
+    """Return x rescaled to the root mean square `size`, (..., 1), in at least float32; 1e-5 guards x = 0."""
     return at_least_float32(x) * size / mean_square(x).clamp_min(1e-5).sqrt()
 
 
 def _size(x: Tensor) -> Tensor:
-    """Return the root mean square of x, (..., dim) -> (..., 1), with the derivative 0 where x is zero."""
+    """Return the root mean square of x, (..., dim) -> (..., 1), with derivative 0 if x is zero."""
     square = mean_square(x)
     # sqrt has an infinite derivative at 0; the inner where keeps it out of derivatives.
     return torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
 
 
 class ProjectedExpand(nn.Module):
-    """The embedding, and n - 1 linear maps of it with its size: (batch, seq, dim) -> (batch, seq, n, dim)."""
+    """The embedding, and n - 1 linear maps of it, rescaled to its size: (batch, seq, dim) -> (batch, seq, n, dim)."""
 
     def __init__(self, scheme: AlternatingUpdates, dim: int):
         super().__init__()

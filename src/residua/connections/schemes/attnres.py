@@ -33,8 +33,9 @@ class AttentionResiduals(SourcesScheme):
 
     block_size   S, how many outputs are summed into one source; 1 keeps every output (Full AttnRes), 12 is the
                  paper's block of six layers
-    reduction    "mean": sum_i a_i V_i (the paper); "sum": n times that for n sources, which with equal weights is their
-                 sum, the plain residual, whatever the norms are; norms that forget the scale see no difference
+    reduction    "mean": sum_i a_i V_i (the paper); "sum": n times that for n sources. With equal weights this is the
+                 sum of the sources, the plain residual, whatever the norms are. After a norm that removes the scale,
+                 the two are the same
     heads        a separate softmax for each of this many groups of features: many-headed AttnRes, MHAR (arXiv
                  2607.27230); it adds no parameters
     """
@@ -70,7 +71,7 @@ class DepthCollapse(nn.Module):
 
 
 class DepthConnection(SourcesConnection):
-    """One connection of AttnRes. The first sublayer has one source to read and so no query."""
+    """One connection of AttnRes. The first sublayer has only one source, and therefore no query."""
 
     def __init__(self, scheme: AttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, index)

@@ -2,8 +2,8 @@
 
     x = sum_i a_i N_i,   a = softmax_i(w . N_i / sqrt(dim)),   N_i = V_i / sqrt(mean(V_i^2) + eps)
 
-The sources V_i are those of Block AttnRes (`attnres-block`). In every sixth layer queries, keys and values of the
-attention have a read and a norm each.
+The sources V_i are those of Block AttnRes (`attnres-block`). In every sixth layer, queries, keys and values of the
+attention each have their own read and norm.
 """
 
 from copy import deepcopy
@@ -26,7 +26,7 @@ from residua.ops import at_least_float32, depth_read
 class InklingCoefficients(NamedTuple):
     """weights, key_weights, value_weights: (batch, seq, sources), attention over depth, in at least float32.
 
-    weights are those of the only read, or of the one for queries; None for a read that does not exist.
+    weights belong to the only read, or to the read for queries; None for a read that does not exist.
     """
 
     weights: Tensor | None
@@ -36,12 +36,12 @@ class InklingCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class InklingAttentionResiduals(SourcesScheme):
-    """Inkling-2's AttnRes. Does not start as the residual: the mean of normalised sources forgets how large each is.
+    """Inkling-2's AttnRes. Does not start as the residual: the mean of normalised sources loses their sizes.
 
     The sublayers 0, 2, 4, ... must be attention, as in every model here.
 
     block_size      how many outputs are summed into one source; 12 are Inkling-2's six layers
-    separate_every  k: the attention of every k-th layer reads queries, keys and values separately; 0: of none
+    separate_every  k: the attention of every k-th layer reads queries, keys and values separately; 0: no layer does
     """
 
     title = "Attention residuals of Inkling-2"
@@ -54,7 +54,7 @@ class InklingAttentionResiduals(SourcesScheme):
     separate_every: Natural = 6
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        """As the base class says. If queries, keys and values have a norm each, the given norm is copied."""
+        """Build as the base class does. If queries, keys and values have a norm each, the given norm is copied."""
         connections = [InklingConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         last = InklingRead(dim, eps=norm_eps) if num_sublayers else None
         return Stream(Copies(1), connections, InklingCollapse(last))

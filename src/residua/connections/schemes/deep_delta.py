@@ -22,7 +22,7 @@ from residua.connections.parts.projection import Projection
 from residua.errors import Count, Finite, Positive
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
 
-MAPPED = ("scaled_sigmoid", "linear")  # activations of a value that is a map
+MAPPED = ("scaled_sigmoid", "linear")  # activations of a learned value
 NETS = ("mlp", "pool_mlp", "flatten_mlp", "attention")  # forms of phi_k with a hidden width
 
 
@@ -42,12 +42,12 @@ class DeepDelta(ChannelScheme):
     """Deep Delta Learning with the variants of the paper's versions and of the authors' two codes.
 
     k: the normalised direction along which a connection erases and writes. v: the values that it writes there, one
-    for each value channel. beta: the gate between 0 (keeps), 1 (replaces) and 2 (mirrors). The defaults follow the
-    authors' code, but for the `start`. docs/deviations.md lists every choice.
+    for each value channel. beta: the gate from 0 (keeps) over 1 (replaces) to 2 (mirrors). The defaults follow the
+    authors' code, except for `start`. docs/deviations.md lists every choice.
 
     map              "k": the sublayer gives the direction. With operator="unit" the size of its output then has no
-                     effect, nor have LayerScale, DropPath's 1/keep and depth-scaled initialisation; an output of zero
-                     changes nothing. "v": the sublayer gives the value
+                     effect, so LayerScale, DropPath's 1/keep and depth-scaled initialisation have none either; an
+                     output of zero changes nothing. "v": the sublayer gives the value
     k_norm           the length m by which the direction k~ is divided: "rms", sqrt(|k~|^2 + k_eps^2); "add",
                      |k~| + k_eps; "clamp", max(|k~|, k_eps); "rms_d", sqrt(|k~|^2 + dim k_eps^2)
     k_eps            the eps in that length, which keeps a direction of zero finite
@@ -71,7 +71,7 @@ class DeepDelta(ChannelScheme):
                      them; "rewrite": as their current code, whose models start with `output_init="depth"` too
     """
 
-    # An option that is set but has no effect with the others is a ValueError. `ChannelScheme` has those of the state.
+    # An option that is set without effect raises ValueError. `ChannelScheme` has the options of the state.
     title = "Deep Delta Learning"
     equation = "X + beta k (v^T - k^T X)"
     users = (
@@ -177,7 +177,7 @@ class DeltaConnection(ChannelConnection):
         return context, Carry(state, DeltaCoefficients(beta, v, k))
 
     def completed(self, y: Tensor, coefficients: DeltaCoefficients) -> tuple[Tensor, Tensor, Tensor]:
-        """Return beta, v and k, with those that depend on the sublayer's output y: (batch, seq, dim)."""
+        """Return beta, v and k, including those that depend on the sublayer's output y: (batch, seq, dim)."""
         beta, v, k = coefficients
         if beta is None:
             beta = self.beta(rms_norm(y, eps=self.norm_eps))

@@ -2,9 +2,9 @@
 
     x = h + g sum_i a_i D_i,   a = softmax_i(w . RMSNorm(D_i)),   h <- h + F(norm(x))
 
-D_0 is the embedding, D_l the output of sublayer l, or with `block_size` S the sum of the outputs of a completed block
-of S sublayers. The stream h itself is never replaced. The state is the tuple of the sources, the sum of the running
-block if one is open, and h.
+D_0 is the embedding. D_l is the output of sublayer l or, with `block_size` S, the sum of the outputs of a completed
+block of S sublayers. The stream h itself is never replaced. The state is a tuple: the sources, the sum of the current
+block if it is incomplete, and h.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from residua.ops.derived import derive
 class DeltaDepthCoefficients(NamedTuple):
     """weights: (batch, seq, sources), or (batch, seq, heads, sources) with several heads; gate: (), the factor g.
 
-    In at least float32. None: one source, which has weight 1, or no gate.
+    In at least float32. None: a single source, which has weight 1, or no gate.
     """
 
     weights: Tensor | None
@@ -66,13 +66,13 @@ class DeltaAttentionResiduals(SourcesScheme):
 class DeltaDepthConnection(SourcesConnection):
     """One connection of Delta AttnRes around sublayer `index`.
 
-    The first sublayer reads h, which is its only source. A read of a single source has weight 1, hence no query.
+    The first sublayer reads h, which is its only source. A single source has weight 1, so there is no query.
     """
 
     def __init__(self, scheme: DeltaAttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, index)
         self.scheme = scheme
-        self.completed = index // scheme.block_size  # complete blocks; with the embedding there is one source more
+        self.completed = index // scheme.block_size  # complete blocks; the embedding is another source
         self.reads = index > 0
         learned = self.reads and scheme.null_source
         self.sources = (*[None] * learned, *summed(self.completed * scheme.block_size, scheme.block_size))

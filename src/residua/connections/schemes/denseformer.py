@@ -32,7 +32,7 @@ class DenseFormer(BlocksScheme):
     """DenseFormer. Starts as the pre-norm residual: the last output has weight 1, all others 0.
 
     dilation   k: the average after block i takes the outputs j with i - j divisible by k
-    period     p: an average only after blocks whose number, counted from 1, is a multiple of p
+    period     p: there is an average only after every p-th block
     """
 
     title = "DenseFormer"
@@ -57,7 +57,7 @@ class DenseFormer(BlocksScheme):
 
 
 class DepthAverage(SelfStarting):
-    """sum_j a_j X_j over the outputs that are taken. Starts as the last one.
+    """sum_j a_j X_j over the outputs that are taken. Starts as the last output.
 
     A tuple of tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (sources,).
     """

@@ -6,8 +6,8 @@ Q and H are n x n and mix the n rows of the state; the features of a row stay wh
 are computed from the state. The sublayer sees g and its output is added to g.
 
 Except at gamma = 0 and 1 the shortcut is not an isometry: it shrinks some direction of R^n by |2 gamma - 1| and is
-singular at gamma = 1/2. The penalty 4 gamma (1 - gamma) is exactly this defect, |G^T G - I|. On R^(n d) the reflection
-has the determinant (-1)^d, so it changes the orientation only for odd d.
+singular at gamma = 1/2. The penalty 4 gamma (1 - gamma) equals this defect, |G^T G - I|. On R^(n d) the reflection has
+determinant (-1)^d, so it changes the orientation only for odd d.
 """
 
 import math
@@ -40,7 +40,7 @@ from residua.ops.derived import derive, flattened
 class EDeltaCoefficients(NamedTuple):
     """gamma, beta: (batch, seq), k, u, v: (batch, seq, num_streams); seq is 1 if the context is the sequence.
 
-    Of the variant with streams the weights h_pre, h_post: (batch, seq, num_streams) that read and write the rows,
+    In the variant with streams also h_pre, h_post: (batch, seq, num_streams), the weights that read and write the rows,
     vectors as in `JacobianConnection`. h_post is None in the last sublayer, see `EDeltaStreamConnection`.
     """
 
@@ -61,8 +61,8 @@ class _Hybrid(Scheme):
     context       input of the coefficients: each "token", the "cumulative" mean up to it, or the "sequence" (published)
     hidden        width of the nets of u, v, k and beta, or of the one net of `edelta-stream`; None means dim / 4
     gamma_init    gamma of every token at the start, in (0, 1); 1 rotates, 0 reflects; published 0.5
-    cayley_init   beta at the start, which is nearly the rotation angle, as u and v start orthonormal; published 0.693,
-                  with u and v nearly 0
+    cayley_init   beta at the start, which is nearly the rotation angle because u and v start orthonormal; published
+                  0.693, with u and v nearly 0
     penalty       weight of the mean of 4 gamma (1 - gamma) in the loss; 0 for none
     """
 
@@ -260,7 +260,7 @@ class EDeltaConnection(_HybridConnection):
     def __init__(self, scheme: EDelta, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, norm, norm_eps=norm_eps)
         hidden = scheme.hidden or max(1, dim // 4)
-        # The first layers of the four nets in one product.
+        # The first layers of the four nets are one product.
         self.up = WideProjection(dim, 4 * hidden, bias=0.0)
         self.heads = Heads(hidden, scheme.num_streams, beta_init=scheme.cayley_init)
         self.gamma = BlendGate(dim, gamma_init=scheme.gamma_init)
@@ -286,9 +286,9 @@ def _turned(num_streams: int, state: Tensor, *coefficients: Tensor) -> Tensor:
 class EDeltaStreamConnection(_HybridConnection):
     """One hybrid shortcut and one router around one sublayer, state: (batch, seq, num_streams, dim).
 
-    The last of `count` sublayers has no H_post: the mean of the rows grows by y for any H_post. The first one has
-    H_pre: the rows of its g are multiples c_i x of one vector, and c = G 1 has negative entries once the gate reflects,
-    so that H_pre decides whether the sublayer sees x or -x.
+    The last of `count` sublayers has no H_post, because the mean of the rows grows by y for any H_post. The first has
+    an H_pre: the rows of its g are multiples c_i x of one vector, and c = G 1 has negative entries once the gate
+    reflects, so H_pre decides whether the sublayer sees x or -x.
     """
 
     def __init__(self, scheme: EDeltaStream, dim: int, index: int, count: int, norm: nn.Module, *, norm_eps: float):

@@ -24,7 +24,7 @@ from residua.ops import hyper_mix
 class FracConnections(WeightedScheme):
     """Frac-Connections. Starts as exactly the plain residual, and keeps a state of the model's width.
 
-    With `dynamic` the weights are DFC in the paper, without it SFC. One fraction is a hyper-connection of one stream.
+    The paper calls the weights DFC with `dynamic`, SFC without. One fraction is a hyper-connection of one stream.
 
     num_fractions   m, the frac-rate
     """
@@ -43,7 +43,7 @@ class FracConnections(WeightedScheme):
 
 
 class FracConnection(CutConnection, WeightedConnection):
-    """One frac-connection; the state is (batch, seq, dim). As many mixtures are read as there are fractions."""
+    """One frac-connection; the state is (batch, seq, dim). It reads as many mixtures as there are fractions."""
 
     def __init__(self, scheme: FracConnections, dim: int, norm: nn.Module, *, norm_eps: float):
         m = scheme.num_fractions

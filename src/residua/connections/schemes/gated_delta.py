@@ -39,8 +39,8 @@ GATED = OnlyIf("there is a gate", lambda scheme: ON_DIRECTION.holds(scheme) or s
 class GatedDeltaCoefficients(NamedTuple):
     """The gates of erasing and writing of each direction, (batch, seq, directions), in at least float32.
 
-    The directions are rank x value_channels x heads, the heads last; erase has one value channel if all share its
-    gate. erase: e, or None if nothing is erased. write: w / |h|, or beta v with `write="value"`; None for w = |h|.
+    The directions are rank x value_channels x heads, the heads last; erase has one value channel if all channels share
+    a gate. erase: e, or None if nothing is erased. write: w / |h|, or beta v with `write="value"`; None for w = |h|.
     v: the value of `write="value"`, otherwise None.
     """
 
@@ -53,9 +53,10 @@ class GatedDeltaCoefficients(NamedTuple):
 class GatedDelta(ChannelScheme):
     """A delta write along the sublayer's output that starts as exactly the plain residual, our variant.
 
-    With several value channels the compressor of each block starts as one channel, another in every block, because
-    channels that are read alike would stay equal. DDL itself is `erase="coupled", write="value"`, and its write-only
-    control X + beta k v^T is `erase="none", write="value"`; their compressors start as the average, as in `ddl`.
+    With several value channels, the compressor of each block starts by reading a single channel, which changes from
+    block to block, because channels that are read alike would stay equal. DDL itself is `erase="coupled",
+    write="value"`, and its write-only control X + beta k v^T is `erase="none", write="value"`; their compressors start
+    as the average, as in `ddl`.
 
     erase         e for each token, from the normalised context c: "signed", scale tanh(w . c + b), where e < 0 enlarges
                   the component of X along k; "positive", the larger of that and 0; "none", e = 0, the write-only
@@ -208,8 +209,8 @@ class GatedDeltaConnection(ChannelConnection):
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | None:
         """Return I - e k k^T; v only if the gate of erasing writes it too.
 
-        None if nothing is erased, or if the map is not a single one of rank 1: with several directions, or a gate for
-        each channel.
+        None if nothing is erased, or if the map is not a single map of rank 1 because there are several directions or a
+        gate for each channel.
         """
         scheme, (erase, _, v) = self.scheme, carry.coefficients
         if scheme.heads > 1 or scheme.rank > 1 or scheme.channel_gates or erase is None:

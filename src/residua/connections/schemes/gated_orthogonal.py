@@ -3,8 +3,8 @@
     x <- x + h - e (<h, x> / |x|^2) x,   h = F(c),   c = norm(x),   e = tanh(w . c + b)
 
 w and b start at 0, so the connection starts as exactly x + h. e = 1 removes the component of h along x (the
-orthogonal update of arXiv 2505.11881), e = -1 doubles it. It is a delta along the state's own direction, applied to the
-update, or equally a residual scale 1 - e <h, x> / |x|^2 that depends on the token.
+orthogonal update of arXiv 2505.11881), e = -1 doubles it. The scheme applies a delta along the state's own direction to
+the update. Equivalently, it scales the residual by 1 - e <h, x> / |x|^2, which depends on the token.
 """
 
 from collections.abc import Mapping

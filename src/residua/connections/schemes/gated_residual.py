@@ -2,7 +2,7 @@
 
     Z_i = (1 + w_i) norm(X_i),   x = mean_i G_i Z_i,   X_i <- X_i + p_i F(x)
 
-As `qwen4_exp` in transformers. The norm is part of the read, one for each stream: no other comes before the sublayer.
+Like `qwen4_exp` in transformers. The norm is part of the read, one for each stream: the sublayer has no other norm.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class GatedResidual(ExpandingScheme, MixingScheme):
 
     gate_rank       rank of the gates, the number of rows of D; 320 in Qwen4-Exp, at width 2560
     weight_std      standard deviation of the initial D, U and B, with start="published"
-    head            the readout: "gated", its own gated read, normalised (Qwen4-Exp), or "mean" of the streams
+    head            the readout: "gated", a normalised gated read of its own (Qwen4-Exp), or "mean" of the streams
     start           "published": w = 0, and D, U, B are drawn (Qwen4-Exp); "residual": U and B are 0, and 1 + w is 2 on
                     average, which makes up for gates of 1/2, so that the stream computes exactly the plain residual
                     if the head is "mean"; each sublayer prefers one stream, because streams that start equal and are
@@ -61,15 +61,15 @@ class GatedResidual(ExpandingScheme, MixingScheme):
         return Stream(self.expander(dim), connections, GatedCollapse(head))
 
     def default_norm(self, dim: int, eps: float, index: int) -> nn.Module:
-        """Return an RMSNorm without gain. Any norm is applied to every stream, and the gains 1 + w follow it."""
+        """Return an RMSNorm without gain. A norm is applied to every stream, before the gains 1 + w."""
         return RMSNorm(dim, eps=eps, gain=False, recompute=self.recompute == "replay")
 
 
 class GatedRead(SelfStarting):
     """x = mean_i G_i Z_i, with Z_i = (1 + w_i) norm(X_i) and G = sigmoid(U silu(D vec(Z) / n)).
 
-    (batch, seq, n, dim) -> x: (batch, seq, dim) and Z: (batch, seq, n, dim). Sigmoid and mean in at least float32, D
-    and U as the sublayers.
+    (batch, seq, n, dim) -> x: (batch, seq, dim) and Z: (batch, seq, n, dim). Sigmoid and mean are computed in at least
+    float32, D and U in the dtype of the sublayers.
     """
 
     def __init__(self, scheme: GatedResidual, dim: int, index: int, norm: nn.Module):
@@ -161,5 +161,5 @@ class GatedConnection(MixingConnection):
         return MixingCoefficients(None, None, h_post)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        """Return the identity; there is no h_pre, because a gate for each feature reads the streams."""
+        """Return the identity, without h_pre, because a gate for each feature reads the streams."""
         return super().shortcut(state, carry, y)._replace(h_pre=None, left_out=("h_res",))

@@ -22,8 +22,8 @@ from residua.connections.parts.options import Rows
 class HyperConnections(ExpandingScheme, WeightedScheme):
     """Hyper-Connections. Starts as the pre-norm residual in n equal streams; the final norm cancels the factor n.
 
-    With `dynamic` the weights are DHC in the paper, without it SHC. The paper also starts the output maps of the
-    sublayers sqrt(n) times as large (section 4), which is left to your model.
+    The paper calls the weights DHC with `dynamic`, SHC without. It also starts the output maps of the sublayers sqrt(n)
+    times as large (section 4); this is left to your model.
 
     num_streams     n; with 1 there is nothing to mix, but the weights still scale
     head            the readout: "sum" of the streams (the paper) or "mean"
@@ -49,10 +49,10 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
 
 
 class HyperConnection(WeightedConnection):
-    """One hyper-connection; the state is (batch, seq, n, dim). The one mixture that is read is x = h_pre X.
+    """One hyper-connection; the state is (batch, seq, n, dim). It reads the single mixture x = h_pre X.
 
-    It is stream `index` mod n at the start, so that sublayers start from different streams and the streams become
-    different from the first step on; a mirrored start has different streams at once.
+    At the start x is stream `index` mod n, so that sublayers read different streams and the streams become different in
+    the first training step. With a mirrored start the streams differ at once.
     """
 
     scheme: HyperConnections
@@ -73,5 +73,5 @@ class HyperConnection(WeightedConnection):
 
     def coefficients(self, streams: Tensor) -> MixingCoefficients:
         alpha, beta = self.weights(streams)
-        # Products of many small matrices are several times slower if these are slices.
+        # Products of many small matrices are several times slower on slices.
         return MixingCoefficients(alpha[..., 0].contiguous(), alpha[..., 1:].mT.contiguous(), beta)

@@ -27,7 +27,7 @@ from residua.errors import NotNegative, Range
 
 @dataclass(frozen=True)
 class IndependentHyperConnections(ProductionHyperConnections):
-    """iHC: streams that are never mixed. Starts near the pre-norm residual, as near as `weight_std` times `scale_init`.
+    """iHC: streams that are never mixed. Starts near the pre-norm residual, within about `weight_std` * `scale_init`.
 
     magnitude       the write weights lie between 0 and this number
     gate_eps        the constant added to every read and write weight

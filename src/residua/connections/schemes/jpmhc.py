@@ -31,7 +31,7 @@ class JacobianMatrices(NamedTuple):
 
 @dataclass(frozen=True)
 class JacobianHyperConnections(ExpandingScheme, MixingScheme):
-    """JPmHC. The mean of the streams starts as the pre-norm residual; the streams differ from the first write on.
+    """JPmHC. The mean of the streams starts as the pre-norm residual. The streams differ after the first write.
 
     In the paper one linear map makes the n streams and another reads them out. Here the embedding is repeated and the
     streams are averaged, as in the other schemes.
@@ -45,7 +45,7 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     equation = "h_res X + h_post F(norm(h_pre X)), h_res orthogonal"
     users = "The authors' experiments. No released model is known."
     paper = "arXiv 2602.18308"
-    # Reads start as the mean of the streams, which mixing keeps and every write moves by y.
+    # Reads start as the mean of the streams. Mixing keeps that mean, and every write adds y to it.
     residual_start = {}
     constraint = "orthogonal"
 
@@ -70,8 +70,8 @@ class JacobianConnection(MixingConnection):
     vectors of these matrices matter: h_pre, the mean of the rows of H_pre, which sums to 1, and h_post, the row sums of
     H_post, which sum to n.
 
-    The first of `count` sublayers after copies has no H_pre: all averages of equal streams are the same. The last has
-    no H_post: the mean of the streams grows by y for any H_post.
+    If the streams start as copies, the first of `count` sublayers has no H_pre, because all averages of equal streams
+    are the same. The last has no H_post, because the mean of the streams grows by y for any H_post.
     """
 
     def __init__(

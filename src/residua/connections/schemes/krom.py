@@ -25,7 +25,7 @@ SWAP = -8.0  # initial logit of the swap in every factor, against 0 for the iden
 
 @dataclass(frozen=True)
 class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
-    """KromHC. Does not start as the residual: each sublayer writes one stream with 1.46 and the others with 0.54.
+    """KromHC. Does not start as the residual: each sublayer writes to one stream with 1.46 and to the others with 0.54.
 
     num_streams     n, a power of 2
     scale_init      initial factor on the token-dependent part of all logits

@@ -4,8 +4,8 @@
 
 x0 is the embedding, or its expansion by `expand`, x_mid the state in the middle of the stack (backout). With its
 options it is the residual of nanochat and of modded-nanogpt, ReZero (arXiv 2003.04887), LayerScale (2103.17239) and
-DeepNorm (2203.00555): the cheap baseline that every other scheme has to beat. With `gate`, the output of a sublayer
-passes the gated orthogonal update (gated_orthogonal.py).
+DeepNorm (2203.00555): the cheap baseline that every other scheme has to beat. With `gate`, the output of a sublayer is
+written by the gated orthogonal update (gated_orthogonal.py).
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class ScaleCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class Lambdas(SingleStreamScheme):
-    """The scaled plain residual, starting as exactly the plain residual. The preset has the scales of nanochat.
+    """The scaled plain residual. Starts as exactly the plain residual. The preset has the scales of nanochat.
 
     nanochat: r from 1.15 to 1.05 and z from 0.20 to 0.05 for each block, backout 0.2: the preset `lambdas`.
     modded-nanogpt: `r=1.0488, r_every="sublayer", z=0.0, p=1.0, when="write"`. ReZero: `r=None, z=None, p=0.0`.
@@ -108,7 +108,7 @@ class Lambdas(SingleStreamScheme):
 
     @property
     def kept(self) -> int:
-        """The number of tensors in the state: x, the embedding if z scales it, x_mid if it is backed out."""
+        """The number of tensors in the state: x, the embedding if z scales it, and x_mid if there is a backout."""
         return 1 + (self.z is not None) + (self.backout is not None)
 
     def state_spec(self, boundary: int, dim: int) -> Any:
@@ -168,7 +168,7 @@ class ScaledConnection(CompressingConnection):
         self.scheme = scheme
         self.norm = norm
         middle = min(2 * (num_sublayers // 4) + 2, num_sublayers - 1)
-        self.copies = index < middle and scheme.backout is not None  # x_mid is still to come
+        self.copies = index < middle and scheme.backout is not None  # x_mid is not in the state yet
         self.alpha = num_sublayers**0.25 if scheme.norm == "post" else None
         width = dim if scheme.per_feature else None
         self.scales = nn.ModuleDict(
@@ -218,7 +218,7 @@ class ScaledConnection(CompressingConnection):
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing | None:
         """Return the scales as a matrix on the rows x and x0; None for scales of features, biases and "post".
 
-        x_mid is a copy of the state on its way to the readout, and no row.
+        x_mid is not a row, because it is only a copy of the state for the readout.
         """
         scheme = self.scheme
         if scheme.per_feature or scheme.bias or scheme.norm == "post":

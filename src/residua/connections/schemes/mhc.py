@@ -93,14 +93,14 @@ class ManifoldConnection(MixingConnection):
 
         h_pre = sigmoid(z_pre),   h_post = 2 sigmoid(z_post),   h_res = doubly stochastic(z_res)
 
-    phi starts at 0, b_post at 0 (h_post = 1), b_pre at +2 for the stream `index` mod n and at -2 for the others (with
-    start="residual" such that h_pre sums to 1), b_res such that the entries of h_res on and off the diagonal are in the
-    ratio 1 : e^-6.
+    phi starts at 0, and b_post at 0 (h_post = 1). b_pre starts at +2 for the stream `index` mod n and at -2 for the
+    others, or with start="residual" such that h_pre sums to 1. b_res starts such that the entries of h_res on and off
+    the diagonal are in the ratio 1 : e^-6.
 
-    Some mappings cannot change anything, and their parameters would be dead. The first of `count` sublayers has no
-    h_pre: its streams are equal, so the norm undoes it. There is no h_res in the first sublayer, where mixing equal
-    streams changes nothing, and in the last, where only the mean of the streams is read, which mixing keeps (one of
-    both up to the remaining error of the sums that Sinkhorn divides by first).
+    Mappings that cannot change anything are omitted, because their parameters would be dead. The first of `count`
+    sublayers has no h_pre: its streams are equal, so the norm undoes it. The first sublayer has no h_res, because
+    mixing equal streams changes nothing. The last has none, because only the mean of the streams is read after it, and
+    mixing keeps the mean. (One of the two holds only up to the remaining error of Sinkhorn's iteration.)
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ManifoldConnection(MixingConnection):
         if scheme.mixing == "sinkhorn":
             res = [offset if i == j else 0.0 for i in range(n) for j in range(n)]
         else:
-            # An entry off the diagonal has (n - 1)! of the equal weights, the diagonal all others and this one.
+            # An entry off the diagonal is the sum of (n - 1)! equal weights; on it one of them is the first weight.
             res = [math.log(math.factorial(n - 1) * math.expm1(offset) + 1)] + [0.0] * (math.factorial(n) - 1)
         biases = [*[pre] * self.selects, [0.0] * n, *[res] * self.mixes]
         self.state_norm = Scale(1.0, dim) if split else None
@@ -142,7 +142,7 @@ class ManifoldConnection(MixingConnection):
         h_pre = torch.sigmoid(logits[0]) if self.selects else None
         h_res, h_post = None, 2 * torch.sigmoid(logits[int(self.selects)])
         if self.mixes and scheme.mixing == "sinkhorn":
-            # sinkhorn has the tokens as innermost axis in memory, which makes products of small matrices much slower.
+            # `sinkhorn` returns the tokens innermost in memory, which makes products of small matrices much slower.
             matrices = logits[-1].unflatten(-1, (n, n))
             h_res = sinkhorn(
                 matrices, scheme.iterations, order=scheme.order, implementation=scheme.implementation
@@ -157,8 +157,8 @@ class SplitConnection(CutConnection, ManifoldConnection):
 
         x = n times [sum_i h_pre[i] X[i]],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))[o]
 
-    As in the comparison code of arXiv 2605.06729: b_res = 2 I, so that h_res keeps 0.71 of a piece (n = 4), b_pre = 0,
-    phi from N(0, 0.02^2), and a gain on the normalised state. It does not start as the residual.
+    The start is that of the comparison code of arXiv 2605.06729: b_res = 2 I, so that h_res keeps 0.71 of a piece
+    (n = 4), b_pre = 0, phi from N(0, 0.02^2), and a gain on the normalised state. This is not the residual.
     """
 
     @property

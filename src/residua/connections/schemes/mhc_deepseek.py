@@ -3,9 +3,9 @@
     x = sum_i h_pre[i] X[i],   X[o] <- sum_i C[i, o] X[i] + h_post[o] F(norm(x))
 
 The matrix C is nearly doubly stochastic and mixes transposed: its first axis is the stream that is read. The scheme
-differs from `mhc` in this, in the eps of Sinkhorn's iteration, in its start, in the readout, and in that no mapping is
-left out, so that every parameter of a checkpoint has its place. DeepSeek-V4.1 computes all mappings in a single pass:
-the h_pre of a sublayer reads for the next one, after the write, and the first reads stream 0.
+differs from `mhc` in this, in the eps of Sinkhorn's iteration, in its start and in the readout. It also omits no
+mapping, so that every parameter of a checkpoint has its place. DeepSeek-V4.1 computes all mappings in a single pass:
+the h_pre of a sublayer reads the input of the next sublayer, after the write, and the first sublayer reads stream 0.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
 
     def __post_init__(self):
         super().__post_init__()
-        exact = self.start == "published" or self.gate_eps <= 1e-5  # larger ones need weights that no sigmoid has
+        exact = self.start == "published" or self.gate_eps <= 1e-5  # a larger one needs weights that no sigmoid has
         require_option(self, "gate_eps", exact, "at most 1e-5 with start='residual'")
         require_option(self, "head", self.pre == "own" or self.head == "sigmoid", "'sigmoid' with pre='previous'")
 
@@ -137,7 +137,7 @@ class DeepSeekConnection(MixingConnection):
 class SinglePassConnection(DeepSeekConnection):
     """`pre="previous"`: the state is the streams and the x that was read from them, (batch, seq, dim).
 
-    h_pre, from the streams before the write, reads the streams behind it: for the next sublayer, or for the readout.
+    h_pre, computed from the streams before the write, reads the streams after it: for the next sublayer or the readout.
     """
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:

@@ -4,7 +4,7 @@
 
 Block i of attention and MLP reads the outputs X_0 (the embedding) to X_i of all blocks so far: attention takes its
 queries, keys and values from three of the averages, and adds to the fourth. The trimmed form of modded-nanogpt has
-averages only near the end, of few outputs, and gates on the kept and the written part there.
+averages of a few outputs only near the end of the stack, with gates on the kept part and the written part.
 """
 
 from dataclasses import dataclass
@@ -48,8 +48,8 @@ class MultiwayDynamicDense(BlocksScheme):
     ways             "qkvr": one average each for queries, keys, values and the residual; "vr": for values and the
                      residual, while queries and keys read the last output; "r": one for all
     layers           None: averages begin every block but the first, and read out; k: only the last k of these
-    sources          None: averages take all outputs; a list: only these (0 is the embedding, j the output of block j),
-                     and always the last one
+    sources          None: averages take all outputs; a list: only these (0 is the embedding, j the output of block j)
+                     and the last output
     write_gate      whether both sublayers of a block that begins with averages write g_1 x + g_2 y, by gates for each
                      token that start at 1: those of attention come from the map of the averages, those of the MLP from
                      one of the same kind
@@ -84,11 +84,11 @@ class MultiwayDynamicDense(BlocksScheme):
         require_option(self, "sources", distinct, "numbers of outputs from 0, each once, or null")
 
     def averages_after(self, block: int, blocks: int) -> bool:
-        """Return whether there are averages after `block` blocks of all `blocks`."""
+        """Return whether there are averages after the first `block` of `blocks` blocks."""
         return block > 0 and (self.layers is None or block > blocks - self.layers)
 
     def taken(self, block: int) -> list[int]:
-        """Return the outputs that averages after `block` blocks take, the last one as the last."""
+        """Return the outputs that averages after `block` blocks take, with the latest output at the end."""
         return [j for j in range(block) if self.sources is None or j in self.sources] + [block]
 
     def hidden(self, weights: int) -> int:
@@ -191,7 +191,7 @@ class MultiwayConnection(BlockConnection):
         averages = begins and after
         norms = [norm(index) for _ in range({"qkvr": 3, "vr": 2, "r": 1}[scheme.ways] if averages else 1)]
         super().__init__(index, norms[0])
-        # A norm that is somebody else's, such as a pretrained model's, normalises all three inputs.
+        # A norm that was passed in, such as that of a pretrained model, normalises all three inputs.
         self.others = nn.ModuleList(norms[1:]) if len(norms) > 1 and norms[1] is not norms[0] else None
         self.inputs = len(norms)
         self.ways, self.sources = scheme.ways, outputs_of(scheme.taken(block))

@@ -3,8 +3,8 @@
     x~ = x - beta k (k^T x),   x <- x~ + F(norm(x~)),   beta = 2 sigmoid(z) in (0, 2)
 
 This is not Deep Delta Learning (arXiv 2601.00417), which is `deep_delta.py`: nothing is written along k, and k comes
-from a separate net, not from the sublayer's output. As published, one k and one beta, from the mean of the whole
-sequence, serve all its tokens. It is included so that the published rows can be reproduced.
+from a separate net, not from the sublayer's output. In the published form all tokens of a sequence share one k and one
+beta, computed from the mean of the whole sequence. The scheme is included so that the published rows can be reproduced.
 """
 
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ class PooledHouseholderConnection(PooledConnection):
     def __init__(self, scheme: PooledHouseholder, dim: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme.context, norm, norm_eps=norm_eps)
         hidden = max(1, dim // 4)
-        # The first layers of both nets, as one product.
+        # The first layers of both nets are one product.
         self.up = WideProjection(dim, 2 * hidden, bias=0.0)
         self.k = WideProjection(hidden, dim, bias=0.0)
         self.beta = Gate(hidden, beta_init=scheme.beta_init)

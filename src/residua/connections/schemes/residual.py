@@ -1,6 +1,6 @@
 """The plain pre-norm residual connection, x + F(norm(x)): the baseline for every other scheme.
 
-With a gate for each token it is mHC with a single stream, the cheap control for the effect of its streams:
+With a gate for each token it is mHC with a single stream, the cheap control for the effect of mHC's streams:
 
     x <- x + g F(norm(x)),   g = 2 sigmoid(s w . x / rms(x) + b)
 """
@@ -40,7 +40,7 @@ class ResidualConnection(CompressingConnection):
 
 
 class GatedWriteConnection(CompressingConnection):
-    """state + g sublayer(norm(x)), with g from the x that the norm sees too. It starts at 1: w and b at 0, s at 1."""
+    """state + g sublayer(norm(x)), with g from the same x as the norm. g starts at 1: w and b at 0, s at 1."""
 
     def __init__(self, norm: nn.Module, compress: nn.Module, dim: int, *, norm_eps: float):
         super().__init__(compress)

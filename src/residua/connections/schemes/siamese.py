@@ -37,7 +37,7 @@ class SiameseNorm(Scheme):
                       ("none")
     normalised_input  True: a sublayer sees norm(norm_x(X) + norm_y(Y)); False: norm_x(X) + norm(Y), where the norm
                       before a sublayer, such as a model's own, is that of Y
-    start             of the gains of norm_x: "published", 1; "residual", 0, so that X is not seen at first
+    start             start of the gains of norm_x: "published", 1; "residual", 0, so that X has no effect at first
     head              the readout: "norms", norm_x(X) + norm_y(Y); "stream", norm_x(X) + Y
     """
 
@@ -48,7 +48,7 @@ class SiameseNorm(Scheme):
         "the recipe of OLMo 3, together with another change (`ArchSpace-Collection/SiameseNorm-DepthAttention`)."
     )
     paper = "arXiv 2602.08064"
-    # The pre-norm case of the paper, norm_x = 0, if no second norm stands between Y and a sublayer.
+    # The pre-norm case of the paper, norm_x = 0, if there is no second norm between Y and a sublayer.
     residual_start = {"normalised_input": False, "start": "residual", "head": "stream"}
 
     depth_scaling: Literal["code", "paper", "none"] = "code"

@@ -2,8 +2,9 @@
 
     x = sum_i s(a_i) X_i,   X_i <- rho_i X_i + 2 s(b_i) F(norm(x)),   s = sigmoid
 
-As the streamwise wide residual that NVIDIA proposes for Megatron-LM (pull request 6716). At the start all streams are
-read alike and the writes lie in pairs around 1, so the mean of the streams is the plain residual although they differ.
+The streamwise wide residual that NVIDIA proposes for Megatron-LM (pull request 6716). At the start all streams are read
+alike, and the write weights lie in pairs around 1. The mean of the streams is therefore the plain residual, although
+the streams differ.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from residua.ops.dispatch import Implementation
 
 @dataclass(frozen=True)
 class WideResidual(ExpandingScheme, MixingScheme):
-    """The wide residual. Starts as the plain residual in streams that differ, without `retention`.
+    """The wide residual. Without `retention` it starts as the plain residual, in streams that differ.
 
     spread          c: the write logits b start evenly between -c and c; with 0 the streams never differ
     retention       start of rho = 1 - max_forget s(-r), the share of a stream that a write keeps; None: all of it
