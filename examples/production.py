@@ -1,7 +1,7 @@
 """From a pretrained model to a folder that vLLM serves: convert it, train only the connections, compare, save.
 
     python examples/production.py models/smollm2 my-text.txt smollm2-ihc
-    python examples/production.py    # a tiny model with random weights, on this file: shows the way within a minute
+    python examples/production.py    # a tiny model with random weights, on this file, in a new folder: within a minute
 
 Needs the laboratory, `pip install ".[lab]"`, and accelerate for the Trainer.
 """
@@ -76,5 +76,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 4:
         main(*map(Path, sys.argv[1:]))
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            main(tiny_base(Path(folder) / "base"), Path(__file__), Path(folder) / "converted")
+        folder = Path(tempfile.mkdtemp())
+        main(tiny_base(folder / "base"), Path(__file__), folder / "converted")

@@ -147,6 +147,6 @@ def folder(place, runs=None, known=None):
 
 
 def studies_of_the_page():
-    """The files that docs/study.md shows, as texts: of a scheme of one's own, of two sizes, of a pretrained model."""
+    """The files that docs/study.md shows, as texts: a first one, an own scheme, two sizes, a pretrained model."""
     page = (Path(__file__).parents[2] / "docs/study.md").read_text(encoding="utf-8")
     return blocks(page, "yaml")

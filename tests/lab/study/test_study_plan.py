@@ -202,7 +202,7 @@ def test_data_that_would_be_seen_twice_are_refused(data):
 
 @pytest.mark.slow
 def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
-    _, block, _ = studies_of_the_page()
+    _, _, block, _ = studies_of_the_page()
     path = tmp_path / "study.yaml"
     path.write_text(block.replace("tokens_per_parameter: 1 ", "tokens_per_parameter: 0.002 "))
     found = load_study(str(path))
@@ -212,8 +212,15 @@ def test_the_study_that_the_page_shows_can_be_planned(data, tmp_path):
     assert {run.scheme for run in runs} == set(found.schemes)
 
 
+def test_the_first_study_that_the_page_shows_can_be_planned(data, tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text(studies_of_the_page()[0].replace("tokens_per_parameter: 0.3 ", "tokens_per_parameter: 0.001 "))
+    runs = walked(Plan(load_study(str(path)), data), by_rate(0.008))
+    assert len(runs) == 8  # as the page says: two rates and two seeds of two schemes
+
+
 def test_the_study_of_ones_own_scheme_that_the_page_shows_can_be_planned(data, tmp_path):
-    block, *_ = studies_of_the_page()
+    _, block, *_ = studies_of_the_page()
     path = tmp_path / "study.yaml"
     few = block.replace("tokens_per_parameter: 20", "tokens_per_parameter: 0.0001").replace(
         "device: cuda", "device: cpu"
