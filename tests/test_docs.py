@@ -163,7 +163,7 @@ def test_the_commands_that_need_more_than_a_laptop_exist(capsys):
 def test_the_demo_has_the_settings_that_resbench_found():
     found = results(load_study("resbench"), records("main/records.jsonl", RESBENCH / "records"), ())
     rows = {row.scheme: row for row in found.rows if row.size == "0.1M"}
-    steps = {run["steps"] for row in rows.values() for run in row.runs if run["kind"] == "report"}
+    steps = {run.steps for row in rows.values() for run in row.runs if run.kind == "report"}
     for name, scheme in (("residual", "residual"), ("ddl-tc", "ddl-tc"), ("residual+tc", "residual+tc")):
         config = load_config(residua.lab.demo.RECIPES[name])
         keys = flatten(asdict(config))

@@ -118,7 +118,7 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"schemes": {"residual": {}, "hc": {"parameters_of": "residual"}}}, "schemes.hc.parameters_of must be none"),
+        ({"schemes": {"residual": {}, "hc": {"parameters_of": "residual"}}}, "schemes.hc.parameters_of must be null"),
         ({"schemes": {"residual": {}, "ddl-cc": {}}}, r"schemes\.ddl-cc: model\.base: .* no start preserves"),
         ({"sizes": {"small": {"model.hidden_size": 8}}}, "model.hidden_size must not be set with model.base"),
         (

@@ -71,8 +71,8 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
         stack.enter_context(as_written(model))
         stack.enter_context(replaced(_stand_ins(subject.stream.connections, places, ends, collapse)))
         for layer, end in zip(layers, ends):
-            vars(layer)["leave"] = partial(_leave, layer.leave, places[end], collapse)
-            stack.callback(vars(layer).pop, "leave")
+            vars(layer)["output_of"] = partial(_output_of, layer.output_of, places[end], collapse)
+            stack.callback(vars(layer).pop, "output_of")
         stack.callback(model.register_forward_pre_hook(check, with_kwargs=True).remove)
         model.add_module("boundaries", points)
         stack.callback(delattr, model, "boundaries")
@@ -117,11 +117,11 @@ def _stand_ins(
     return [_Passed(c, None if i in ends else points[i], None, collapse) for i, c in enumerate(connections)]
 
 
-def _leave(leave: Callable[..., Any], point: nn.Module, collapse: nn.Module, output: Any, memories: Any) -> Any:
+def _output_of(method: Callable[..., Any], point: nn.Module, collapse: nn.Module, output: Any, memories: Any) -> Any:
     """Return the outputs of a layer, after the hooks of its last boundary."""
     if isinstance(output, Flow) and output.carry is None and not output.ahead:  # else it is refused
         output.state = _visit(point, collapse, output.state)
-    return leave(output, memories)
+    return method(output, memories)
 
 
 def _visit(point: nn.Module | None, collapse: nn.Module, state: State) -> State:
