@@ -97,8 +97,10 @@ def test_a_converted_folder_is_for_the_other_commands(folder, tmp_path, capsys):
     [found] = json.loads(capsys.readouterr().out)
     assert found["sublayers"][0]["sublayer"] == "1 input_layernorm"
     assert found["shortcut"] == "mixing"
-    assert main(["explore", str(out), "--out", str(page)]) == 0
+    before = sorted(out.rglob("*"))
+    assert main(["explore", str(out), "--prompt", "Text", "--out", str(page)]) == 0
     assert "input_layernorm" in page.read_text()
+    assert sorted(out.rglob("*")) == before
     capsys.readouterr()
     for command in (
         ["evaluate", str(out)],
