@@ -151,7 +151,8 @@ class Connection(SelfStarting, ABC):
             expect_memory(self, memory, inputs[0])
         y = sublayer(*inputs)
         if not isinstance(y, Tensor):
-            raise TypeError(f"sublayer must return a tensor, got {type(y).__name__}; wrap it in a function")
+            wrap = "wrap it, e.g. `lambda x: sublayer(x)[0]`"
+            raise TypeError(f"sublayer must return a tensor, got {type(y).__name__}; {wrap}")
         expect_shape("the sublayer's output", y, inputs[0].shape, "the shape of its input")
         return within(self, "write")(y, carry)
 

@@ -6,9 +6,10 @@ from torch import Tensor
 
 
 def expect_shape(name: str, x: Tensor, expected: Sequence[int], meaning: str) -> None:
-    """Raise ValueError unless x has exactly the `expected` shape; `meaning` names its axes, such as "(..., dim)"."""
+    """Raise ValueError unless x has exactly the `expected` shape; `meaning`: "(..., dim)" or "the shape of ..."."""
     if tuple(x.shape) != tuple(expected):
-        raise ValueError(f"{name} must be {meaning} = {tuple(expected)}, got {tuple(x.shape)}")
+        wanted = f"have {meaning}," if meaning.startswith("the shape of") else f"be {meaning} ="
+        raise ValueError(f"{name} must {wanted} {tuple(expected)}, got {tuple(x.shape)}")
 
 
 def expand_leading(name: str, x: Tensor, leading: Sequence[int], trailing: Sequence[int], meaning: str) -> Tensor:

@@ -281,8 +281,9 @@ def expect_memory(part: nn.Module, memory: object, x: Tensor) -> None:
     """
     if window_of(part) and memory is None and x.dim() > 2 and x.shape[-2] == 1:
         raise ValueError(
-            "memory: for a whole sequence of one token pass memory=StreamMemory(), a new one in every call; this "
-            "scheme reads earlier tokens and got a single one; pass the same memory with every piece of a sequence"
+            "memory: this scheme reads earlier tokens, but it got a single token and no memory; if that token is the "
+            "whole sequence, pass memory=StreamMemory(); if you decode piece by piece, create one StreamMemory and "
+            "pass it with every piece"
         )
 
 
