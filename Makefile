@@ -126,11 +126,11 @@ clean:
 # torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes. The build of PyPI
 # for Linux brings the libraries of CUDA. uv knows where the others are, and takes the one for the CPU if there is no GPU.
 $(LAB): pyproject.toml requirements.txt
-	@echo "1/3 PyTorch in $(VENV): 0.8 GB on the disk for a CPU, about 5 GB with CUDA; minutes without a word"
+	@echo "1/3 PyTorch in $(VENV): 0.9 GB on the disk for a CPU, about 5 GB with CUDA; minutes without a word"
 	$(PYTHON) -m venv $(VENV)
 	command -v uv >/dev/null && uv pip install --quiet --python $(VENV) --torch-backend auto --constraint requirements.txt torch \
 	  || $(PIP) torch
-	@echo "2/3 The laboratory: about 60 packages, 0.7 GB"
+	@echo "2/3 The laboratory: about 60 packages, 0.9 GB"
 	$(PIP) hatchling
 	$(PIP) --editable '.[lab]'
 	touch $@

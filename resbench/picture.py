@@ -84,7 +84,7 @@ def draw(results: Results) -> Figure:
             panel.text(max(lead.mean, 0) + lead.half + 0.01, place, text, fontsize=9, va="center")
         title = f"{size.removesuffix('M')} million parameters\nfive seeds, 95 % interval{split}"
         panel.set_title(title, fontsize=10)
-    labels = "labels that repeat an earlier pair (15 %)", "all other labels"
+    labels = "labels that complete a pair of tokens seen earlier in the window (15 %)", "all other labels"
     handles = [panels[0].barh(0, 0, color=COLOURS[5], label="all labels")]
     handles += [panels[1].barh(0, 0, color=colour, label=label) for label, colour in zip(labels, COLOURS)]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=10, frameon=False)

@@ -42,7 +42,7 @@ class DeepDelta(ChannelScheme):
     """Deep Delta Learning with the variants of the paper's versions and of the authors' two codes.
 
     k: the normalised direction along which a connection erases and writes. v: the values that it writes there, one
-    for each value channel. beta: the gate from 0 (keeps) over 1 (replaces) to 2 (mirrors). The defaults follow the
+    for each value channel. beta: the gate from 0 (keeps) over 1 (replaces) to 2 (reflects). The defaults follow the
     authors' code, except for `start`. docs/deviations.md lists every choice.
 
     map              "k": the sublayer gives the direction. With operator="unit" the size of its output then has no
