@@ -71,6 +71,7 @@ def test_an_error_of_the_system_names_the_file_that_was_to_be_written(tmp_path):
     with room(1000), pytest.raises(OSError, match="File too large") as failure:
         write_bytes(tmp_path / "file", bytes(2000))
     assert failure.value.filename == str(tmp_path / "file")
+    assert str(failure.value).endswith(repr(str(tmp_path / "file"))), "no second name is shown"
     with pytest.raises(FileNotFoundError) as failure, replacing(tmp_path / "file"):
         (tmp_path / "another").read_text()
     assert failure.value.filename == str(tmp_path / "another")

@@ -22,9 +22,9 @@ def room(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def refuse_files(folder):
-    """Return a function that lets this process make so many more files, folders and names in a folder, and then none.
-    It lasts as long as the process."""
+def refuse_files(folder, number=errno.ENOSPC):
+    """Return a function that lets this process make so many more files, folders and names in a folder, and then none:
+    the system's error has this number. It lasts as long as the process."""
     left = None
 
     def refuse(event, arguments):
@@ -36,11 +36,11 @@ def refuse_files(folder):
         if os.fsdecode(arguments[0]).startswith(str(folder)):
             left -= 1
             if left < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), arguments[0])
+                raise OSError(number, os.strerror(number), arguments[0])
 
-    def allow(number):
+    def allow(files):
         nonlocal left
-        left = number
+        left = files
 
     sys.addaudithook(refuse)
     return allow

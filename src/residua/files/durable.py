@@ -76,10 +76,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(temporary)):
-            error.filename, error.filename2 = (
-                str(path),
-                None,
-            )  # a failed write names no file, and a user does not know ours
+            error.filename = str(path)  # a failed write names no file, and a user does not know ours
+            del error.filename2  # None would be shown
         raise
 
 
