@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.utils import logging
 
 import residua
 from residua.commands.cli import main as residua_command
@@ -21,6 +22,7 @@ from residua.commands.cli import main as residua_command
 SCHEME = "ihc"  # starts with the outputs of the plain model, and vLLM serves it
 RATE = 2e-3  # of the connections: a hundred times what suits the weights of the model
 STEPS, BATCH, LENGTH = 30, 2, 128
+logging.disable_progress_bar()
 
 
 def main(base: Path, text: Path, out: Path) -> None:

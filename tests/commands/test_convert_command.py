@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from residua.commands.cli import main
 from residua.commands.convert import FAMILIES
 from residua.conversion.opening import read_model
+from residua.lab.records.provenance import repository
 from support.converted_models import IDS, llama, save_base
 from support.family_table import rows
 from support.processes import run_python
@@ -26,11 +27,15 @@ def folder(tmp_path_factory):
 def test_a_folder_is_converted_and_computes_what_it_computed(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(folder), "--connection", "ihc", "--out", str(out)]) == 0
-    assert "LlamaForCausalLM with ihc" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "LlamaForCausalLM with ihc" in printed.out
+    assert not printed.err, "no bars of transformers"
     card = (out / "README.md").read_text()
     assert f'base_model: "{folder.name}"' in card
     assert 'residua.load("out")' in card
     assert str(tmp_path) not in card
+    assert f"pip install 'residua[lab] @ git+{repository()}'" in card
+    assert "if you import residua after Transformers" in card
     model, tokenizer = read_model(out)
     assert any(".stream." in name for name in model.state_dict())
     assert tokenizer.decode(tokenizer.encode("text")) == "text"
@@ -139,6 +144,7 @@ def test_remote_code_opens_a_converted_model_where_residua_is_installed_and_says
     assert main(["convert", str(folder), "--connection", "hc", "--remote-code", "--out", str(out)]) == 0
     code = next(out.glob("*.py"))
     assert len(code.read_text().splitlines()) < 10, "residua's code is not carried along"
+    assert "This model needs residua:" in (out / "README.md").read_text()
     _, said = run_python(OPEN, out, found, cwd=tmp_path, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
     assert "pip install residua" in said
     with torch.no_grad():

@@ -141,6 +141,7 @@ def test_the_card_tells_what_the_records_tell(trained, exported):
     assert "| trained | 4 of 4 steps |" in card
     assert facts["data"]["fingerprint"] in card
     assert "trust_remote_code=True" in card
+    assert "needs residua" not in card, "its code is in the folder"
     assert "[residua](" not in card, "the paper is of Deep Delta Learning, not of this package"
     assert "[Deep Delta Learning](https://arxiv.org/abs/2601.00417)" in card
     assert str(trained.parent) not in card, "no place on the machine that trained it"
@@ -161,6 +162,7 @@ def test_the_card_names_the_data_and_the_base_and_no_place(tmp_path):
     assert f"source: {source}\n" in rest
     assert "stdlib" not in card
     assert "place" not in card
+    assert "This model needs residua:" in card
     assert str(tmp_path) not in card
 
 

@@ -20,6 +20,7 @@ from residua.lab.data.tokenizer import save_tokenizer
 from residua.lab.experiment import OpenRun, open_run
 from residua.lab.records import jsonlines
 from residua.lab.records.folder import new_folder, read_facts
+from residua.lab.records.provenance import repository
 from residua.lab.records.table import cell
 from residua.lab.records.terminal import printable
 
@@ -164,8 +165,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     # Longer than any fence in the settings.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
     imports, call = loading(name, remote_code=remote_code)
-    needs_residua = remote_code and isinstance(opened.model.config, ConvertedConfig)
-    requirement = "# residua must be installed\n" if needs_residua else ""
+    complete = remote_code and not isinstance(opened.model.config, ConvertedConfig)
     trust = ", trust_remote_code=True" if remote_code else ""  # also for the tokenizer, which reads config.json too
     return f"""{_front_matter(base, data.get("dataset"))}
 # {_markdown(name)}
@@ -176,11 +176,11 @@ A language model trained with residua: residual connections for PyTorch,
 ```python
 {imports}
 from transformers import AutoTokenizer
-{requirement}
+
 model = {call}
 tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{trust})
 ```
-
+{"" if complete else _requirement(remote_code)}
 | what | value |
 | --- | --- |
 {chr(10).join(f"| {_markdown(label)} | {_markdown(value)} |" for label, value in rows)}
@@ -196,7 +196,6 @@ The settings of the run:
 def converted_card(base: str | Path, connection: str, *, name: str, remote_code: bool) -> str:
     """Return the text of README.md in the folder of a model that was converted and not trained."""
     imports, call = loading(name, remote_code=remote_code)
-    requirement = "# residua must be installed\n" if remote_code else ""
     return f"""{_front_matter(base, None)}
 # {_markdown(name)}
 
@@ -205,10 +204,23 @@ residua converted it, and its connections are not trained.
 
 ```python
 {imports}
-{requirement}
+
 model = {call}
 ```
-"""
+{_requirement(remote_code)}"""
+
+
+def _requirement(remote_code: bool) -> str:
+    """Return the paragraphs that say how to install residua, and how to open a folder without remote code."""
+    address = repository()
+    command = f"pip install 'residua[lab] @ git+{address}'" if address else "pip install 'residua[lab]'"
+    text = f"\nThis model needs residua:\n\n    {command}\n"
+    if not remote_code:
+        text += (
+            "\nThe Auto classes of Transformers open it too if you import residua after Transformers. Without residua "
+            "they say that the model type is unknown.\n"
+        )
+    return text
 
 
 def base_name(folder: str | Path) -> str:

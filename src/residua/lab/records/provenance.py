@@ -44,6 +44,15 @@ def version(package: str) -> str | None:
         return None
 
 
+def repository() -> str | None:
+    """Return the address of residua's repository by the metadata of the installed package, None without one."""
+    try:
+        addresses = metadata.metadata("residua").get_all("Project-URL", [])
+    except metadata.PackageNotFoundError:
+        return None
+    return dict(address.split(", ", 1) for address in addresses).get("Repository")
+
+
 @functools.cache  # a process keeps the code that it loaded first
 def _commit() -> str | None:
     """Return the commit of the checkout that holds this file, with "-dirty" if files differ; None outside of one."""
