@@ -200,7 +200,7 @@ def test_what_a_sublayer_must_return():
     connection, state = build("residual").connections[0], normal(2, 5, DIM)
     with pytest.raises(TypeError, match="sublayer must return a tensor, got tuple"):
         connection(state, lambda x: (x, None))
-    with pytest.raises(ValueError, match=r"output must be .*, got \(2, 5, 1\)"):
+    with pytest.raises(ValueError, match=r"output must have the shape of its input, .*, got \(2, 5, 1\)"):
         connection(state, lambda x: x[..., :1])
 
 

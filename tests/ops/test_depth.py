@@ -166,7 +166,7 @@ def test_wrong_shapes_are_refused():
     x = torch.zeros(2, 3, 4)
     for sources, query, message in (
         ([], x[0, 0], "must be at least one tensor, got none"),
-        ([x, x[:, :2]], x[0, 0], r"sources must be .*\(2, 3, 4\), got \(2, 2, 4\)"),
+        ([x, x[:, :2]], x[0, 0], r"sources must have the shape of the first, \(2, 3, 4\), got \(2, 2, 4\)"),
         ([x], x[0, 0, :3], r"query must be .*\(4,\), got \(3,\)"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -228,7 +228,7 @@ def test_the_weighted_sum_refuses_other_shapes():
     sources = [torch.zeros(2, 3), torch.zeros(2, 4)]
     with pytest.raises(ValueError, match="must be at least one tensor"):
         depth_mix([], torch.zeros(0))
-    with pytest.raises(ValueError, match=r"sources must be .*, got"):
+    with pytest.raises(ValueError, match=r"sources must have the shape of the first, .*, got"):
         depth_mix(sources, torch.zeros(2))
     with pytest.raises(ValueError, match="weights must"):
         depth_mix(sources[:1], torch.zeros(2))
