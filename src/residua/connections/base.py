@@ -344,7 +344,7 @@ class Scheme(ABC):
         options. users: the models and code that use the scheme, with sources.
     constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
     derived: for each option that may be None, the options from which it is then derived.
-    published: options with a published version of the scheme for every value. `check_module` accepts a module that
+    published: options for which every value is a published version. `check_module` accepts a module that
         agrees with any of these versions, and names the version.
     activations: coefficients that are computed like a sublayer, in the dtype of autocast. All others are gates and
         mappings, in at least float32.

@@ -492,7 +492,7 @@ def expect_known_keywords(keywords: frozenset[str], kwargs: Mapping[str, Any]) -
 
 
 def reads(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
-    """Return the flow that a module reads, which is its first tensor argument; to later ones it adds."""
+    """Return the first tensor argument of a module if it is a flow: the module reads it, and adds to later flows."""
     first = next((item for item in (*args, *kwargs.values()) if isinstance(item, (Flow, Tensor))), None)
     return first if isinstance(first, Flow) else None
 

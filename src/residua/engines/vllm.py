@@ -99,7 +99,7 @@ def expect_tested(installed: str) -> None:
 def expect_served(config: Any, *, is_moe: bool = False) -> None:
     """Raise NotImplementedError for the configuration of a converted model that vLLM cannot run rightly.
 
-    vLLM packs the tokens of all requests into one row. Of earlier tokens it keeps those that `Filter`s read.
+    vLLM packs the tokens of all requests into one row. It keeps only the earlier tokens that `Filter`s read.
     """
     if config.architectures not in ([LANGUAGE_MODEL], [LOOKING_BACK]):
         raise NotImplementedError(f"vLLM serves converted language models, got {', '.join(config.architectures)}")

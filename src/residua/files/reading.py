@@ -70,7 +70,7 @@ def inside(folder: Path, name: object) -> Path:
 def read_text(path: str | os.PathLike[str], what: str = "text", *, pipe: bool = False) -> str:
     """Return the content of a file in UTF-8, of at most `LARGEST` characters.
 
-    pipe: accept a pipe too, such as /dev/stdin: a user's own, named on the command line.
+    pipe: also accept a pipe such as /dev/stdin; set it only for a path that the user names on the command line.
 
     Raises:
         InputError: there is no such file, it is a folder, or it is not UTF-8. `what` names what was expected.

@@ -96,7 +96,7 @@ def is_filled(cache: Any) -> bool:
 class StreamLayer(LinearAttentionLayer):
     """The last layer of a cache: it remembers the earlier tokens of a stream, one state for each part that reads them.
 
-    readouts: those of the readouts after each layer but the last, for hidden states, are in a layer of their own.
+    readouts: whether this layer serves hidden states: it then remembers the readouts after each layer but the last.
     """
 
     keys = values = None  # of every layer of a cache that is iterated over

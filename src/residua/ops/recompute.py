@@ -33,9 +33,9 @@ def save_state(
 ) -> None:
     """Save tensors for the backward pass of the function of `ctx`, except inputs that other nodes can recompute.
 
-    tensors: the first `inputs` are the first tensors that the function takes, or None if it does not need them
+    tensors: the first `inputs` are the function's first tensor arguments, each None if `backward` does not need it
     replay: returns the first result of the function, given `tensors`; readers of the result then need not keep it
-    every: for a write, one state in this many is kept along a chain; None for a reader and a cheap function
+    every: how many writes of a chain share one kept state; None for a reader and for a cheap function
 
     Sets these attributes of the node:
         shapes: of the inputs to recompute; () in a compiled graph, which keeps every tensor that it needs

@@ -123,8 +123,8 @@ def hyper_write(
 ) -> Tensor:
     """X'[o] = sum_i h_res[o, i] X[i] + h_post[o] y, with the identity for h_res = None.
 
-    streams: (..., n, d), y: (..., d), or (..., n, d) for a row y[o] of each stream (arXiv 2503.14125), h_res:
-    (..., n, n) or None, h_post: (..., n); the leading axes of both coefficients broadcast against the axes of the
+    streams: (..., n, d). y: (..., d), or (..., n, d) with a row y[o] for each stream (arXiv 2503.14125). h_res:
+    (..., n, n) or None. h_post: (..., n). The leading axes of both coefficients broadcast against the axes of the
     streams. Returns (..., n, d) in the dtype of `streams`; computed in at least float32. Raises ValueError for other
     shapes. arXiv 2409.19606, 2512.24880.
 

@@ -665,7 +665,7 @@ class Detached(nn.Module):
 
 
 def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
-    """Name the detached part if one explains all gradients; `agrees` compares the gradients."""
+    """Name the part whose detachment explains all gradients; None if there is none. agrees: compares the gradients."""
     with torch.no_grad():
         state = _states(pair, normal(1, 2, pair.adapter.dim).to(pair.dtype))[pair.adapter.index]
         coefficients = pair.connection.read(state)[1].coefficients

@@ -347,7 +347,7 @@ def relative(result: Tensor, reference: Tensor) -> str:
 
 
 def weighted(result: Any) -> Tensor:
-    """Return one number that depends on every entry of a result in its own way."""
+    """Return the sum of all entries of a result, each with a random weight of its own."""
     parts = [(leaf * normal(*leaf.shape, seed=40 + i).to(leaf)).sum() for i, leaf in enumerate(tensors(result))]
     return torch.stack(parts).sum()
 

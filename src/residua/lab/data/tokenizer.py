@@ -119,8 +119,10 @@ def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load what `save_tokenizer` wrote, from tokenizer.json and its end of text only; a class that the files name is
-    ignored. Raises InputError if it is damaged or has no end of text.
+    """Load a tokenizer that `save_tokenizer` wrote.
+
+    Reads only tokenizer.json and the name of the end-of-text token, so it ignores any class that the files name.
+    Raises InputError if the tokenizer is damaged or has no end-of-text token.
     """
     try:
         # Its bytes, since tokenizers takes no path that is not UTF-8.

@@ -118,7 +118,7 @@ class Comparison:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """The sentences that a reader of the numbers must know."""
+        """The caveats for a reader of the numbers: first the runs left out, then the limits of the comparison."""
         return (*self.left_out, *_notes(self))
 
     @cached_property

@@ -172,7 +172,7 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Task
 
 
 def _loaded(manager: TaskManager, names: Sequence[str], context: int | None) -> dict[str, list[Any]]:
-    """Return the tasks of the harness behind every name: a group, or the tasks of a tag. Raises InputError."""
+    """Return the tasks of each name: the group itself if it names one, or else all its tasks. Raises InputError."""
     chosen: dict[str, list[Any]] = {}
     leaves: dict[str, str] = {}
     for name in names:

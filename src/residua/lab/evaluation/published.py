@@ -83,7 +83,7 @@ class PublishedScores(NamedTuple):
         return f"arXiv 2601.00417v{self.version}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, scores by task."""
+        """Return plain values, with the scores by task."""
         return {
             **self._asdict(),
             "name_in_paper": in_the_paper(self.preset),

@@ -127,7 +127,7 @@ def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _figure(shown: Sequence[Panel], styles: dict[str, dict[str, Any]], note: str) -> Figure:
-    """Draw the panels, one legend for all above them, and the note below."""
+    """Draw the panels, with one shared legend above them and the note below."""
     columns = min(len(shown), 2)
     rows = -(-len(shown) // columns)
     figure, axes = panels(rows, columns, (WIDTH, PANEL_HEIGHT * rows), dpi=150)

@@ -27,7 +27,7 @@ Points = Iterable[tuple[float, float]]
 def panels(
     rows: int, columns: int, size: tuple[float, float], *, grid: Literal["x", "y"] = "y", dpi: int = 130, **shared: Any
 ) -> tuple[Figure, numpy.ndarray]:
-    """Return a figure of a size in inches and its plain panels, (rows, columns). shared: `sharex`, `sharey`."""
+    """Return a figure of `size` inches and the array of its panels, each made `plain`. shared: `sharex`, `sharey`."""
     figure = Figure(figsize=size, dpi=dpi, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **shared)
     for panel in axes.flat:

@@ -276,7 +276,7 @@ class Results:
 
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
-    """Return the records of a study's runs. Raises InputError for one that no study wrote, or of other data."""
+    """Return the records of a study's runs. Raises InputError if a run used other data or no study wrote it."""
     rows = read_records(path, RunRecord, "records of a study's runs")
     for row in rows:
         fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)

@@ -358,7 +358,7 @@ def _run_of(sweep: Sweep, record: Record) -> Run:
 
 
 def _group_text(key: str, value: Any) -> str:
-    """Return a value for the name of a group, a number with its key."""
+    """Return a value for the name of a group, after its key if the value is a number."""
     return f"{key}={_value_text(value)}" if fits(value, float) else _value_text(value)
 
 
