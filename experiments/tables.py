@@ -153,11 +153,11 @@ def generation_table() -> str:
     return markdown(header, rows)
 
 
-def serving_table() -> str:
+def serving_table(name: str) -> str:
     rows = []
-    for record in records("serving.jsonl"):
-        name = record["preset"] if record["preset"].startswith("unconverted") else f"`{record['preset']}`"
-        rows.append([name, f"{record['median_tokens_per_second']:.0f}", quartiles(record)])
+    for record in records(name):
+        preset = record["preset"] if record["preset"].startswith("unconverted") else f"`{record['preset']}`"
+        rows.append([preset, f"{record['median_tokens_per_second']:.0f}", quartiles(record)])
     return markdown(["SmolLM2-135M in vLLM", "tokens per second", "time, ratio to unconverted [quartiles]"], rows)
 
 
@@ -892,7 +892,10 @@ PAGES: dict[str, Blocks] = {
         "kernel-times": kernel_times_table,
         "kernels": kernels_table,
     },
-    "docs/hugging-face.md": {"serving": serving_table},
+    "docs/hugging-face.md": {
+        "serving": partial(serving_table, "serving.jsonl"),
+        "serving-convolutions": partial(serving_table, "serving-convolutions.jsonl"),
+    },
     "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
     "docs/reproduce.md": {
         "paper": paper_table,
