@@ -484,6 +484,15 @@ def test_the_way_back_says_what_is_lost():
     assert torch.equal(residua.unconvert(model, lossy=True)(IDS).logits, llama()(IDS).logits)
 
 
+def test_the_way_back_with_inputs_that_do_not_run_changes_nothing():
+    model = converted(WINDOWED)
+    before, layer = model(IDS).logits, type(model.model.layers[0])
+    with pytest.raises(InputError, match="small input: index out of range"):
+        residua.unconvert(model, inputs={"input_ids": IDS + model.config.vocab_size})
+    assert type(model.model.layers[0]) is layer
+    assert torch.equal(model(IDS).logits, before)
+
+
 class ScaledLayer(LlamaDecoderLayer):
     def forward(self, x, **options):
         return super().forward(x * 0.5, **options)

@@ -139,18 +139,17 @@ class Trial:
         self, model: PreTrainedModel, inputs: Mapping[str, Any] | None = None, conversion: Conversion | None = None
     ):
         self.model = model
+        self.conversion: Any = conversion
         self.streams: list[LayerStream] = []  # new ones
         self.ways: dict[str, Situation]
-        self.undo: Callable[[], None]
+        self.undo: Callable[[], None] = nothing  # from the first change of the model on, that which takes it back
         if conversion is None:
             self.path, self.stack = convertible_stack(model)
             self.images = "" if inputs is not None else image_argument(model, self.stack)
             self.ways = situations(model, small_inputs(model, inputs))
-            self.undo = partial(restore, model, self.stack)
         else:
             self.images, self.stack = "", stack_in(model, conversion)
             self.ways = {"": partial(outputs, model, small_inputs(model, inputs))}
-            self.undo = partial(rebuild, model, conversion, streams_of(model, conversion), layers_in(self.stack))
         self.way = next(iter(self.ways))  # that in which every model must run
         self.before: dict[str, list[Tensor]] = {}  # the outputs of the model as it is, in every way that it runs
         self.layers: list[Observed] = []
@@ -177,6 +176,7 @@ class Trial:
         conversion = Conversion(scheme, self.path, self.observe())
         plain = new_streams(self.model, replace(conversion, scheme=Residual()))
         self.streams = new_streams(self.model, conversion)
+        self.undo = partial(restore, self.model, self.stack)
         rebuild(self.model, conversion, plain)
         self.compare(PLAIN, most=0)
         self.fits = not self.streams[0].looks_back or is_causal(plain, self.ways[self.way])
@@ -200,6 +200,8 @@ class Trial:
             InputError: that changes the outputs.
         """
         self.run()
+        streams, layers = streams_of(self.model, self.conversion), layers_in(self.stack)
+        self.undo = partial(rebuild, self.model, self.conversion, streams, layers)
         restore(self.model, self.stack)
         self.compare(BACK, most=self.tolerance)
         self.undo = nothing
