@@ -18,13 +18,13 @@ COMMON = {
     *("train.steps", "train.batch_size", "train.sequence_length", "train.lr", "train.seed", "train.device"),
 }
 """The keys that people change most; `--help-all` shows the others too."""
-RECIPES = ("tiny", "nano", "small", "retrofit")
+HELP_RECIPES = ("tiny", "nano", "small", "retrofit")
 """The recipes whose values the help of these keys shows; the others vary them."""
 
 
 def key_options() -> Iterator[Option]:
     """Yield an option for each key of a configuration."""
-    recipes = {name: recipe_values(name) for name in RECIPES}
+    recipes = {name: recipe_values(name) for name in HELP_RECIPES}
     for key, item in KEYS.items():
         values = {} if item.default is MISSING else {"default": item.default}
         if key in COMMON:
@@ -62,7 +62,6 @@ class Configuration:
         """Return the configuration, or None once it is printed.
 
         needed: the end of the message if no recipe or file is given
-
         begun: the settings of a run that goes on, see `load_config`
 
         Raises:

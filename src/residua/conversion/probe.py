@@ -142,10 +142,8 @@ def _token_ids(model: PreTrainedModel) -> dict[str, Any]:
         return any(getattr(config, name, False) is True for name in names)
 
     needed = [model.main_input_name if model.main_input_name in arguments else next(iter(arguments), "")]
-    # The encoder of T5 is of the decoder's class.
-    attends = flag("is_encoder_decoder", "add_cross_attention") and getattr(
-        model, "is_decoder", True
-    )  # T5's encoder not
+    # The encoder of T5 is of the decoder's class, but not a decoder.
+    attends = flag("is_encoder_decoder", "add_cross_attention") and getattr(model, "is_decoder", True)
     if "encoder_hidden_states" in arguments and attends:
         needed.append("encoder_hidden_states")
     if needed != ["input_ids"]:
