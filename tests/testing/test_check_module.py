@@ -498,7 +498,10 @@ def test_a_stack_that_rounds_less_than_ours_is_right_in_bfloat16(name):
 
 
 @pytest.mark.parametrize("too_far", range(4))
-@pytest.mark.parametrize("name", ["residual", "ddl", "ddl-tc", "hc", "mhc", "edelta"])
+@pytest.mark.parametrize(
+    "name",
+    ["residual", "ddl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddl-tc", "hc", "mhc", "edelta"))],
+)
 def test_a_write_that_moves_too_far_by_a_third_is_wrong_in_bfloat16(name, too_far):
     with pytest.raises(CheckFailed, match="largest difference"):
         checks()["forward"](Narrow(PRESETS[name], too_far))
