@@ -21,6 +21,7 @@ import argparse
 import gzip
 import hashlib
 import json
+import multiprocessing
 import re
 import subprocess
 import tempfile
@@ -192,7 +193,8 @@ def unpacked(package: str, debs: Path) -> Package | None:
 
 def packages(names: list[str], debs: Path) -> Iterator[tuple[str, Package | None]]:
     """Every package in order. Downloads run ahead, and every core takes the text out of one package."""
-    with ThreadPoolExecutor(4) as network, ProcessPoolExecutor() as cores:
+    spawned = multiprocessing.get_context("spawn")  # a forked process may hold a download's pipe open: both would wait
+    with ThreadPoolExecutor(4) as network, ProcessPoolExecutor(mp_context=spawned) as cores:
         downloads = deque((name, network.submit(downloaded, name, debs)) for name in names)
         running: deque[tuple[str, Future[Package | None]]] = deque()
         while downloads or running:
