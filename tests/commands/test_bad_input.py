@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import residua.__main__
 from residua.commands.cli import main
 from residua.commands.table import COMMANDS
 
@@ -121,6 +122,13 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("residua.connections.registry.schemes", Mock(side_effect=RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         main(["schemes"])
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_one_line(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "residua.commands.cli")
+    monkeypatch.setattr(sys, "meta_path", [Mock(find_spec=Mock(side_effect=KeyboardInterrupt))])
+    assert residua.__main__.main() == 130
+    assert capsys.readouterr().err == "residua: interrupted\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
