@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from residua.commands.cli import main
 from residua.commands.convert import FAMILIES
-from residua.conversion.opening import read_model
+from residua.lab.opening import read_model
 from residua.lab.records.provenance import repository
 from support.converted_models import IDS, llama, save_base
 from support.family_table import rows

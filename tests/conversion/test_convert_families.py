@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from residua.conversion.opening import quiet
+from residua.lab.opening import quiet
 from support.families import FAMILIES
 from support.family_table import PAGE, row, rows, sample, version
 

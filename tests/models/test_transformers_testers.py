@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from residua.conversion.opening import quiet
+from residua.lab.opening import quiet
 from residua.models import ResiduaConfig, ResiduaForCausalLM, ResiduaModel
 from residua.models.cache import StreamLayer
 from support import transformers_testers

@@ -51,8 +51,8 @@ def convert(
         raise InputError(f"{missing} must be given, or --check to ask whether the model converts")
     scheme, folder = canonical(connection), new_folder(out, "--out")  # both raise before torch is imported
     from residua.conversion import convert
-    from residua.conversion.opening import read_model
     from residua.lab.export import add_code, converted_card, loading, model_folder
+    from residua.lab.opening import read_model
 
     opened, tokenizer = read_model(model)
     size = opened.num_parameters()

@@ -77,10 +77,10 @@ def evaluate(
         return _validated(run, checkpoint, data, text_column)
     require(data is None, "--data", "left out with --tasks, which bring their own texts", data)
     require(text_column == "text", "--text-column", "left out without --data", text_column)
-    from residua.conversion.opening import context_of
     from residua.lab.evaluation.harness import score
     from residua.lab.evaluation.published import comparable
     from residua.lab.experiment import open_model
+    from residua.lab.opening import context_of
 
     opened = open_model(run, checkpoint)
     window, context = opened.window, context_of(opened.model)

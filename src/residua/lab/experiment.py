@@ -18,7 +18,6 @@ import torch
 
 from residua.connections import describe
 from residua.conversion.configuration import ConvertedConfig
-from residua.conversion.opening import context_of, read_model
 from residua.errors import InputError, extra, require
 from residua.files.durable import remove, unfinished
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
@@ -28,6 +27,7 @@ from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_ba
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
 from residua.lab.jobs.pool import threads
+from residua.lab.opening import context_of, read_model
 from residua.lab.records.folder import read_facts, writable
 from residua.lab.records.progress import say
 from residua.lab.training import (
@@ -506,7 +506,7 @@ def open_model(
 ) -> OpenModel:
     """Open the model of a run, as `open_run` does, or the one in a folder of transformers, which has no checkpoints.
 
-    Raises InputError as `open_run` and `conversion.opening.read_model` do.
+    Raises InputError as `open_run` and `opening.read_model` do.
     """
     if not is_model_folder(folder):
         return open_run(folder, checkpoint, device=device, data=data)

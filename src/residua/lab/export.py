@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from residua import lazy
 from residua.conversion.configuration import MODEL_TYPE, ConvertedConfig
-from residua.conversion.opening import context_of, quiet
 from residua.errors import InputError, RunError, first_line
 from residua.files.durable import unfinished
 from residua.files.reading import read_json, read_text, write_yaml
 from residua.lab.data.tokenizer import save_tokenizer
 from residua.lab.experiment import OpenRun, open_run
+from residua.lab.opening import context_of, quiet
 from residua.lab.records import jsonlines
 from residua.lab.records.folder import new_folder, read_facts
 from residua.lab.records.provenance import repository

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from residua.conversion.opening import new_model
 from residua.errors import extra
+from residua.lab.opening import new_model
 from residua.models import ResiduaConfig
 
 with extra("lab"):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.conversion.opening import new_model
 from residua.errors import extra
 from residua.lab.cost.counts import elementwise, products_per_token
 from residua.lab.cost.measured_memory import peak_of, storages_kept
 from residua.lab.cost.timing import Quartiles, compare, cuda_clock, process_clock
 from residua.lab.experiment import model_config
 from residua.lab.jobs.pool import Record, threads
+from residua.lab.opening import new_model
 from residua.lab.records.provenance import circumstances
 from residua.lab.records.table import Table
 from residua.lab.training import BaseModelConfig, RunConfig, pick_device

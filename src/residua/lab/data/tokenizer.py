@@ -71,7 +71,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     """
     if isinstance(folder, str) and (folder == "gpt2" or folder.startswith("hf:")):
         folder = download_tokenizer(folder)
-    from residua.conversion.opening import quiet
+    from residua.lab.opening import quiet
 
     folder = Path(folder)
     try:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from residua.conversion.opening import context_of
 from residua.errors import InputError, extra
+from residua.lab.opening import context_of
 from residua.models.evaluating import evaluating
 
 with extra("lab"):

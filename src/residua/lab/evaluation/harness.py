@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.conversion.opening import context_of
 from residua.errors import InputError, extra, first_line, require
 from residua.lab.evaluation.published import PAPER_TASKS, PublishedScores
+from residua.lab.opening import context_of
 from residua.lab.records.jsonlines import finite
 from residua.models.evaluating import evaluating
 

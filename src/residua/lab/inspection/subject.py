@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from residua.connections import Scheme, Stream
 from residua.conversion.configuration import conversion_of
-from residua.conversion.opening import context_of
 from residua.conversion.rebuild import is_converted, stream_of
 from residua.errors import InputError
 from residua.lab.inspection.watch import ConnectionRecord, as_written, watching
+from residua.lab.opening import context_of
 from residua.models import ResiduaForCausalLM, ResiduaModel
 from residua.ops import at_least_float32
 

@@ -18,11 +18,11 @@ from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import KEY, MODEL_TYPE, ConvertedConfig, conversion_of
 from residua.conversion.convert_model import convert
 from residua.conversion.flow import layer_streams
-from residua.conversion.opening import new_model, read_model
 from residua.conversion.probe import probe
 from residua.conversion.rebuild import stream_of
 from residua.errors import InputError, extra, first_line, require
 from residua.files.durable import file_sha256
+from residua.lab.opening import new_model, read_model
 from residua.lab.records.folder import read_object
 from residua.lab.training.checkpoint import find_checkpoint
 from residua.lab.training.config import load_config

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MptConfig
 
-from residua.conversion.opening import context_of, read_model
 from residua.conversion.probe import change, outputs
 from residua.errors import InputError
+from residua.lab.opening import context_of, read_model
 from support.converted_models import converted, llama, save_base, whisper
 
 
