@@ -140,10 +140,10 @@ def delta(equation: bool = False) -> str:
             line(at((0, 0)), at(k), colour=THREE),
             *([line(at((0, 0)), at(after), colour=ONE, width=3)] if gate else []),
             text(at(x)[0] - 10, at(x)[1] - 8, "x", size=size),
-            text(at(k)[0] - 4, at(k)[1] + 24, "k", THREE, size=size),
-            *([text(at(after)[0] + 6, at(after)[1] - 9, "x′", ONE, size=size)] if gate else []),
+            text(at(k)[0] - 21, at(k)[1] + 38, "k", THREE, size=size),
+            *([text(at(after)[0] + 10, at(after)[1] - 2, "x′", ONE, "start", size)] if gate else []),
             text(left + 36, 24, f"β = {gate}: {('keeps', 'replaces', 'reflects')[gate]}", ONE, size=size),
-            text(at(aim[1])[0] + 8, at(aim[1])[1] + 20, "kᵀx = v", THREE, size=small),
+            text(at(aim[1])[0] + 14, at(aim[1])[1] + 24, "kᵀx = v", THREE, size=small),
         ]
     return picture(288 if equation else 242, *parts)
 
