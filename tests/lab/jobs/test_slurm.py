@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from residua.lab.jobs import slurm
 from residua.lab.jobs.pool import Job, open_runs, run_jobs
 from residua.lab.jobs.slurm import Slurm
 from residua.lab.records import jsonlines
+from residua.lab.records.progress import say_once
 from support.lanes import some
 from support.waiting import wait_for
 
@@ -240,6 +242,31 @@ def test_the_record_of_a_job_that_ended_long_ago_is_taken(cluster, tmp_path):
     )
     (tmp_path / "scontrol").write_text(script)
     assert run(out, [Job("1", square, (1,))], executor=cluster) == [{"key": "1", "square": 1}]
+
+
+@pytest.mark.parametrize("lacks", [["scontrol"], ["squeue"], ["scontrol", "squeue"]], ids="-".join)
+def test_a_cluster_may_keep_squeue_and_scontrol_from_its_users(lacks, cluster, tmp_path, monkeypatch, capsys):
+    """The job of an earlier command is taken up if one of the two shows that it is of this folder, not of another."""
+    out = tmp_path / "out"
+    script(tmp_path / "squeue", f"echo '12|FAILED|None|x'; echo '11_0|'$(cat {tmp_path}/state)'|None|{out}/slurm/a.sh';"
+           f"echo FAILED > {tmp_path}/state")  # fmt: skip
+    (tmp_path / "cat").symlink_to(str(shutil.which("cat")))
+    for name in lacks:
+        (tmp_path / name).unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cluster = PoolOptions(executor="slurm", slurm=("time=60",)).executor_of_jobs()
+    say_once.cache_clear()
+    for folder, number in ((out, "11_0" if len(lacks) == 1 else "12"), (tmp_path / "copy", "12")):
+        (tmp_path / "state").write_text("RUNNING")
+        begun(folder, {"run": "1", "job": "11_0"}, jobs=["11"], prints_into=out)
+        (folder / "slurm" / f"{number}_0_result.pkl").touch()
+        with pytest.raises(RunError, match=rf"the job of 1 ended as FAILED; see .*/{number}_0_log\.err"):
+            run(folder, [Job("1", square, (1,))], executor=cluster)
+        assert (tmp_path / "scancel.log").read_text().split()[-1] == number
+    said = capsys.readouterr().err
+    assert [said.count(f"no {name} on this machine") for name in ("scontrol", "squeue")] == [
+        int(name in lacks) for name in ("scontrol", "squeue")
+    ]
 
 
 def script(path, body):

@@ -1,6 +1,7 @@
 """Ask Slurm's commands about the cluster and about this user's jobs. Only sacct needs accounting."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from pathlib import Path
 from residua.errors import first_line
 from residua.lab.records.progress import say_once
 
-SLURM_COMMANDS = ("srun", "sbatch", "squeue", "scancel", "scontrol")
-"""The commands of Slurm that this package needs."""
+SLURM_COMMANDS = ("srun", "sbatch", "scancel")
+"""The commands of Slurm that this package needs. Some clusters keep squeue or scontrol from their users."""
 AWAY = (
     *("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out"),
     *("communication connection failure", "zero bytes were transmitted", "temporarily un", "in standby mode"),
@@ -35,12 +36,15 @@ def is_away(error: Exception | str) -> bool:
     return any(words in str(error).lower() for words in AWAY)
 
 
-def queue() -> dict[str, QueuedJob]:
-    """Return this user's jobs by number. Those that ended stand there for minutes (Slurm's MinJobAge).
+def queue() -> dict[str, QueuedJob] | None:
+    """Return this user's jobs by number, None without squeue. Those that ended stand there for minutes (Slurm's
+    MinJobAge).
 
     Raises:
         OSError, RuntimeError: Slurm does not answer.
     """
+    if _lacks("squeue", "the ends of jobs are seen in their files; one that was killed or cancelled is waited for"):
+        return None
     options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%r|%o"]
     rows = (line.strip().split("|", 3) for line in _answer("squeue", *options).splitlines())
     return {row[0]: QueuedJob(*row[1:]) for row in rows if len(row) > 1}
@@ -64,16 +68,19 @@ def settings(*keys: str) -> list[str]:
     Raises:
         OSError, RuntimeError: Slurm does not answer.
     """
-    found = _shown("config")
+    lacks = _lacks("scontrol", "the name of the cluster is unknown, and a job array has 1000 jobs at most")
+    found = {} if lacks else _shown("config")
     return [found.get(key, [""])[0] for key in keys]
 
 
 def prints_into(folder: Path, number: str) -> bool:
-    """Return whether a job is in the queue, and prints into `folder`.
+    """Return whether a job is in the queue, and prints into `folder`. Without scontrol, its script must be there.
 
     Raises:
         OSError, RuntimeError: Slurm does not answer.
     """
+    if shutil.which("scontrol") is None:
+        return number in unknown_jobs(folder, ())
     try:
         outputs = _shown("job", number).get("StdOut", [])
     except RuntimeError as error:
@@ -91,7 +98,9 @@ def unknown_jobs(folder: Path, known: Iterable[str]) -> list[str]:
     """
     known = set(known)
     scripts = {
-        number.partition("_")[0]: entry.script for number, entry in queue().items() if entry.state in WAITS_OR_RUNS
+        number.partition("_")[0]: entry.script
+        for number, entry in (queue() or {}).items()
+        if entry.state in WAITS_OR_RUNS
     }
     return [number for number, script in scripts.items() if number not in known and _is_in(script, folder)]
 
@@ -110,6 +119,14 @@ def cancel(numbers: Sequence[str]) -> dict[str, Exception]:
                 for number in some:
                     failures |= cancel([number])
     return failures
+
+
+def _lacks(command: str, so: str) -> bool:
+    """Return whether this machine has no such command; the user is told once what follows."""
+    if shutil.which(command) is not None:
+        return False
+    say_once(f"no {command} on this machine: {so}")
+    return True
 
 
 def _is_in(path: str, folder: Path) -> bool:

@@ -230,7 +230,7 @@ class _Queue:
             need, lambda: controller.prints_into(self._folder, array)
         )
         if not ours:
-            say_once(f"{self._folder}: the job {array} is not in the queue, or of another folder; its runs begin again")
+            say_once(f"{self._folder}: Slurm does not show the job {array} as one of this folder; its runs begin again")
         return ours
 
     def _submit(self, runs: list[_Run]) -> None:
