@@ -98,7 +98,8 @@ def test_beyond_the_longest_run_of_the_baseline_nothing_is_said():
     assert row.difference("residual", "seconds").estimate is None
     assert row.difference("residual", "FLOPs").estimate is None
     assert row.difference("residual", "tokens").estimate is not None
-    assert "–" in next(line for line in markdown(found).splitlines() if line.startswith("| `ddl`"))
+    assert "vs residual, equal seconds" not in payload(found)["columns"]
+    assert "the size has no baseline trained for as long" in markdown(found)
 
 
 def test_compiled_steps_have_a_comparison_of_their_own():
@@ -151,8 +152,14 @@ def test_a_worth_beyond_the_longest_runs_is_null_in_json(tmp_path):
     assert json.loads(written)["rows"][1]["differences"][0]["tokens_worth"] is None
 
 
-def test_without_costs_only_equal_tokens_are_compared():
-    assert [d.measure for d in row_of(planted(timed=[])).differences] == ["tokens"]
+def test_without_costs_only_equal_tokens_are_compared_and_nothing_is_said_of_costs():
+    found = planted(timed=[], longer=[])
+    assert [d.measure for d in row_of(found).differences] == payload(found)["measures"] == ["tokens"]
+    columns = ["scheme", "validation loss", "vs residual, equal tokens", "vs residual, worth", "parameters"]
+    assert payload(found)["columns"] == [*columns, "tuned to", "tuning runs"]
+    for word in ("FLOPs", "seconds", "Step time", "Peak", "Learned to copy"):
+        assert word not in markdown(found)
+        assert word in markdown(planted()) or word == "Learned to copy"
 
 
 def test_the_point_is_the_one_that_tuning_chose():
@@ -285,7 +292,7 @@ def test_primary_contrasts_are_one_family_and_the_rest_is_not_corrected():
     assert lead.holm == pytest.approx(3 * lead.p), "mhc has no runs yet"
     assert row_of(found).difference("residual", "seconds").holm is None
     assert row_of(found, "hc").difference("residual", "tokens").holm is None
-    assert "named before their runs: 3, 2 of them finished" in markdown(found)
+    assert "2 of 3 finished" in markdown(found)
     assert "No primary contrast was named" in markdown(planted(schemes=schemes, primary={}))
     assert f"| small | `ddl` − `residual` | -0.2000 ± {lead.estimate.half_width:.4f} |" in markdown(found)
 
@@ -434,8 +441,8 @@ def test_the_picture_has_the_rows_of_each_size_under_its_name():
         found = planted(runs, sizes=sizes)
         (panel,) = draw(found).axes
         assert [label.get_text() for label in reversed(panel.get_yticklabels())] == expected
-        marks, hollow = (tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o")
-        assert marks == hollow  # none of them is clear of zero
+        marks, filled = (tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o")
+        assert not filled, "none is clear of zero"
         assert len(marks) == expected.count("ddl")
         assert all(expected[::-1][round(place)] == "ddl" for place in marks)
 
@@ -444,9 +451,12 @@ def test_what_is_clear_of_zero_is_filled():
     far = changed(records(), lambda row: {"val_loss": 0.0, "curve": []}, scheme="ddl", kind="report")
     found = planted(far, primary={"small": [["ddl", "residual"]]})
     assert row_of(found).difference("residual", "tokens").clear
-    (panel,) = draw(found).axes
-    marks, *hollow = (tuple(line.get_ydata()) for line in panel.lines if line.get_marker() == "o")
-    assert (len(marks), hollow) == (1, [()])
+    figure = draw(found)
+    marks, filled = (tuple(line.get_ydata()) for line in figure.axes[0].lines if line.get_marker() == "o")
+    assert marks == filled
+    assert len(marks) == 1
+    handle, *_ = figure.axes[0].get_legend_handles_labels()[0]
+    assert handle.lines[0].get_markerfacecolor() == "white", "the legend shows no difference as clear"
 
 
 def test_a_run_on_other_data_is_refused(tmp_path):

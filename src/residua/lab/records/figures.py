@@ -75,22 +75,22 @@ def intervals(
     panel: Axes,
     estimates: Mapping[float, Estimate],
     *,
-    hollow: Container[float] = (),
+    filled: Container[float] = (),
     marker: str = "o",
     **style: Any,
 ) -> None:
     """Draw the means of estimates with their 95 % intervals, at places on the y axis.
 
-    hollow: the places whose marks are not filled.
+    filled: the places whose marks are filled; all others are hollow, as in the legend.
     """
     if not estimates:
         return
     places, means = list(estimates), [estimate.mean for estimate in estimates.values()]
     half = [estimate.half_width or 0.0 for estimate in estimates.values()]
     marks = {"marker": marker, "markersize": 4.5, "linestyle": "none", "linewidth": 1.3, **style}
-    panel.errorbar(means, places, xerr=half, capsize=2.5, **marks)
-    empty = [(mean, place) for mean, place in zip(means, places) if place in hollow]
-    panel.plot(*(zip(*empty) if empty else ((), ())), **{**marks, "label": None}, markerfacecolor="white", zorder=3)
+    panel.errorbar(means, places, xerr=half, capsize=2.5, markerfacecolor="white", **marks)
+    full = [(mean, place) for mean, place in zip(means, places) if place in filled]
+    panel.plot(*(zip(*full) if full else ((), ())), **{**marks, "label": None}, zorder=3)
 
 
 def legend(figure: Figure, *, columns: int | None = None, **options: Any) -> None:

@@ -24,7 +24,6 @@ from residua.lab.records.terminal import printable
 from residua.lab.study.results import (
     ALPHA,
     BELOW,
-    COMPILED,
     FAILED,
     SESSIONS,
     SIGNIFICANT,
@@ -106,7 +105,7 @@ def points_table(rows: Sequence[SchemeRow]) -> Table | None:
         for runs in row.points
     ]
     header = ["scheme", "point", "seeds", "labels that do not repeat", "all labels", "learned to copy"]
-    return Table(header, cells) if cells else None
+    return _filled(Table(header, cells)) if cells else None
 
 
 def _grid(over: Mapping[str, Sequence[Any]]) -> str:
@@ -132,8 +131,8 @@ def _setting(results: Results) -> list[str]:
     primary = "No primary contrast was named before the runs, so everything is descriptive."
     if named:
         primary = (
-            f"Primary contrasts at equal tokens, named before their runs: {named}, {len(results.corrected)} of them "
-            "finished. p-values are corrected for all of them by Holm's method. Everything else is descriptive."
+            f"Primary contrasts, named before their runs and compared at equal tokens: {len(results.corrected)} of "
+            f"{named} finished. p-values are corrected for all {named} by Holm's method; all else is descriptive."
         )
     lines = [
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most {seen}. Seeds {_list(study.seeds)}"
@@ -191,9 +190,9 @@ def _noise(results: Results, size: str) -> list[str]:
         return ["The noise is not measured: fewer than two schemes have all seeds."]
     contrast = noise.contrast([0.0] * seeds, [0.0] * seeds)
     text = (
-        f"Noise: run-to-run standard deviation {noise.deviation:.4f} after scheme and seed effects ({noise.freedom} "
-        f"degrees of freedom). A difference over {seeds} seeds has ± {contrast.half_width:.4f}; a study like this has "
-        f"80 % power to detect {contrast.detectable:.4f}."
+        f"Noise: run-to-run standard deviation {noise.deviation:.4f} after scheme and seed effects (degrees of "
+        f"freedom: {noise.freedom}). A difference over {seeds} seeds has ± {contrast.half_width:.4f}; a study like "
+        f"this has 80 % power to detect {contrast.detectable:.4f}."
     )
     failed = [row.scheme for row in results.rows if row.size == size and row.failed]
     wild = f"{_quoted(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
@@ -285,47 +284,66 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _reading(results: Results) -> list[str]:
+    """Return the notes on what the report shows; those on a column only if some row fills it."""
+    shown = columns(results)
     factors = sorted({factor for size in results.study.sizes for factor in results.study.longer_at(size)})
     times = " and ".join(f"{factor:g}" for factor in factors)
     equal = (
         f"baselines were also trained for {times} times as many steps; where a scheme's step costs r times the "
         f"baseline's, the baseline counts after r times as many steps, on a curve a + b C^-{ALPHA:g} of the tokens C "
-        f"between its runs. A dash: r is below {BELOW:g}, or the size has no baseline trained for as long."
+        f"between its runs. No value: r is below {BELOW:g}, or the size has no baseline trained for as long."
     )
     if not times:
         equal = "not compared, as the baselines have no longer runs."
-    return [
+    speed = ", and the effective speed-up: that divided by the step time's ratio" if "step time" in shown else ""
+    compiled = " A compiled step goes through `torch.compile`." if "compiled step" in shown else ""
+    notes = {
+        "- Validation loss: mean ± half of its own 95 % interval over the seeds. That contains what all schemes share "
+        "at a seed, so it is not the error of a difference.": True,
         "- A difference is the scheme's last validation loss minus the baseline's, in nats per token, mean ± half of "
         "the 95 % interval (Student's t). Below zero is better. The noise is that which all schemes of a size share, "
         "or each scheme's own, where the study says so and where a scheme varies far more than the others. "
         f"**Bold**: a primary contrast whose corrected p is below {SIGNIFICANT}. An interval covers other seeds, not "
         "another text or size, and one over documents other held-out documents like these, not other seeds; tuning "
-        "looked at the same held-out text.",
-        "- 80 % power: in four of five such studies the interval would show a true difference of this size.",
-        "- Worth: as many times the tokens bring the baseline to the scheme's loss, and the effective speed-up: that "
-        "divided by the step time's ratio. Beyond the baseline's longest runs only the bound is known.",
-        "- Learned to copy: how many of the reported runs began to look up earlier pairs of tokens, and when.",
-        f"- Equal FLOPs and seconds: {equal}",
-        "- Tuned to: (edge) marks the smallest or largest value that was tried, where the budget ended; a better one "
-        "may lie beyond it.",
+        "looked at the same held-out text.": True,
+        "- 80 % power: in four of five such studies the interval would show a true difference of this size.": True,
+        f"- Worth: as many times the tokens bring the baseline to the scheme's loss{speed}. Beyond the baseline's "
+        "longest runs only the bound is known.": any(name.endswith(", worth") for name in shown),
+        "- Learned to copy: how many of the reported runs began to look up earlier pairs of tokens, and when.": any(
+            row.transitions for row in results.rows
+        ),
+        f"- Equal FLOPs and seconds: {equal}": any(row.costs for row in results.rows),
+        "- (edge): the best value is the smallest or largest that tuning tried before its budget ended; a better one "
+        "may lie beyond it.": any(row.edges for row in results.rows),
         "- Step time: of the step that the runs took, in interleaved rounds, process time of one thread on a CPU, the "
         "device's time on a GPU; median and quartiles of the ratio to the first baseline, as timed last. At equal "
         "seconds two are compared by the newest rounds in which both took turns. The intervals contain the error of "
-        f"the median, as the quartiles tell it, and {SESSIONS:.0%} from one session of measurements to the next. "
-        "A compiled step goes through `torch.compile`.",
-        "- FLOPs: matrix products, and one for each element of every other operation.",
-        "- Peak: what a process with the model grows by in two steps.",
-        *(
-            [f"- Pairs of a size and a scheme that the study names and nobody trained: {results.untrained}."]
-            if results.untrained
-            else []
+        f"the median, as the quartiles tell it, and {SESSIONS:.0%} from one session of measurements to the next."
+        f"{compiled}": bool(compiled) or "step time" in shown,
+        "- FLOPs: matrix products, and one for each element of every other operation.": "FLOPs" in shown,
+        "- Peak: what a process with the model grows by in two steps.": "peak MiB" in shown,
+        f"- Pairs of a size and a scheme that the study names and nobody trained: {results.untrained}.": bool(
+            results.untrained
         ),
-        *([f"- Code of the runs: residua {_versions(results)}."] if results.facts else []),
-    ]
+        f"- Code of the runs: residua {_versions(results)}.": bool(results.facts),
+    }
+    return [note for note, needed in notes.items() if needed]
+
+
+UNFILLED = {"", "–", "baseline"}
+"""Cells without a number of their own."""
+
+
+def _filled(table: Table) -> Table:
+    """Return a table without the columns that no row fills."""
+    columns = [column for column in zip(table.header, *table.rows) if not UNFILLED.issuperset(column[1:])]
+    header, *rows = zip(*columns)
+    return Table(header, rows)
 
 
 def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
-    """Return the columns in the table of a size, as functions of a row by heading, for Markdown and the page."""
+    """Return the columns in the tables of sizes that some row fills, as functions of a row by heading, for Markdown and
+    the page."""
 
     def flops(row: SchemeRow) -> str:
         base = results.row(row.size, results.study.baselines[0])
@@ -336,7 +354,7 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
         return f"{row.cost.peak_bytes / MEBIBYTE:.0f}" if row.cost and row.cost.peak_bytes else "–"
 
     compared = itertools.product(results.study.baselines, results.measures)
-    return {
+    texts: dict[str, Callable[[SchemeRow], str]] = {
         "scheme": lambda row: _quoted([row.scheme]),
         "validation loss": lambda row: estimate_text(row.loss, ".4f") if row.loss else "diverged",
         **{
@@ -344,23 +362,16 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
             for name, measure in compared
         },
         **{f"vs {name}, worth": partial(_worth_text, baseline=name) for name in results.study.baselines},
-        **(
-            {"learned to copy": lambda row: copying(row.reported.runs)}
-            if any(row.transitions for row in results.rows)
-            else {}
-        ),
+        "learned to copy": lambda row: copying(row.reported.runs),
         "step time": lambda row: f"{row.cost.ratio:.3f}" if row.cost else "–",
-        **(
-            {"compiled step": lambda row: f"{row.compiled.ratio:.3f}" if row.compiled else "–"}
-            if COMPILED in results.measures
-            else {}
-        ),
+        "compiled step": lambda row: f"{row.compiled.ratio:.3f}" if row.compiled else "–",
         "FLOPs": flops,
         "peak MiB": peak,
         "parameters": lambda row: f"{row.reported.parameters:,}" if row.reported.parameters else "–",
         "tuned to": lambda row: ", ".join(tuned(row)),
         "tuning runs": lambda row: str(row.tuning_runs),
     }
+    return {name: text for name, text in texts.items() if not UNFILLED.issuperset(map(text, results.rows))}
 
 
 def copying(runs: Sequence[Run]) -> str:
@@ -534,7 +545,7 @@ MEASURE_MARKS = {
 """Colour and mark of each measure."""
 
 
-FILLED = "Filled: clear of zero after the correction"
+FILLED = "Filled: a primary contrast that is clear of zero after the correction"
 
 
 def draw(results: Results) -> Figure | None:
@@ -571,13 +582,14 @@ def draw(results: Results) -> Figure | None:
         panel.set_ylim(-0.7, len(lines) - 0.5)
         panel.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
     figures.legend(figure, columns=2 * len(baselines), loc="outside upper right")
-    figure.supxlabel(FILLED, fontsize=9)
+    if results.corrected:
+        figure.supxlabel(FILLED, fontsize=9)
     return figure
 
 
 def _marks(panel: Axes, differences: Mapping[float, Difference | None], colour: str, marker: str, label: str) -> None:
-    """Draw differences with their intervals at places on the y axis; marks that are not clear of zero are hollow."""
+    """Draw differences with their intervals at places on the y axis; marks that are clear of zero are filled."""
     shown = {y: d for y, d in differences.items() if d and d.estimate and d.estimate.half_width is not None}
-    hollow = [y for y, difference in shown.items() if not difference.clear]
+    filled = [y for y, difference in shown.items() if difference.clear]
     estimates = {y: difference.estimate for y, difference in shown.items()}
-    figures.intervals(panel, estimates, hollow=hollow, marker=marker, color=colour, label=label)
+    figures.intervals(panel, estimates, filled=filled, marker=marker, color=colour, label=label)

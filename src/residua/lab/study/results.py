@@ -253,9 +253,9 @@ class Results:
 
     @property
     def measures(self) -> list[str]:
-        """The measures at which rows are compared: compiled seconds only if they were measured."""
-        compiled = any(d.measure == COMPILED for row in self.rows for d in row.differences)
-        return [measure for measure in MEASURES if compiled or measure != COMPILED]
+        """The measures at which rows are compared: equal tokens, and those whose costs were measured."""
+        measured = {"tokens", *(difference.measure for row in self.rows for difference in row.differences)}
+        return [measure for measure in MEASURES if measure in measured]
 
     def curves(self, row: SchemeRow) -> dict[str, list[tuple[int, float, float | None]]]:
         """Return (step, difference, half of its 95 % interval) along the reported runs, by baseline."""
