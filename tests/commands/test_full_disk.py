@@ -152,3 +152,22 @@ def test_a_full_disk_is_one_line_wherever_it_fills_and_the_command_goes_on(comma
     assert not list(out.rglob("*.partial"))
     if command == "train":
         assert latest_checkpoint(out / "new").step == TRAIN["steps"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows opens no folder")
+@pytest.mark.parametrize(
+    "command", ["prepare", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("convert", "export"))]
+)
+def test_a_folder_that_has_its_name_is_no_failure(command, home, tmp_path, monkeypatch):
+    """The disk fails only when the name of the result is to be flushed, after the result has it."""
+
+    def fsync(descriptor):
+        if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    argv = f"{command} {COMMANDS[command]}".format(home=home, out=tmp_path).split()
+    with pytest.warns(UserWarning, match=rf"{tmp_path / 'new'} .*No space left"):
+        assert main(argv) == 0
+    assert contents(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]

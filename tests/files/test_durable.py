@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from unittest.mock import Mock
 
 import pytest
@@ -31,6 +32,18 @@ def test_a_failed_write_leaves_the_old_content(write, old, new, fails, tmp_path,
         write(path, new)
     assert path.read_bytes() == (old.encode() if isinstance(old, str) else old)
     assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows opens no folder")
+def test_a_file_that_has_its_name_is_no_failure(tmp_path, monkeypatch):
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "damaged")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.warns(UserWarning, match=r"file .*damaged"):
+        write_text(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
 
 
 def test_a_new_file_has_the_mode_of_any_other(tmp_path):

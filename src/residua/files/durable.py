@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,7 +72,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync(path.parent)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -79,6 +79,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             error.filename = str(path)  # a failed write names no file, and a user does not know ours
             del error.filename2  # None would be shown
         raise
+    _settle(path)
+
+
+def _settle(path: Path) -> None:
+    """Wait until a name that was just given is on the disk. A failure is a warning, as the new content has its name."""
+    try:
+        sync(path.parent)
+    except OSError as error:
+        warnings.warn(f"{path} is written, but a power cut now could lose it: {error.strerror}", stacklevel=2)
 
 
 def partial(path: Path) -> Path:
@@ -99,7 +108,7 @@ def publish(temporary: Path, path: Path) -> None:
         temporary.rmdir()
     else:
         os.replace(temporary, path)
-    sync(path.parent)
+    _settle(path)
 
 
 def is_new(path: Path) -> bool:
