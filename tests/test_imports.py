@@ -51,11 +51,16 @@ TYPOS = [
     "evaluate nowhere",
     "generate nowhere --prompt text",
     "explore nowhere",
+    "study run nowhere --out out",
+    "study run mistyped.yaml --out out",
+    "study run resbench --out out --sizes 1T",
 ]
 
 
 @pytest.mark.processes
-def test_a_typo_does_not_load_torch():
+def test_a_typo_does_not_load_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mistyped.yaml").write_text("title: Mistyped\nsheme: {}\n")
     code = "import sys\nfrom residua.commands.cli import main\n"
     code += f"print([line for line in {TYPOS} if main(line.split()) != 2 or 'torch' in sys.modules])"
     assert run_python(code)[0] == "[]\n"

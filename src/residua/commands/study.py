@@ -53,10 +53,11 @@ def run(
         rounds: of time measurements (default: 45)
     """
     from residua.lab.study.definition import load_study
+
+    chosen = load_study(study).only(schemes, sizes)  # raises before torch is imported
     from residua.lab.study.engine import ROUNDS, forecast, forecast_table, measure_costs, open_study, run_study
     from residua.lab.study.plan import Plan
 
-    chosen = load_study(study).only(schemes, sizes)
     if dry_run:
         forecasts = [*forecast(Plan(chosen, chosen.data(data), sizes), teraflops and 1e12 * teraflops)]
         processes = pool.processes or 1
