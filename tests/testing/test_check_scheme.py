@@ -72,6 +72,7 @@ def test_a_right_scheme_passes_and_the_report_says_what_was_not_checked():
     assert list(report.not_checked) == ["preserving_is_the_plain_residual"]
     assert set(report.passed) | set(report.not_checked) == set(CONTRACT)
     assert "causal: passed" in str(report)
+    assert str(report).endswith(f"\nchecks: {len(report.passed)} passed, 1 not checked")
 
 
 class LooksAhead(Scaled):

@@ -57,7 +57,14 @@ class Report:
         lines += [f"{name}: passed" for name in self.passed]
         lines += [f"{name}: not checked, {reason}" for name, reason in self.not_checked.items()]
         lines += [f"{name}: failed as expected, {reason}" for name, reason in self.failed_as_expected.items()]
-        return "\n".join(lines + [f"{name}: FAILED, {reason}" for name, reason in self.failed.items()])
+        lines += [f"{name}: FAILED, {reason}" for name, reason in self.failed.items()]
+        counts = {
+            "passed": len(self.passed),
+            "not checked": len(self.not_checked),
+            "failed as expected": len(self.failed_as_expected),
+            "FAILED": len(self.failed),
+        }
+        return "\n".join([*lines, f"checks: {', '.join(f'{count} {word}' for word, count in counts.items() if count)}"])
 
 
 def seeded(check: CheckFunction) -> CheckFunction:
