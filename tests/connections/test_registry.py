@@ -423,7 +423,7 @@ def test_every_scheme_has_a_name_a_preset_and_a_second_implementation(module):
     ],
 )
 def test_an_option_that_no_file_keeps_is_refused_at_once(scheme, words):
-    with pytest.raises(ValueError, match=f"^Odd must be .*: {words}") as raised:
+    with pytest.raises(ValueError, match=f"^Odd: .*: {words}") as raised:
         residua.register("odd", scheme)
     assert "\n" not in str(raised.value)
     assert "odd" not in registry.PRESETS | registry.SCHEMES

@@ -176,8 +176,8 @@ def written(scheme: Scheme) -> dict[str, Any]:
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         raise ValueError(
-            f"{kind.__name__} must be the same when it is built again from its options as a file keeps them, which are "
-            f"None, bool, int, float, str or tuples of these: {problem}"
+            f"{kind.__name__}: its options must survive a file, which keeps only None, bool, int, float, str and "
+            f"tuples of these: {problem}"
         )
     return options
 

@@ -186,9 +186,9 @@ def unfinished(folder, small, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"tokenizer": "bpe"}, "tokenizer [0-9a-f]{64} there, bpe 2048 here"),
-        ({"shard_tokens": 1}, "shard_tokens 9000 there, 1 here"),
-        ({"validation_fraction": 0.5}, r"validation_fraction 0\.05 there, 0\.5 here"),
+        ({"tokenizer": "bpe"}, "tokenizer was [0-9a-f]{64} and is bpe 2048 now"),
+        ({"shard_tokens": 1}, "shard_tokens was 9000 and is 1 now"),
+        ({"validation_fraction": 0.5}, r"validation_fraction was 0\.05 and is 0\.5 now"),
         ({"text_column": "body"}, "must have a column body"),
     ],
 )

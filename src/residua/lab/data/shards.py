@@ -100,7 +100,7 @@ class Tokens:
         Raises IndexError beyond the ends, and InputError for a token beyond the vocabulary.
         """
         if not 0 <= start <= start + length <= len(self):
-            raise IndexError(f"tokens {start} to {start + length} of {len(self)}")
+            raise IndexError(f"a window must lie within tokens 0 to {len(self)}, got {start} to {start + length}")
         window = np.empty(length, dtype=np.int64)
         number = bisect.bisect_right(self._starts, start) - 1
         position = 0

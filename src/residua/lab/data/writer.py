@@ -113,10 +113,10 @@ def _read_progress(folder: Path, plan: dict[str, Any]) -> tuple[Mapping[Split, S
                 inside(folder, shard.file)
     different_keys = [key for key in old_plan | plan if old_plan.get(key) != plan.get(key)]
     if different_keys:
-        changes = ", ".join(f"{key} {old_plan.get(key)} there, {plan.get(key)} here" for key in different_keys)
+        changes = ", ".join(f"{key} was {old_plan.get(key)} and is {plan.get(key)} now" for key in different_keys)
         raise InputError(
-            f"{folder}: an unfinished preparation with other settings or another text ({changes}); give the same to "
-            "continue it, or remove that folder"
+            f"{folder} holds an unfinished preparation of other settings or another text: {changes}; give the earlier "
+            "ones to continue it, or remove that folder"
         )
     return saved, lost
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.errors import InputError, extra, first_line, require
+from residua.errors import InputError, did_you_mean, extra, first_line, require
 from residua.lab.evaluation.published import PAPER_TASKS, PublishedScores
 from residua.lab.opening import context_of
 from residua.lab.records.jsonlines import finite
@@ -167,7 +167,10 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Task
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        raise InputError(f"--tasks must be paper, or tasks of the harness or --include-path, got {unknown[0]}")
+        nearest = did_you_mean(unknown[0], manager.all_tasks)
+        raise InputError(
+            f"--tasks must be names of tasks, of the harness or in --include-path, or paper; got {unknown[0]}{nearest}"
+        )
     return manager
 
 

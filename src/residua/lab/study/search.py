@@ -162,5 +162,8 @@ def other_loss_of(run: Run) -> float:
     if math.isinf(loss_of(run)):
         return math.inf
     if not run.other or run.other[-1].step != run.steps:
-        raise InputError(f"the run {run.key} must have its last loss on labels that do not repeat, got none")
+        raise InputError(
+            f"the record of the run {run.key} must hold its last loss on labels that do not repeat, found none: an "
+            "early version of residua wrote it; run the study in a new folder"
+        )
     return run.other[-1].loss
