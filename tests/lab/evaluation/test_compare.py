@@ -4,6 +4,7 @@ import math
 import pytest
 
 import residua
+from residua.connections import describe, resolve
 from residua.errors import InputError
 from residua.lab.evaluation.compare import compare
 from residua.lab.records.statistics import Estimate
@@ -23,6 +24,12 @@ def test_what_else_is_written_down_makes_no_difference(make_run):
     logging = {"connections_every": 10, "wandb": "mine", "tensorboard": False}
     (group,) = compare([make_run("a", seed=0), make_run("b", seed=1, **logging)]).rows
     assert group.seeds == (0, 1)
+
+
+def test_a_connection_with_all_its_options_has_a_short_name(make_run):
+    converted = make_run("a", connection=describe(resolve("ihc:start=residual")))
+    elsewhere = make_run("b", connection={"scheme": "theirs", "order": 2})
+    assert [row.name for row in compare([converted, elsewhere]).rows] == ["ihc:start=residual", "theirs:order=2"]
 
 
 def test_connections_with_changes_are_groups_of_their_own_under_the_name_that_residua_resolves(make_run):

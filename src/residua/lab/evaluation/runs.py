@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high
@@ -122,8 +123,7 @@ class Run:
                     fits(row.get(place), float), f"{run.metrics}: {place}", "a number next to a loss", row.get(place)
                 )
         validation, bits, training, repeated, other = (_points(rows, name) for name in names)
-        connection = settings["model.connection"]
-        name = label(connection if isinstance(connection, Mapping) else str(connection))
+        name = _name(settings["model.connection"])
         return cls(seed, name, measure, validation, bits, repeated, other, facts, run.path, settings, training, speed)
 
     @classmethod
@@ -290,6 +290,16 @@ class Row:
         losses = (zip(*(numpy.interp(points, *curve).tolist() for curve in side.values())) for side in sides)
         pairs = zip(*([dict(zip(side, values)) for values in columns] for side, columns in zip(sides, losses)))
         return {at: _difference(ours, theirs) for at, (ours, theirs) in zip(points, pairs)}
+
+
+def _name(connection: Any) -> str:
+    """Return the common name of a connection in a configuration, without options that have their defaults."""
+    if isinstance(connection, Mapping) and "scheme" in connection:  # every option is there, as in a converted model
+        from residua.connections.registry import name_of, resolve  # imported here because it loads torch
+
+        with suppress(TypeError, ValueError):  # nothing installed has it
+            return name_of(resolve(connection))
+    return label(connection if isinstance(connection, Mapping) else str(connection))
 
 
 def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
