@@ -59,6 +59,7 @@ MOST, BEGINNING = 30, 1000
 SHORTEST = 60
 """Characters below which a paragraph is a heading, a button or an entry of a list."""
 SHORTEST_DOCUMENT = 200
+RECORDS = ("corpus.json", "further.json")
 COMMON = re.compile(
     r"\b(?:the|of|to|and|is|in|for|that|be|this|are|with|or|it|as|by|if|an|on|not|you|can|will)\b", re.I
 )
@@ -239,10 +240,18 @@ def licences(folder: Path, debs: Path) -> list[str]:
 
 
 def downloaded(package: str, debs: Path) -> Path | None:
-    """The newest file of a package in the folder `debs`, downloaded where it is not there yet; None for no package."""
-    if not list(debs.glob(f"{package}_*.deb")):
-        subprocess.run(["apt-get", "download", "-q", package], cwd=debs, capture_output=True)
+    """The file of a package in the folder `debs`, downloaded if it is not there yet: of the recorded version while the
+    mirror has it, else the newest. None for no package."""
+    for wanted in (f"{package}={RECORDED.get(package)}", package):
+        if not list(debs.glob(f"{package}_*.deb")):
+            subprocess.run(["apt-get", "download", "-q", wanted], cwd=debs, capture_output=True)
     return max(debs.glob(f"{package}_*.deb"), default=None)
+
+
+def recorded_versions() -> dict[str, str]:
+    """The version of each package whose text the records of ResBench have."""
+    found = [json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8")) for name in RECORDS]
+    return {name: package["version"] for record in found for name, package in record["packages"].items()}
 
 
 def checks(path: Path) -> dict[str, float]:
@@ -304,7 +313,9 @@ def main() -> None:
             if characters:
                 facts[name] = {"version": package.version, "characters": characters, "licences": package.licences}
             size += characters
-            print(f"{name} {package.version}: {characters:,} characters, {size:,} in all", flush=True)
+            recorded = RECORDED.get(name, package.version)
+            other = "" if recorded == package.version else f" (the records have {recorded})"
+            print(f"{name} {package.version}{other}: {characters:,} characters, {size:,} in all", flush=True)
     record = {
         "characters": size,
         "sha256": lines.hexdigest(),
@@ -314,6 +325,9 @@ def main() -> None:
         "packages": facts,
     }
     arguments.out.with_suffix(".facts.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+RECORDED = recorded_versions()
 
 
 if __name__ == "__main__":
