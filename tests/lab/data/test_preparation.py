@@ -248,6 +248,17 @@ def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, 
     assert capsys.readouterr().err == ""
 
 
+def test_no_time_left_is_shown_before_the_tokenizer_is_learned(folder, tmp_path, monkeypatch, capsys):
+    """Reading the text is the shorter part of that."""
+    monkeypatch.setattr(writer, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(runs_progress, "LINE_SECONDS", 0.0)
+    prepare(folder, tmp_path / "out", vocab_size=258)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare: tokenizer: ")]
+    assert len(lines) > 1
+    assert lines[-1].endswith("learning it from the text")
+    assert not any(line.endswith(" left") for line in lines)
+
+
 def test_the_column_of_the_text_can_be_named(tmp_path):
     rows = {"text": [1, 2, 3], "body": ["one", "two", "three"]}
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")

@@ -7,6 +7,7 @@ disk, and the next call with the same arguments continues there.
 import hashlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -194,14 +195,21 @@ def _tokenizer_name(tokenizer: str) -> str:
 def _train(
     corpus: Corpus, vocab_size: int, validation_fraction: float, progress: bool, share: HeldOutShare | None
 ) -> PreTrainedTokenizerFast:
-    with text_progress("tokenizer", corpus, corpus.size, 0, progress) as documents:
+    began = time.monotonic()
+
+    def read(sample: Iterable[str]) -> Iterator[str]:
+        yield from sample
+        if progress and time.monotonic() - began >= writer.UPDATE_SECONDS:
+            say("prepare: tokenizer: learning it from the text")
+
+    with text_progress("tokenizer", corpus, corpus.size, 0, progress, time_left=False) as documents:
         sides = split_documents(documents, validation_fraction, share=share)
         training = (document.text for side, document in sides if side == "train")
         if corpus.local:
             sample = islice(training, 0, None, -(-corpus.size // BPE_TEXT))
         else:
             sample = _leading(training, BPE_TEXT)
-        return train_bpe(sample, vocab_size)
+        return train_bpe(read(sample), vocab_size)
 
 
 def _dtype(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -127,11 +127,11 @@ UPDATE_SECONDS = 1.0
 
 @contextmanager
 def text_progress(
-    title: str, documents: Iterable[Document], total: int, done: int, enabled: bool
+    title: str, documents: Iterable[Document], total: int, done: int, enabled: bool, *, time_left: bool = True
 ) -> Iterator[Iterator[Document]]:
     """Show how much of `total` bytes of text (0 if unknown) is read, after `done` bytes of an earlier call.
 
-    Yields an iterator over the documents.
+    Yields an iterator over the documents. time_left: show it; False if long work follows the reading.
     """
     start = last_update = time.monotonic()
     earlier_bytes = done
@@ -148,7 +148,7 @@ def text_progress(
                 speed = decimal(int((done - earlier_bytes) / (now - start)))
                 bar.update(done, f"prepare: {title}: {decimal(done)} of text{share}, {speed}/s")
 
-    with Progress("", total, done=done, enabled=enabled) as bar:
+    with Progress("", total if time_left else 0, done=done, enabled=enabled) as bar:
         yield reading()
 
 
