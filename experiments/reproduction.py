@@ -130,21 +130,22 @@ def draw(found: list[Result], path: Path) -> None:
     """The differences with their confidence intervals, best at equal tokens on top."""
     from matplotlib.figure import Figure
 
+    from residua.connections.names import label
     from residua.lab.records.figures import COLOURS, plain, save
 
     rows = sorted((row for row in found if row.variant != "residual"), key=lambda row: -statistics.mean(row.at_tokens))
     figure = Figure(figsize=(9, 0.42 * len(rows) + 1.5), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(0, color="#222222", linewidth=1.2)
-    for offset, name, label, style in (
+    for offset, name, words, style in (
         (0.14, "at_tokens", "same tokens", {"color": COLOURS[0], "fmt": "o"}),
         (-0.14, "at_seconds", "same seconds", {"color": COLOURS[1], "fmt": "s", "markerfacecolor": "white"}),
     ):
         points = [interval(getattr(row, name)) for row in rows]
         places = [i + offset for i in range(len(rows))]
         axes.errorbar(*zip(*((mean, y) for (mean, _), y in zip(points, places))), xerr=[half for _, half in points],
-                      capsize=2.5, linewidth=1.3, markersize=5.5, label=label, **style)  # fmt: skip
-    axes.set_yticks(range(len(rows)), [row.variant for row in rows], family="monospace", fontsize=8.5)
+                      capsize=2.5, linewidth=1.3, markersize=5.5, label=words, **style)  # fmt: skip
+    axes.set_yticks(range(len(rows)), [label(row.variant) for row in rows], family="monospace", fontsize=9.5)
     axes.set_xlabel("Validation loss minus that of the plain residual (nats per token): left of the line is better")
     plain(axes, "x")
     figure.legend(loc="outside upper right", ncols=2, frameon=False)

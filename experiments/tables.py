@@ -2,7 +2,7 @@
 
 python experiments/tables.py            exit with status 1 if a page differs from the records
 python experiments/tables.py --write    write them into the pages
-python experiments/tables.py --demo runs/demo    record a finished demo as demo.json first
+python experiments/tables.py --demo runs/demo    record a finished demo as demo.json first, and draw it
 """
 
 import argparse
@@ -94,6 +94,30 @@ def demo_table() -> str:
             ]
         )
     return markdown(["scheme", "validation loss", "difference", "parameters", "tokens/s", "seconds"], rows)
+
+
+def draw_demo() -> None:
+    """Draw the differences of demo.json as `residua compare` does, docs/demo-difference.png."""
+    from residua.connections.names import label
+    from residua.lab.records import figures
+
+    record = json.loads((HERE / "demo.json").read_text(encoding="utf-8"))
+    axes = {
+        "step": "Training step",
+        "seconds": "Wall-clock time of the training steps (seconds)\nA slower run is seen earlier in its schedule",
+    }
+    figure, (panels,) = figures.panels(1, 2, (10, 4), dpi=150, sharey=True)
+    for panel, (axis, words) in zip(panels, axes.items()):
+        panel.axhline(0, color="#222222", linewidth=1.2, label=f"{label(record['baseline'])} (baseline)")
+        schemes = [group for group in record["groups"] if group["name"] != record["baseline"]]
+        for number, group in enumerate(schemes):
+            points = [(point["at"], point["mean"]) for point in group["differences"][axis]]
+            figures.curve(panel, points, **figures.line_style(number), label=label(group["name"]))
+        panel.set(xlabel=words, xlim=(0, None), ylim=(-0.15, 0.15))
+    panels[0].set_ylabel("Validation loss minus the baseline's\n(nats per token, below 0 is better)")
+    panels[1].set_title("One seed: the noise is not measured.", loc="right", fontsize=8, color="#555555")
+    figures.legend(figure)
+    figures.save({"demo-difference.png": figure}, HERE.parent / "docs")
 
 
 def quartiles(record: dict[str, Any]) -> str:
@@ -929,7 +953,7 @@ PAGES: dict[str, Blocks] = {
 
 
 def record_demo(folder: Path) -> None:
-    """Write demo.json: the comparison of the runs in `folder`, and the metadata of their process."""
+    """Write demo.json, the comparison of the runs in `folder` and the metadata of their process, and its picture."""
     from residua.lab.demo import RECIPES, place_of
     from residua.lab.evaluation.compare import compare
 
@@ -938,6 +962,7 @@ def record_demo(folder: Path) -> None:
         group.pop("folders")
     facts = json.loads((folder / "residual" / "facts.json").read_text(encoding="utf-8"))
     (HERE / "demo.json").write_text(json.dumps({**comparison, "facts": facts}, indent=1) + "\n", encoding="utf-8")
+    draw_demo()
 
 
 def main() -> int:

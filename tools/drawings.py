@@ -12,13 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCS, RECORDS = ROOT / "docs", ROOT / "experiments"
 WIDTH = 640
+TEXT = 16
+"""The height of the text of a page, in pixels: no text of a drawing is shown larger."""
 LIGHT = "--ink:#1b1f24;--soft:#5f6771;--fill:#f1f4f6;--one:#00796b;--two:#c2410c;--three:#6d28d9"
 DARK = "--ink:#e6e8eb;--soft:#a0a8b2;--fill:#2a2f3a;--one:#4db6ac;--two:#fb923c;--three:#c4b5fd"
 INK, SOFT, ONE, TWO, THREE = ("ink", "soft", "one", "two", "three")
 
 
-def picture(height: int, *parts: str) -> str:
-    """Return an SVG with these elements; its colours are variables, so that a page can set them."""
+def picture(height: int, *parts: str, size: int = 19) -> str:
+    """Return an SVG with these elements; its colours are variables, so that a page can set them.
+
+    `size`: of the largest text, in units of the drawing.
+    """
     heads = "".join(
         f'<marker id="to-{colour}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0 0L8 4L0 8z" fill="var(--{colour})"/></marker>'
@@ -26,9 +31,9 @@ def picture(height: int, *parts: str) -> str:
     )
     style = f".figure{{{LIGHT}}}@media(prefers-color-scheme:dark){{.figure{{{DARK}}}}}"
     return (
-        f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" viewBox="0 0 {WIDTH} {height}" '
-        f'font-family="system-ui,sans-serif" font-size="19" fill="var(--ink)"><style>{style}</style>'
-        f"<defs>{heads}</defs>{''.join(parts)}</svg>\n"
+        f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" width="{WIDTH * TEXT // size}" '
+        f'viewBox="0 0 {WIDTH} {height}" font-family="system-ui,sans-serif" font-size="19" fill="var(--ink)">'
+        f"<style>{style}</style><defs>{heads}</defs>{''.join(parts)}</svg>\n"
     )
 
 
@@ -145,7 +150,7 @@ def delta(equation: bool = False) -> str:
             text(left + 36, 24, f"β = {gate}: {('keeps', 'replaces', 'reflects')[gate]}", ONE, size=size),
             text(at(aim[1])[0] + 14, at(aim[1])[1] + 24, "kᵀx = v", THREE, size=small),
         ]
-    return picture(288 if equation else 242, *parts)
+    return picture(288 if equation else 242, *parts, size=size)
 
 
 def icon() -> str:
