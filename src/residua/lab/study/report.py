@@ -132,7 +132,7 @@ def _setting(results: Results) -> list[str]:
     if named:
         primary = (
             f"Primary contrasts, named before their runs and compared at equal tokens: {len(results.corrected)} of "
-            f"{named} finished. p-values are corrected for all {named} by Holm's method; all else is descriptive."
+            f"{named} finished. p-values are corrected for their number by Holm's method; all else is descriptive."
         )
     lines = [
         f"- {study.tokens_per_parameter:g} tokens a parameter, each seen at most {seen}. Seeds {_list(study.seeds)}"
