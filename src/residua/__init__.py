@@ -1,7 +1,7 @@
 """Residual connections for PyTorch: Deep Delta Learning and the schemes it is compared with, behind one interface.
 
-Importing this package loads nothing; torch is imported with the first name that is asked of it. Where transformers was
-imported before, its Auto classes open our models and converted ones from then on.
+Importing this package loads nothing; torch is imported when a name of the package is first used. If transformers is
+already imported, importing residua registers our models and converted models with its Auto classes.
 """
 
 import sys
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 
 def _built_by_name(name: str) -> str:
-    """Return what to write for a preset, or another name of a scheme; "" for any other name."""
+    """Return the hint to call `residua.build` if `name` is that of a preset or an alias; "" for any other name."""
     from residua.connections import names
 
     preset = names.meaning(name)
@@ -23,5 +23,5 @@ def _built_by_name(name: str) -> str:
 __getattr__, __dir__, __all__ = lazy.attributes(__name__, _built_by_name)
 
 if "transformers" in sys.modules:
-    with suppress(ImportError):  # the connections need neither the lab nor a transformers that it takes
+    with suppress(ImportError):  # connections work without a supported transformers
         import residua.conversion.configuration  # noqa: F401

@@ -3,8 +3,8 @@
 import os
 import sys
 
-# Read when PyTorch is loaded. Threads that spin long while they wait for each other take several times as long as soon
-# as other programs use the cores; those that sleep at once are slower on idle ones: experiments/threads.jsonl.
+# PyTorch reads this when it is loaded. Threads that spin for long while they wait become several times slower when
+# other programs use the cores. Threads that sleep at once are slower on idle cores: experiments/threads.jsonl.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

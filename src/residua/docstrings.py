@@ -1,4 +1,4 @@
-"""Read docstrings, of which the command line makes its options and help."""
+"""Read docstrings; the command line builds its options and help from them."""
 
 import ast
 import inspect
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def docstring(documented: Any) -> str:
-    """Return the docstring of a class or function; under `python -OO`, which drops it, from the source."""
+    """Return the docstring of a class or function. Under `python -OO`, which drops docstrings, read the source file."""
     if sys.flags.optimize < 2:
         return inspect.cleandoc(documented.__doc__ or "")
     try:

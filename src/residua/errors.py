@@ -1,4 +1,4 @@
-"""The errors that the command line prints as one line, and the checks of values from outside that raise them."""
+"""The errors that the command line prints as one line, and the checks of user input that raise them."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ PACKAGES = {
 
 
 class InputError(ValueError):
-    """The user's input cannot be used. The message says what must be, what it got and what to do. Exit status 2."""
+    """The user's input is invalid. The message gives the requirement, the value and the remedy. Exit status 2."""
 
 
 class RunError(RuntimeError):
@@ -45,7 +45,7 @@ class ReportedElsewhere(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line with text of an error's message, or the name of its class if it has none."""
+    """Return the first non-empty line of an error's message, or the name of its class if the message is empty."""
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
@@ -104,11 +104,12 @@ def mapping(value: Any, name: str) -> Mapping[str, Any]:
 def decoded(document: Any, kind: type[T], where: str = "") -> T:
     """Return the dataclass `kind` with the values of a mapping from a YAML or JSON file.
 
-    `kind` checks its values itself, with `check_types` and `require`, and names its fields alone; `where` is the dotted
-    key of the mapping, which errors put before them. A list becomes a tuple where that is the field's type.
+    `kind` checks its own values, with `check_types` and `require`; its errors name only the field. `where` is the
+    dotted key of the mapping in the file, which is put before the field in errors. A list becomes a tuple if the field
+    is a tuple.
 
     Raises:
-        InputError: it is not a mapping, a key is unknown or missing, or `kind` refuses a value.
+        InputError: `document` is not a mapping, a key is unknown or missing, or `kind` refuses a value.
     """
     document = mapping(document, where or "the document")
     prefix = f"{where}." if where else ""
@@ -126,7 +127,7 @@ def decoded(document: Any, kind: type[T], where: str = "") -> T:
 
 
 def _tuples(value: Any, declared: Any) -> Any:
-    """Return a list, and those in it, as tuples where the declared type has tuples."""
+    """Convert a list, and the lists inside it, to tuples if the declared type has tuples there."""
     kind = next((option for option in (declared, *get_args(declared)) if get_origin(option) is tuple), None)
     if kind is None or not isinstance(value, list):
         return value
@@ -134,8 +135,10 @@ def _tuples(value: Any, declared: Any) -> Any:
 
 
 def check_types(values: Any, kind: type | None = None) -> None:
-    """Raise InputError for the first field of a dataclass whose value is not of the type that its class, or the base
-    class `kind`, declares, or outside its range."""
+    """Raise InputError for the first field of a dataclass whose value has the wrong type or is outside its range.
+
+    The types and ranges are those that the class declares, or its base class `kind` if given.
+    """
     kind = kind or type(values)
     for name in types_of(kind):
         value = getattr(values, name)
@@ -157,14 +160,14 @@ def refusal(kind: type, name: str, value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a field may have: in words, and as a function that says whether it may have a value."""
+    """The range of a field: in words, and as a function that returns whether a value is inside."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def at_most(limit: int) -> Range:
-    """A limit far beyond any trained model, so that no typing error fills the memory or loops for hours."""
+    """An upper bound far beyond any real model, so that a typo cannot exhaust memory or run for hours."""
     return Range(f"at most {limit}", lambda x: x <= limit)
 
 
@@ -188,18 +191,18 @@ def ranges_of(kind: type) -> dict[str, list[Range]]:
 
 
 def _parts(hint: Any) -> list[Any]:
-    """Return the arguments of a type, which the ranges are among, and the arguments of these."""
+    """Return all arguments of a type at any depth; ranges are among them."""
     return [*get_args(hint), *(part for argument in get_args(hint) for part in _parts(argument))]
 
 
 types_of = functools.cache(get_type_hints)
-"""The declared types of a class by the names of its fields, read once: a study makes thousands of configurations."""
+"""Return the declared types of a class by field name. Cached, because a study makes thousands of configurations."""
 
 
 def fits(value: Any, declared: Any) -> bool:
     """Return whether `value` is of the declared type. An int is a float too, if torch takes it; a bool is neither.
 
-    Of types with parameters only those of a tuple count. Any value fits a type that is not a class, as a `TypeVar`.
+    Type parameters are ignored, except those of `tuple`. Any value fits a type that is not a class, as a `TypeVar` is.
     """
     if get_origin(declared) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(declared))

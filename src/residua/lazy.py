@@ -1,6 +1,6 @@
 """Packages that load nothing until a name in them is used (PEP 562).
 
-Their names stand once, in a stub, because type checkers need one and a second list would differ from it some day:
+A stub lists the names once. Type checkers need the stub, and a second list could drift from it:
 
     from residua.connections.parts.norm import RMSNorm as RMSNorm
 """
@@ -20,7 +20,7 @@ def attributes(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the `__getattr__`, `__dir__` and `__all__` of a package with a stub. Its modules are attributes too.
 
-    hint_for: what to write in place of a name that the package has not, and that resembles none that it has.
+    hint_for: a function from an unknown name to a hint for the error; used if no name of the package is similar.
     """
     places = offered(package)
 
@@ -36,16 +36,16 @@ def attributes(
 
 
 def offered(package: str) -> dict[str, str]:
-    """Return the names in the stub of a package, and the modules that they come from; none without a stub.
+    """Map each name in the stub of a package to the module that it comes from; empty if there is no stub.
 
-    "." stands for the package, of which the name is a module.
+    The module "." means that the name is itself a module of the package.
     """
     stub = _folder(package) / "__init__.pyi"
     return _imported(stub) if stub.is_file() else {}
 
 
 def _imported(file: Path) -> dict[str, str]:
-    """Return the names that a file imports, and their modules; for `*` those that the package itself imports."""
+    """Map each name that a file imports to its module; `*` stands for all names that the imported package imports."""
     places: dict[str, str] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):

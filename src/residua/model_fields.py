@@ -1,11 +1,11 @@
-"""The fields of our language model's configuration: for the model itself, and for the command line without PyTorch."""
+"""The fields of our language model's configuration, without PyTorch, so that the command line can read them quickly."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from residua.errors import Count, NotNegative, Positive, Share, at_most, check_types, require
 
-# Far beyond what any machine holds, and small enough that sizes multiply without overflow.
+# Beyond the memory of any machine, and small enough that products of sizes do not overflow.
 MOST_LAYERS, MOST_ROWS = 2**14, 2**28
 BoundedCount = Annotated[Count, at_most(MOST_ROWS)]
 
@@ -45,7 +45,7 @@ class ModelFields:
         False, "heads are normalised and gated by SiLU(W_g x) before the output projection"
     )
     key_value_kernel: Annotated[Count, at_most(1024)] | None = setting(
-        None, "taps of a causal convolution of keys and values that is added to them, from 0; null for none"
+        None, "taps of a causal convolution that is added to keys and values and starts at 0; null for none"
     )
     rms_norm_eps: Positive = setting(1e-5, "epsilon of every norm")
     embedding_init_std: NotNegative = setting(0.02, "standard deviation of the embedding at the start")
@@ -57,7 +57,7 @@ class ModelFields:
     output_init: Literal["sqrt_depth", "depth"] = setting(
         "sqrt_depth",
         "sqrt_depth: as above; depth: as the current code of the authors of DDL, factor / sqrt(n_in) * "
-        "min(1, sqrt(n_out / n_in)), and what writes into the residual divided by num_hidden_layers",
+        "min(1, sqrt(n_out / n_in)), divided by num_hidden_layers for projections that write into the residual",
     )
     tie_word_embeddings: bool = setting(True, "the head's weights are the embedding's")
     mup: bool = setting(False, "scale logits by mup_base_width / hidden_size, and learning rates by the rules of muP")

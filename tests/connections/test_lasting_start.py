@@ -73,7 +73,7 @@ class Gain(Connection):
         return carry.residual + self.gain * y
 
 
-@pytest.mark.filterwarnings("ignore:the start of the connections stands")
+@pytest.mark.filterwarnings("ignore:connections keep their own initial parameters")
 def test_a_module_that_defines_reset_parameters_keeps_its_start():
     connection = Gain().apply(of_everything)
     assert (connection.gain == 0.5).all()
@@ -85,7 +85,7 @@ INITS = [of_gpt, of_dit, of_old_code, of_everything]  # the last one draws all t
 @pytest.mark.parametrize(
     ("name", "init"), [(name, init) for name in PRESETS for init in INITS[-1 if name not in KINDS else 0 :]]
 )
-@pytest.mark.filterwarnings("ignore:the start of the connections stands")
+@pytest.mark.filterwarnings("ignore:connections keep their own initial parameters")
 def test_every_preset_keeps_its_start(name, init):
     for loose in (False, True):
         model = Model(name, loose=loose)

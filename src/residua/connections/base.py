@@ -54,7 +54,10 @@ Norm = Callable[[int], nn.Module]  # from the index of a sublayer to the norm be
 
 
 class Carry(NamedTuple):
-    """The result of `read` for `write`: the state to update, and the coefficients (a NamedTuple, also telemetry)."""
+    """The data that `read` passes to `write`: the state to update, and the coefficients.
+
+    The coefficients are a NamedTuple of tensors, which telemetry reads too.
+    """
 
     residual: State
     coefficients: Any
@@ -68,9 +71,9 @@ class Connection(SelfStarting, ABC):
     that hooks on submodules run too, a connection calls its submodules and never reads their parameters.
     """
 
-    takes: Any = None  # the state before this connection, as `Scheme.state_spec`; `Scheme.build` sets it
-    causal: bool = True  # whether `read` of a token ignores later ones, as `Scheme.causal`; `Scheme.build` sets it
-    place: Place | None = None  # in the stream; `Stream` sets it
+    takes: Any = None  # the `Scheme.state_spec` of the state before this connection; `Scheme.build` sets it
+    causal: bool = True  # whether `read` ignores later tokens, as `Scheme.causal`; `Scheme.build` sets it
+    place: Place | None = None  # position in the stream; `Stream` sets it
     window: int = 0  # how many earlier tokens `read` needs from its memory; 1 for a sum over all of them
 
     def __init_subclass__(cls, **options: Any):
@@ -252,7 +255,7 @@ class Stream(WideParts):
     `expand` and `collapse` take two arguments: their input, and a `Memory` or None.
     """
 
-    scheme: "Scheme | None" = None  # the scheme that built this stream, and its width; `Scheme.build` sets both
+    scheme: "Scheme | None" = None  # the scheme that built this stream; `Scheme.build` sets it and the width
     dim: int | None = None
 
     def __init__(self, expand: nn.Module, connections: Sequence[Connection], collapse: nn.Module):
@@ -308,8 +311,8 @@ class Stream(WideParts):
         are as in `Connection.forward`.
 
         Raises:
-            TypeError, ValueError: x has another shape or dtype; `sublayers` are not a list of callables, one per
-                connection; and as `Connection.forward`.
+            TypeError, ValueError: x has another shape or dtype; `sublayers` is not a list of callables, one per
+                connection; or an error of `Connection.forward`.
         """
         expect_sublayers(sublayers, len(self.connections))
         expect_embeddings(x, self.dim)
@@ -340,12 +343,12 @@ def counted(name: str, value: Any, least: int) -> int:
 class Scheme(ABC):
     """A residual scheme with all its options: a frozen dataclass that is its own configuration.
 
-    title, equation, paper, users: shown by `residua schemes`. It shows the paper as `source`, which may depend on the
-        options. users: the models and code that use the scheme, with sources.
-    constraint: on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without a constraint.
-    derived: for each option that may be None, the options from which it is then derived.
-    published: options for which every value is a published version. `check_module` accepts a module that
-        agrees with any of these versions, and names the version.
+    title, equation, paper, users: shown by `residua schemes`; users: the models and code that use the scheme, with
+        their sources. `source`, which may depend on the options, is shown in place of paper.
+    constraint: the constraint on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without one.
+    derived: for each option that may be None, the options from which its value is then derived.
+    published: the options whose values are all published. `check_module` accepts a module that agrees with any of
+        these versions, and names the version.
     activations: coefficients that are computed like a sublayer, in the dtype of autocast. All others are gates and
         mappings, in at least float32.
     """
@@ -366,7 +369,7 @@ class Scheme(ABC):
 
     def __repr__(self) -> str:
         """Return Python code that makes an equal scheme: the class with the options that differ from its defaults."""
-        in_order = sorted(fields(self), key=lambda field: bool(field.kw_only))  # as the constructor takes them
+        in_order = sorted(fields(self), key=lambda field: bool(field.kw_only))  # the constructor's order
         values = ((field.name, getattr(self, field.name), field.default) for field in in_order)
         changed = (f"{name}={value!r}" for name, value, default in values if value != default)
         return f"{type(self).__name__}({', '.join(changed)})"
@@ -381,17 +384,17 @@ class Scheme(ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether the result at a token depends only on it and earlier tokens, as a language model needs."""
+        """Whether the result at a token depends only on this and earlier tokens, as a language model requires."""
         return True
 
     @property
     def gates(self) -> Mapping[str, GateFacts]:
-        """The range and the start of the gates of a shortcut, by name; gates with neither need no entry."""
+        """The range and initial value of each gate of a shortcut, by name; a gate with neither needs no entry."""
         return {}
 
     @property
     def residual_start(self) -> Mapping[str, Any] | str:
-        """The options of the start that `preserving` gives; if there is no such start, the reason as text, or ""."""
+        """The options that `preserving` sets; if the scheme cannot start as the residual, the reason, or ""."""
         return ""
 
     def state_spec(self, boundary: int, dim: int) -> Any:
@@ -402,14 +405,14 @@ class Scheme(ABC):
         return TensorSpec((dim,))
 
     def state_size(self, boundary: int, dim: int) -> int:
-        """Return the count of numbers that the state holds per token after `boundary` sublayers."""
+        """Return how many numbers per token the state holds after `boundary` sublayers."""
         return sum(math.prod(spec.shape) for spec in tree_leaves(self.state_spec(boundary, dim)))
 
     def preserving(self) -> "Scheme":
-        """Return this scheme with the start from which its stream computes exactly the plain pre-norm residual.
+        """Return this scheme with options such that its initial stream computes exactly the plain pre-norm residual.
 
-        If such a stream replaces the residual of a pretrained model, the outputs stay the same, whatever the norms and
-        sublayers are, and every parameter of the connections that training needs has a gradient.
+        A pretrained model whose residual is replaced by this stream keeps its outputs, whatever its norms and sublayers
+        are. Every parameter of the connections that training needs has a gradient.
 
         Raises:
             ValueError: the scheme cannot start as the residual; the message says why.
@@ -423,8 +426,8 @@ class Scheme(ABC):
     def build(self, dim: int, num_sublayers: int, *, norm_eps: float = 1e-5, norm: Norm | None = None) -> Stream:
         """Build the initialised modules for a stack of `num_sublayers` sublayers of width `dim`.
 
-        norm: a function from i to the norm before sublayer i; None for an RMSNorm with `norm_eps`, which is also the
-        eps of the norms inside the connections.
+        norm: a function from i to the norm before sublayer i; None for RMSNorm with `norm_eps`.
+        norm_eps: also the eps of the norms inside the connections.
 
         Raises:
             ValueError: `dim` or `num_sublayers` is not a positive integer, or the options do not fit this width.
@@ -450,7 +453,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        """Return the stream for `build`, which passes its arguments on."""
+        """Return the stream; `build` calls this with its own arguments, after it has checked them."""
 
     def default_norm(self, dim: int, eps: float, index: int) -> nn.Module:
         """Return the norm before sublayer `index`, for a `build` without `norm`."""

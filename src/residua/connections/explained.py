@@ -17,7 +17,7 @@ transformers."""
 
 
 def state(scheme: Scheme) -> str:
-    """Return the numbers per token at both ends of 24 sublayers, in units of the width: "4d", or "d to 25d"."""
+    """Return the size of the state per token before and after 24 sublayers, in widths d: "4d", or "d to 25d"."""
     rows = dict.fromkeys(scheme.state_size(boundary, 768) // 768 for boundary in (0, 24))
     return " to ".join(f"{count}d" if count > 1 else "d" for count in rows)
 
@@ -48,7 +48,7 @@ def meaning(kind: type[Scheme], option: str) -> str:
 
 
 def meanings(kind: type[Scheme]) -> dict[str, str]:
-    """Return the text on each option that has its own line in the docstring of `kind`, two spaces after its name."""
+    """Map each option that the docstring of `kind` lists to its text, which follows the name after two spaces."""
     options = "|".join(field.name for field in fields(kind)) or "(?!)"
     pattern = rf"(?m)^((?:{options})(?:, (?:{options}))*) {{2,}}(\S.*(?:\n +\S.*)*)"
     lines = re.findall(pattern, docstring(kind))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "residua.schemes"
 RESERVED = ("preset", "scheme", "package")  # keys of a description that are not options
 
-SCHEMES = {  # the name of a class in files: the class, a name of `connections.schemes`
+SCHEMES = {  # name in files -> class in `connections.schemes`
     "residual": "Residual",
     "lambdas": "Lambdas",
     "siamese": "SiameseNorm",
@@ -48,7 +48,7 @@ SCHEMES = {  # the name of a class in files: the class, a name of `connections.s
     "wide": "WideResidual",
 }
 
-PRESETS = {  # a scheme's name in files, and the options that differ from its defaults
+PRESETS = {  # preset -> the scheme's name in files, and the options that differ from its defaults
     "residual": "residual",
     "lambdas": "lambdas:r=1.15,r_last=1.05,z=0.20,z_last=0.05,backout=0.2",
     "siamese": "siamese",
@@ -85,7 +85,7 @@ PRESETS = {  # a scheme's name in files, and the options that differ from its de
     "wide": "wide",
 }
 
-ALIASES = {  # a preset, and the options that differ from it
+ALIASES = {  # alias -> preset, and the options that differ from it
     # The field's names.
     "deep-delta-learning": "ddl",
     "pre-norm": "residual",
@@ -119,7 +119,7 @@ ALIASES = {  # a preset, and the options that differ from it
     "ddl-cc-without-ec": "ddl-cc",
 }
 
-IN_THE_PAPER = {  # a preset, and its names in the third version of arXiv 2601.00417 and later
+IN_THE_PAPER = {  # preset -> its names in the third version of arXiv 2601.00417 and later
     "ddl": ("DDL, d_v = 1",),
     "ddl-tc": ("DDL-TC w/o EC",),
     "ddl-ec": ("DDL-TC",),
@@ -129,7 +129,7 @@ IN_THE_PAPER = {  # a preset, and its names in the third version of arXiv 2601.0
 
 _STREAMS = ("hyper", "mhc", "mhc_deepseek", "krom", "ihc", "gated_residual", "jpmhc", "edelta_stream", "wide")
 
-RENAMED = (  # an option, or a value of one, as earlier versions wrote it; as it is written now; the schemes in files
+RENAMED = (  # (an option, or option=value, in earlier versions; its current spelling; the schemes' names in files)
     ("init", "start", ("deep_delta",)),
     ("start=random", "start=published", ("edelta_stream",)),
     ("expand=copies", "expand=repeat", _STREAMS),
@@ -149,14 +149,14 @@ RENAMED = (  # an option, or a value of one, as earlier versions wrote it; as it
     ("gate", "read_gate", ("delta_attnres",)),
 )
 
-RELATED = {  # names of other things, and the nearest thing here, which an error suggests
+RELATED = {  # names that no scheme has -> the nearest scheme, which an error suggests
     "canon": "residual:compress=token",
     "layerscale": "lambdas:r=null,z=null,backout=null,p=0.0001,per_feature=true",
 }
 
 
 def key(name: str) -> str:
-    """Return a name without case and without the marks that do not matter."""
+    """Return a name in lower case, without the punctuation that is ignored in names."""
     return re.sub(r"[-_ ()/]", "", name.casefold())
 
 
@@ -173,9 +173,9 @@ MEANINGS = _meanings()
 
 
 def meaning(name: str, registered: Iterable[str] = ()) -> str:
-    """Return the preset that a name means, with the options of an alias: "lambdas:compress=token" for "Lambdas+TC".
+    """Resolve an alias to its preset and options: "lambdas:compress=token" for "Lambdas+TC".
 
-    A name that is registered or declared in exactly this form means itself; so does a name that resembles no other.
+    A name that is registered or declared in exactly this form is returned unchanged, and so is an unknown name.
     """
     if name in PRESETS:
         return name
@@ -192,7 +192,7 @@ def in_the_paper(preset: str) -> str:
 
 @functools.cache
 def _tell_apart(name: str) -> None:
-    """Warn once about a name in the paper's capitals, if it means another preset there since the third version."""
+    """Warn once if `name` is written in the paper's capitals and its third version means another preset by it."""
     ours, spelling = MEANINGS.get(key(name), ""), name.replace("_", "-")
     theirs = next((preset for preset, titles in IN_THE_PAPER.items() if spelling in titles), ours)
     if ours != theirs:
@@ -200,14 +200,13 @@ def _tell_apart(name: str) -> None:
             f"connection: {name} is the preset {ours} here, {in_the_paper(ours)!r} in the paper since its third "
             f"version; its {spelling!r} is the preset {theirs}"
         )
-        warnings.warn_explicit(message, UserWarning, __name__, 1)  # the line of code does not matter
+        warnings.warn_explicit(message, UserWarning, __name__, 1)  # a fixed line number, so that it warns once
 
 
 def canonical(text: str) -> str:
-    """Return "name" or "name:options" with the name of a preset, as it is written in files.
+    """Return "name" or "name:options" with the canonical name of the preset, as files have it.
 
-    Raises InputError for an unknown name, before torch is imported to check options. A program that already uses
-    schemes, and may have registered more, gets the same error from `resolve`.
+    Raises InputError for an unknown name, without importing torch. Schemes that this process has registered are known.
     """
     registry = sys.modules.get("residua.connections.registry")
     registered = () if registry is None else registry.PRESETS
@@ -217,7 +216,7 @@ def canonical(text: str) -> str:
         forget()
         if all(point.name != name for point in entry_points()):
             raise unknown("preset", name, registered or PRESETS)
-    given = {option.partition("=")[0] for option in options.split(",")}  # they override those of an alias
+    given = {option.partition("=")[0] for option in options.split(",")}  # override the options of an alias
     parts = [option for option in implied.split(",") if option.partition("=")[0] not in given] if implied else []
     parts += [options] if options else []
     return _respelled(f"{name}:{','.join(parts)}") if parts else name
@@ -236,18 +235,18 @@ def renamed(scheme: str, options: Mapping[str, Any], *, back: bool = False) -> d
                 continue
             if name != option and name in options:
                 raise InputError(f"connection: {option} is called {name} now; give it once, got both")
-            options = {key if key != option else name: value for key, value in options.items()}  # in their order
+            options = {key if key != option else name: value for key, value in options.items()}  # keeps their order
             options |= {name: parsed(choice)} if choice else {}
     return dict(options)
 
 
 def recorded(connection: Any) -> Any:
-    """Return "name:options" as earlier versions wrote it, for the keys of records; any other text unchanged."""
+    """Return "name:options" with options named as in earlier versions, for keys of records; other values unchanged."""
     return _respelled(connection, back=True) if isinstance(connection, str) else connection
 
 
 def today(connection: Any) -> Any:
-    """Return the connection of a file or a record, a text or a mapping, with the current names of its options."""
+    """Return a connection from a file or record, as text or as a mapping, with the current names of its options."""
     if isinstance(connection, str):
         return _respelled(connection)
     if not isinstance(connection, Mapping):
@@ -276,9 +275,9 @@ def _scheme_of(preset: str) -> str:
 
 
 def label(connection: str | Mapping[str, Any]) -> str:
-    """Return the common name of a scheme, "residual+tc" for "residual:compress=token", which `resolve` takes too.
+    """Return the common name of a connection: "residual+tc" for "residual:compress=token". `resolve` accepts both.
 
-    connection: in the form of a configuration. An unknown name, or a text of another form, stays unchanged.
+    connection: as in a configuration. An unknown name, or text of another form, is returned unchanged.
     """
     try:
         name, options = _preset_of(_mapping(connection) if isinstance(connection, str) else connection)
@@ -315,7 +314,7 @@ _LABELS = {alias: named(text) for alias, text in ALIASES.items() if ":" in text}
 
 
 def unknown(kind: str, name: Any, choices: Iterable[str]) -> InputError:
-    """Return the error for a name that no scheme has, with the nearest of the `choices` if one is near enough."""
+    """Return the error for an unknown name of a scheme; it suggests the nearest of the `choices`, if any is similar."""
     suggestions = {choice: choice for choice in (*choices, *(point.name for point in entry_points()))}
     if kind == "preset":
         suggestions = MEANINGS | RELATED | {alias: alias for alias in ALIASES} | suggestions

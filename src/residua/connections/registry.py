@@ -126,7 +126,7 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
             if options.keys() & set(causes):
                 options.setdefault(derived, None)
         made = replace(scheme, **options)
-    check_options(made)  # a `__post_init__` of another package may not call `check`
+    check_options(made)  # the `__post_init__` of another package may not have checked them
     return made
 
 
@@ -250,7 +250,7 @@ def _load(key: str, name: str, package: Any) -> None:
 
 
 def _registered_name(kind: type) -> str | None:
-    """Return the name of a class in files; None for a class without one."""
+    """Return the name of a scheme's class in files; None if it has none."""
     return next((name for name, registered in SCHEMES.items() if registered is kind), None)
 
 

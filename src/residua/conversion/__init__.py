@@ -1,6 +1,6 @@
-"""Another residual connection for a transformers model: what `residua.convert` and its companions are.
+"""Give a transformers model another residual connection: `residua.convert` and the functions around it.
 
-Importing this package loads nothing; transformers is imported with the first name that is asked of it.
+Importing this package loads nothing; transformers is imported when a name of the package is first used.
 """
 
 from residua import lazy

@@ -1,8 +1,8 @@
 """Find out how the layers of a transformers model use their residual, by watching them run on a small input.
 
-Each layer runs as later when it is converted. Its connections are the plain residual, and all modules in it are readers
-that note when they read. Nothing about a family is written down here: a layer that does anything else with its residual
-is refused, and so is a model whose output changes in a single bit.
+Each layer runs as if it were already converted. Its connections are the plain residual, and every module in it is a
+reader that notes when it reads. Nothing here depends on the model family: a layer that does anything else with its
+residual is refused, and so is a model whose output changes in a single bit.
 """
 
 from dataclasses import asdict, dataclass
@@ -31,17 +31,18 @@ with extra("lab"):
     from transformers import PreTrainedModel
 
 MOST_SUBLAYERS = 64
-"""The most sublayers of a layer that is watched."""
+"""The largest number of sublayers that a layer may have."""
 
 STACKS = ("layers", "h", "blocks", "layer", "block")
-"""The names of the list of layers in the models of transformers."""
+"""The attribute names that models of transformers use for their list of layers."""
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """One connection of a layer: the names of the modules that read for it, and whether the only one is its norm.
+    """One connection of a layer.
 
-    cast: whether the layer casts the residual to the dtype of that norm before it reads.
+    readers: the names of the modules that read the residual; normed: whether the only reader is the sublayer's norm;
+    cast: whether the layer casts the residual to the dtype of this norm before the read.
     """
 
     readers: tuple[str, ...]
@@ -53,7 +54,7 @@ class Sublayer:
 
 
 Anatomy = tuple[tuple[Sublayer, ...], ...]
-"""The sublayers of every layer of a stack."""
+"""The sublayers of each layer of a stack."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ class Conversion:
     anatomy: Anatomy
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values, from which `from_json` builds the same."""
+        """Return plain values, from which `from_json` builds an equal `Conversion`."""
         layers = [[asdict(sublayer) for sublayer in layer] for layer in self.anatomy]
         return {"connection": describe(self.scheme), "stack": self.stack, "layers": layers}
 
     @classmethod
     def from_json(cls, values: Any, source: object) -> "Conversion":
-        """Read the values that `as_json` returned. Raises InputError for others, and for a scheme that is missing."""
+        """Read the values that `as_json` returned. Raises InputError for invalid values and for an unknown scheme."""
         try:
             layers = [tuple(decoded(sublayer, Sublayer) for sublayer in layer) for layer in values["layers"]]
             return cls(resolve(values["connection"]), values["stack"], tuple(layers))
@@ -82,12 +83,12 @@ class Conversion:
 
 
 def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the list of the layers of a model and its name inside the base model.
+    """Return the name of a model's list of layers inside the base model, and the list.
 
-    It is the outermost list of layers, the longest if there are several.
+    Of several lists, the outermost is chosen, then the longest.
 
     Raises:
-        InputError: there is none, or it is not clear which.
+        InputError: there is no list of layers, or the choice is ambiguous.
     """
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.base_model.named_modules():
@@ -108,12 +109,11 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 class Observed:
-    """A record of how one layer uses its residual, which stands in for the layer's stream until `release`.
+    """Records how one layer uses its residual, in place of the layer's stream, until `release`.
 
-    Each of its connections is the plain residual. `ran`: whether the layer was called.
-
-    readers: the names of the modules that read before each addition; casts: those for which the layer casts the
-    residual to the dtype of their weights.
+    Each connection of the layer is the plain residual. ran: whether the layer was called; readers: for each addition,
+    the names of the modules that read before it; casts: the names of the readers for which the layer casts the residual
+    to the dtype of their weights.
     """
 
     looks_back = False
@@ -138,7 +138,7 @@ class Observed:
         return Flow(rows_of(incoming), ahead, lead=lead_of(incoming))
 
     def note(self, flow: Flow, reader: nn.Module) -> None:
-        """Note that a module reads a flow."""
+        """Record that the module `reader` reads `flow`."""
         name, index = self.names[id(reader)], MOST_SUBLAYERS - len(flow.ahead)
         if index == len(self.readers):
             self.readers.append([])
@@ -178,7 +178,7 @@ class Observed:
         return tuple(sublayers)
 
     def compound(self) -> set[str]:
-        """Return the modules that read and have parts of their own, other than norms."""
+        """Return the names of readers that have submodules and are not norms."""
         readers = set(chain(*self.readers))
         return {name for name in readers if any(self.layer.get_submodule(name).children()) and not self._is_norm(name)}
 
@@ -188,7 +188,7 @@ class Observed:
 
 
 class WatchedReader(Reader):
-    """A module that may read the residual, in a layer whose stream is `Observed`."""
+    """A module inside an `Observed` layer; it reports when it reads the residual."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flow: Any = reads(args, kwargs)

@@ -1,8 +1,8 @@
-"""A converted model in a folder of transformers: its configuration there, and the Auto classes that open it.
+"""Save a converted model in the format of transformers, and open it: its configuration and its Auto classes.
 
-In memory a converted Llama has a `LlamaConfig` that says how it was converted. In a file `model_type` is
-"residua-converted" and the Llama's configuration is an entry of another: without residua no plain Llama is built from
-its weights.
+In memory a converted Llama has a subclass of `LlamaConfig` that says how it was converted. In config.json `model_type`
+is "residua-converted", and the Llama's own configuration is a nested entry, so that a program without residua cannot
+build a plain Llama from the weights.
 """
 
 import inspect
@@ -35,43 +35,43 @@ with extra("lab"):
 
 MODEL_TYPE = "residua-converted"
 BASE = "base"
-"""The entry with the model's own configuration, next to those of the conversion."""
+"""The key of the model's own configuration, inside the entry that describes the conversion."""
 ARCHITECTURE = "ResiduaConverted"
-"""The beginning of the architecture in a file: from the plain name other engines would build a plain model."""
+"""The prefix of the architecture in a file. By the plain architecture, other engines would build a plain model."""
 REFUSAL = "converted by residua; open it with residua.load(folder)"
 
 
 def _auto_classes() -> dict[str, Any]:
-    """Return the Auto classes of models, by the end of their name: "ForCausalLM"; "Model" for `AutoModel`."""
+    """Return the Auto classes by the suffix of their name, such as "ForCausalLM"; "Model" for `AutoModel`."""
     found = [x for name, x in vars(modeling_auto).items() if name.startswith("AutoModel") and isinstance(x, type)]
-    ordered = dict.fromkeys([AutoModelForCausalLM, AutoModel, *found])  # a model may be opened by several: by the first
+    ordered = dict.fromkeys([AutoModelForCausalLM, AutoModel, *found])  # the first that can open a model does
     ordered[AutoModelForPreTraining] = ordered.pop(AutoModelForPreTraining)
     return {auto.__name__.removeprefix("AutoModel") or "Model": auto for auto in ordered}
 
 
 AUTO_CLASSES = _auto_classes()
-"""By the end of the architecture in a file, after `ARCHITECTURE`."""
+"""The Auto classes by the part of an architecture's name after `ARCHITECTURE`."""
 
 
 class ConvertedConfig(Swapped):
-    """Mixed into the class of a converted model's configuration; with it `AutoConfig` opens the file of one.
+    """Mixin for the configuration of a converted model. `AutoConfig` opens config.json of a converted model with it.
 
-    residua: how the model was converted, as `Conversion.as_json`.
+    residua: how the model was converted, as from `Conversion.as_json`.
     """
 
-    prefix = "Converted"  # by the plain name AutoModel.from_config would build a plain model
-    auto_map: ClassVar[Mapping[str, str]] = {}  # trainers ask for it if they do not know the architecture
+    prefix = "Converted"  # AutoModel.from_config goes by the name of the class
+    auto_map: ClassVar[Mapping[str, str]] = {}  # some trainers read it if they do not know the architecture
     transformers_weights: str | None = REFUSAL
-    """The file of the weights: the classes of single models, such as `LlamaForCausalLM`, open a configuration of any
-    type, but no weights from a file of this name, which the error shows."""
+    """A file name that does not exist, in place of that of the weights. Model classes such as `LlamaForCausalLM` accept
+    a configuration of any type; opening a converted model then fails with an error that shows this text."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the plain class, so that the Auto classes of another process take the configuration too."""
+        """Pickle by the plain class. Unpickling in another process then registers the class with its Auto classes."""
         return _blank, type(self).__bases__[1:], self.__dict__
 
     @classmethod
     def from_pretrained(cls, folder: Any, **options: Any) -> Any:
-        """Return the configuration in the folder of a converted model, or of a plain one, as every class does."""
+        """Return the configuration in a folder, of a converted or a plain model, as `PreTrainedConfig` does."""
         settings, options = PreTrainedConfig.get_config_dict(folder, **options)
         if settings.get("model_type") == MODEL_TYPE:
             return cls.from_dict(settings, **options)
@@ -79,7 +79,9 @@ class ConvertedConfig(Swapped):
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any], **options: Any) -> Any:
-        """Return the configuration in the file of a converted model; `options` are for the model's own.
+        """Return the configuration from the content of a converted model's config.json.
+
+        options: passed to the configuration of the plain model.
 
         Raises:
             ValueError: the file names code to download, or a type that transformers lacks.
@@ -89,7 +91,7 @@ class ConvertedConfig(Swapped):
         base = conversion.pop(BASE)
         kind = base["model_type"]
         require(kind in CONFIG_MAPPING, f"config.json: {KEY}.{BASE}.model_type", "a model type of transformers", kind)
-        base.pop("auto_map", None)  # code of the plain model, whose type transformers has
+        base.pop("auto_map", None)  # remote code is not needed: transformers has this type
         if base.get("quantization_config"):
             raise InputError("config.json must have no quantization_config in base, which only plain models have")
         config, unused = CONFIG_MAPPING[kind].from_dict(base, **{**options, "return_unused_kwargs": True})
@@ -116,10 +118,10 @@ class ConvertedConfig(Swapped):
         return ARCHITECTURE + next((kind for kind, _, plain in kinds if plain.__name__ == name), "Model")
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Write config.json; if a model is being saved, name the Auto class that opens it.
+        """Write config.json. If a whole model is being saved, record the Auto class that opens it.
 
         Raises:
-            InputError: the saved model could not be opened. Nothing is written then.
+            InputError: the saved model could not be opened; nothing is written.
         """
         saved = being_saved()
         written: Any = copy(self)
@@ -133,28 +135,28 @@ class ConvertedConfig(Swapped):
 
 
 class BuiltConverted(Swapped):
-    """Mixed into the class of a model while an Auto class builds it, which rebuilds it as soon as it has its layers."""
+    """Mixin for the class of a model while an Auto class builds it: `__init__` rebuilds the layers at its end."""
 
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = [STREAM]
 
     def __init__(self, config: Any, *args: Any, **options: Any):
-        # By the converted configuration a head would ask AutoModel for a trunk that is rebuilt already.
+        # With the converted configuration a model with a head would get a trunk from AutoModel that is already rebuilt.
         super().__init__(_plain(config), *args, **options)  # type: ignore[call-arg]
         model: Any = self
         _configure(model, with_conversion(model.config, getattr(config, KEY)), config._name_or_path)
         rebuild(model, conversion_of(model))
-        # Loading in a narrow dtype goes by parts of names; quantizers match a pattern from the start of a name.
+        # Loading in a narrow dtype matches substrings of names; quantizers match a pattern from the start of a name.
         model._keep_in_fp32_modules = {*(model._keep_in_fp32_modules or ()), rf".*\.{STREAM}"}
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:
-        """Return the converted model in a folder, as the method of every model does.
+        """Load the converted model in a folder, as `PreTrainedModel.from_pretrained`.
 
-        If the folder holds a model for another task, the head may be new, as transformers says then; that of a language
-        model may not.
+        If the folder holds a model for another task, the weights of the head may be new; transformers warns about them.
+        The head of a language model must be in the folder.
 
         Raises:
-            InputError: weights are missing, or others are there.
+            InputError: weights are missing, or there are weights of other connections.
         """
         config = copy(config)
         config.transformers_weights = None
@@ -164,7 +166,7 @@ class BuiltConverted(Swapped):
         same = config._architecture(own) in (config.architectures or ())
         trunk = "" if same or model.can_generate() or model.base_model is model else f"{model.base_model_prefix}."
         expect_weights(folder, info, "missing_keys", "mismatched_keys", only=trunk)
-        expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")  # a trunk leaves the head out
+        expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")  # a trunk ignores the head's weights
         del model.config.transformers_weights
         swap_back(model)
         return (model, info) if with_info else model
@@ -177,7 +179,10 @@ class BuiltConverted(Swapped):
 
 
 def expect_weights(folder: Any, info: Any, *problems: str, only: str = "") -> None:
-    """Raise InputError if a folder holds other weights than its model, as transformers says. only: in their names."""
+    """Raise InputError if `info`, the loading info of transformers, reports weights that do not fit the model.
+
+    problems: the keys of `info` to look at, such as "missing_keys". only: consider only names that contain this text.
+    """
     for problem in problems:
         names = [name for name in sorted(map(str, info.get(problem) or ())) if only in name]
         if names:
@@ -185,12 +190,12 @@ def expect_weights(folder: Any, info: Any, *problems: str, only: str = "") -> No
 
 
 def expect_openable(model: Any, weights: Mapping[str, Any] | None = None) -> str:
-    """Return which of `AUTO_CLASSES` opens a converted model after `save_pretrained`.
+    """Return the key of `AUTO_CLASSES` whose class opens a converted model after `save_pretrained`.
 
-    weights: those that are saved, if they are not the model's `state_dict`.
+    weights: the weights to be saved; None for the model's `state_dict`.
 
     Raises:
-        InputError: none does, or the model in its configuration has other weights.
+        InputError: no Auto class opens the model, or its weights differ from those that its configuration describes.
     """
     name, config = type(model).__name__, model.config
     kinds = auto_classes_of(type(config).__bases__[1])
@@ -202,23 +207,23 @@ def expect_openable(model: Any, weights: Mapping[str, Any] | None = None) -> str
         )
     expect_depth(model, conversion_of(model))
     expect_converted_whole(model)
-    found = weights or model.state_dict()  # trainers of sharded models give none, and save the parts themselves
+    found = weights or model.state_dict()  # trainers of sharded models pass none, and save shards themselves
     try:
         built = (_as_opened(kind, config, flag) for flag in _flags(type(model)))
         differences = [_differences(other, found) or _moved(other, model) for other in built]
-    except Exception as error:  # whatever the code of a model raises
+    except Exception as error:  # the model's own code may raise anything
         raise InputError(f"{name} cannot be saved, since nothing would open it: {first_line(error)}") from error
     if all(differences):
         raise InputError(
-            f"{name} must have the weights that its configuration says, to be saved by save_pretrained, and differs in "
-            f"{shown(differences[0])}; change its modules and sizes before residua.convert, or the configuration with "
-            "them"
+            f"{name} must have the weights that its configuration describes, to be saved by save_pretrained, and "
+            f"differs in {shown(differences[0])}; change modules and sizes before residua.convert, or change the "
+            "configuration too"
         )
     return kind
 
 
 def _flags(model: type) -> Iterator[dict[str, bool]]:
-    """Yield the options with which a model may be built and opened: none, or one flag, as `add_pooling_layer=False`."""
+    """Yield the arguments to try for building a model: none, then one flag each, such as `add_pooling_layer=False`."""
     yield {}
     for name, parameter in inspect.signature(model).parameters.items():
         if isinstance(parameter.default, bool):
@@ -226,7 +231,7 @@ def _flags(model: type) -> Iterator[dict[str, bool]]:
 
 
 def _as_opened(kind: str, config: "ConvertedConfig", options: Mapping[str, bool]) -> Any:
-    """Return the model that an Auto class builds from the file of a configuration, on the meta device."""
+    """Build the model that the Auto class `kind` would build from the saved configuration, on the meta device."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("meta"):
         warnings.simplefilter("ignore")
         written = ConvertedConfig.from_dict(json.loads(config.to_json_string()))
@@ -234,9 +239,9 @@ def _as_opened(kind: str, config: "ConvertedConfig", options: Mapping[str, bool]
 
 
 def _differences(model: Any, weights: Mapping[str, Any]) -> list[str]:
-    """Return the names of weights that are missing for a model, have another size, or belong to other connections.
+    """Return the names in `weights` that are missing, have another shape, or belong to connections `model` lacks.
 
-    Empty weights are those of a process that holds only parts.
+    Shapes of empty tensors are not compared: a process that holds only shards has such tensors.
     """
     expected = model.state_dict()
     missing = expected.keys() - weights.keys() - model.all_tied_weights_keys.keys()
@@ -247,7 +252,7 @@ def _differences(model: Any, weights: Mapping[str, Any]) -> list[str]:
 
 
 def _moved(built: nn.Module, model: nn.Module) -> list[str]:
-    """Return the settings of connections that another place among the layers would change."""
+    """Return the settings of connections that differ between two models, as after layers changed their places."""
     expected, found = _settings(built), _settings(model)
     return sorted(name for name, value in found.items() if name in expected and expected[name] != value)
 
@@ -266,7 +271,7 @@ AutoConfig.register(MODEL_TYPE, ConvertedConfig)
 
 
 def auto_classes_of(plain: type) -> Iterator[tuple[str, Any, type]]:
-    """Yield the Auto classes that open the models of a family, by its configuration: kind, Auto class and model."""
+    """Yield (kind, Auto class, model class) for each Auto class that opens models with the configuration `plain`."""
     for kind, auto in AUTO_CLASSES.items():
         if plain in auto._model_mapping:
             models = auto._model_mapping[plain]
@@ -275,9 +280,9 @@ def auto_classes_of(plain: type) -> Iterator[tuple[str, Any, type]]:
 
 @cache
 def converted_class(plain: type) -> type:
-    """Return the class of the configurations of converted models of a family; from now on Auto classes take it."""
+    """Return the configuration class of converted models whose plain one is `plain`; register it with Auto classes."""
     converted = swapped_class(ConvertedConfig, plain)
-    converted.__module__ = __name__  # Auto classes register no configuration of a module of transformers
+    converted.__module__ = __name__  # Auto classes refuse classes whose module is in transformers
     for _, auto, plain_model in auto_classes_of(plain):
         model = swapped_class(BuiltConverted, plain_model)
         model.config_class = converted  # type: ignore[attr-defined]
@@ -290,7 +295,7 @@ def _blank(plain: type) -> Any:
 
 
 def with_conversion(config: Any, conversion: dict[str, Any]) -> Any:
-    """Return a copy of a configuration that says how its model was converted."""
+    """Return a copy of a configuration that also records how the model was converted."""
     other: Any = copy(config)
     plain: Any = type(config)
     if not isinstance(config, ConvertedConfig):
@@ -300,14 +305,14 @@ def with_conversion(config: Any, conversion: dict[str, Any]) -> Any:
 
 
 NAME = "converted by residua: save_pretrained gives it a folder, residua.load opens it"
-"""The name of a model that was converted in memory: by the plain model's name a tool would open the plain one.
+"""The `name_or_path` of a model that was converted in memory. With the plain name, a tool would open the plain model.
 
-It is neither a name on the hub nor a path, and the error of a tool that tries to open it shows the remedy.
+The text is neither a repository on the hub nor a path, so a tool that tries to open it shows it in an error.
 """
 
 
 def mark(model: nn.Module, conversion: Conversion) -> None:
-    """Give a model a configuration of its own that says how it was converted, and no name of the plain model."""
+    """Give a model its own configuration that records how it was converted, and `NAME` in place of its name."""
     config = with_conversion(model.config, conversion.as_json())
     config.plain_name = config._name_or_path
     _configure(model, config, NAME)
@@ -320,7 +325,7 @@ def unmark(model: nn.Module) -> None:
 
 
 def _plain(config: Any) -> Any:
-    """Return a copy of a converted model's configuration that says nothing of its conversion."""
+    """Return a copy of a converted model's configuration without the record of the conversion."""
     plain = copy(config)
     swap_back(plain)
     delattr(plain, KEY)
@@ -328,7 +333,7 @@ def _plain(config: Any) -> Any:
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """Return how a model was converted. Raises InputError for one that was not."""
+    """Return how a model was converted. Raises InputError for a model that was not converted."""
     config: Any = model.config
     if not isinstance(config, ConvertedConfig):
         raise InputError(f"the model must be a converted one, got {type(model).__name__}; residua.convert makes one")
@@ -336,7 +341,7 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 
 def _configure(model: nn.Module, config: Any, name: str) -> None:
-    """Give a model another configuration and another name, and the modules in it that share its own."""
+    """Give a model, and all its modules with the same configuration, another configuration and name."""
     before = model.config
     config._name_or_path = name
     for module in model.modules():

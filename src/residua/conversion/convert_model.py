@@ -1,6 +1,6 @@
-"""Give a transformers model another residual connection: `convert`, and back: `unconvert`.
+"""Give a transformers model another residual connection (`convert`), or its plain residual back (`unconvert`).
 
-Both are a `Trial`: the model is run, observed, rebuilt and compared, in this order.
+Both use a `Trial`: the model is run, observed, rebuilt and compared, in this order.
 """
 
 import inspect
@@ -33,10 +33,10 @@ with extra("lab"):
     from transformers import PreTrainedModel
 
 VISION = ("visual", "vision", "deepstack")
-"""How the names of arguments begin by which a trunk takes features of images for between its layers."""
+"""Prefixes of the arguments by which a trunk receives image features that it adds between its layers."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""How much an output may change, relative to the largest, if a scheme preserves the model; 0.1 in half precision."""
+"""The largest change of a preserved output by dtype, relative to the largest output; 0.1 in half precision."""
 
 PLAIN = (
     "its layers were rebuilt with the plain residual, and {way} its outputs changed by up to {amount:.1e}: they use "
@@ -54,7 +54,7 @@ BACK = (
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-@torch.inference_mode(False)  # in which connections would be made that cannot be trained
+@torch.inference_mode(False)  # connections made in inference mode could not be trained
 def convert(
     model: Model,
     connection: str | Mapping[str, Any] | Scheme,
@@ -70,14 +70,14 @@ def convert(
     Args:
         model: a model of transformers with its weights, in any mode and precision.
         connection: a preset's name, a mapping with options or a `Scheme`, as everywhere in residua.
-        start: "preserve": the converted model computes the same as before (`Scheme.preserving`) and can learn from
-            there; "fresh": the connections start as in a new model.
-        inputs: arguments of the model's forward pass, a small batch on which it is watched; needed by a model that
-            reads anything but token ids, such as `inputs={"pixel_values": images}`.
+        start: "preserve": the converted model computes the same outputs as before (`Scheme.preserving`), and can be
+            trained from there; "fresh": the connections start as in a new model.
+        inputs: arguments of the model's forward pass, a small batch on which the model is observed. Required if the
+            model reads anything but token ids, such as `inputs={"pixel_values": images}`.
 
     Raises:
-        InputError: the model cannot be converted, or the scheme has no start that preserves it. The message has the
-            reason; the model is left as it was.
+        InputError: the model cannot be converted, or the scheme has no start that preserves its outputs. The message
+            gives the reason. The model is unchanged.
 
     The logger "residua" reports the result in one line, at level INFO and in the first rank.
     """
@@ -107,11 +107,11 @@ def convert(
 def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | None = None) -> Model:
     """Give a converted model its plain residual back, in place, and return it.
 
-    inputs: as of `convert`; not needed with `lossy=True`, which compares nothing.
+    inputs: as for `convert`; not needed with `lossy=True`, which compares no outputs.
 
     Raises:
-        InputError: it was not converted, or its connections have learnt, so that it would compute something else. The
-            message says by how much; `lossy=True` drops what they learnt.
+        InputError: the model was not converted, or its connections were trained, so that its outputs would change. The
+            message says by how much; `lossy=True` discards the training of the connections.
     """
     conversion = conversion_of(model)
     if lossy:
@@ -124,15 +124,15 @@ def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | 
 
 
 class Trial:
-    """The conversion of a plain model, or the way back of a converted one, which succeeds or changes nothing.
+    """The conversion of a plain model, or its reversal. It either succeeds or leaves the model unchanged.
 
         with Trial(model, inputs) as trial, evaluating(model):
             conversion = trial.find(scheme)
             trial.convert(preserving=True)
 
-    Every step keeps its observations, and goes on unless `refusal` finds a reason in them.
+    Each step stores its observations, then `go_on` raises an error if `refusal` finds a reason in them.
 
-    conversion: how the model was converted, for the way back.
+    conversion: how the model was converted, to reverse it; None to convert a plain model.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class Trial:
     ):
         self.model = model
         self.conversion: Any = conversion
-        self.streams: list[LayerStream] = []  # new ones
+        self.streams: list[LayerStream] = []  # the new streams of the layers
         self.ways: dict[str, Situation]
-        self.undo: Callable[[], None] = nothing  # from the first change of the model on, that which takes it back
+        self.undo: Callable[[], None] = nothing  # reverts the changes of the model so far
         if conversion is None:
             self.path, self.stack = convertible_stack(model)
             self.images = "" if inputs is not None else image_argument(model, self.stack)
@@ -150,13 +150,13 @@ class Trial:
         else:
             self.images, self.stack = "", stack_in(model, conversion)
             self.ways = {"": partial(outputs, model, small_inputs(model, inputs))}
-        self.way = next(iter(self.ways))  # that in which every model must run
-        self.before: dict[str, list[Tensor]] = {}  # the outputs of the model as it is, in every way that it runs
+        self.way = next(iter(self.ways))  # every model must run in this way
+        self.before: dict[str, list[Tensor]] = {}  # the outputs before the change, for each way that runs
         self.layers: list[Observed] = []
-        self.error: Exception | None = None  # what the model or a layer raised
+        self.error: Exception | None = None  # the error that the model or a layer raised
         self.rebuilt = False
-        self.changed = ""  # the refusal of a change of the outputs
-        self.fits = True  # whether the scheme reads no later tokens than the model
+        self.changed = ""  # the reason, if the outputs changed too much
+        self.fits = True  # whether the model is causal, if the scheme reads earlier tokens
 
     def __enter__(self) -> "Trial":
         return self
@@ -164,13 +164,13 @@ class Trial:
     def __exit__(self, *_: Any) -> None:
         self.undo()
         for layer, stream in zip(self.stack, self.streams):
-            stream.train(layer.training)  # it was made while the model was in evaluation mode
+            stream.train(layer.training)  # it was built while the model was in evaluation mode
 
     def find(self, scheme: Scheme) -> Conversion:
-        """Return how the model can be converted to `scheme`; its layers run over the plain residual then.
+        """Return how the model can be converted to `scheme`, and leave its layers rebuilt over the plain residual.
 
         Raises:
-            InputError: it cannot.
+            InputError: the model cannot be converted.
         """
         self.run()
         conversion = Conversion(scheme, self.path, self.observe())
@@ -184,10 +184,12 @@ class Trial:
         return conversion
 
     def convert(self, *, preserving: bool) -> None:
-        """Give the layers the connections of the scheme, in the place of the plain residual.
+        """Give the layers the connections of the scheme, in place of the plain residual.
+
+        preserving: whether the outputs must stay the same, within `tolerance`.
 
         Raises:
-            InputError: they change the outputs, and have to be `preserving`.
+            InputError: the layers do not run, or the outputs change although `preserving` is set.
         """
         exchange(self.stack, self.streams)
         self.compare(PRESERVING, most=self.tolerance if preserving else inf)
@@ -197,7 +199,7 @@ class Trial:
         """Give the layers of a converted model their own code back.
 
         Raises:
-            InputError: that changes the outputs.
+            InputError: the outputs change.
         """
         self.run()
         streams, layers = streams_of(self.model, self.conversion), layers_in(self.stack)
@@ -207,7 +209,7 @@ class Trial:
         self.undo = nothing
 
     def run(self) -> None:
-        """Run the model as it is in every way that it can: some have no cache, or take no padding."""
+        """Run the unchanged model in every way that it supports: some have no cache, or take no padding."""
         for way, run in self.ways.items():
             try:
                 self.before[way] = run()
@@ -218,10 +220,10 @@ class Trial:
         self.go_on()
 
     def observe(self) -> Anatomy:
-        """Return how every layer uses its residual, as it runs over the plain one.
+        """Run every layer over the plain residual, and return how it uses its residual.
 
-        A module that gets the residual reads it. If a layer does not fit so, the modules in it that read and have parts
-        of their own count as compounds: their parts read, as in blocks that add inside.
+        A module that receives the residual is a reader. If the layer fails in this form, readers that have submodules
+        are treated as compounds: their submodules are the readers, as in blocks that add to the residual themselves.
         """
         compounds: list[set[str]] = [set() for _ in self.stack]
         while True:
@@ -229,7 +231,7 @@ class Trial:
                 self.layers = [Observed(layer, names) for layer, names in zip(self.stack, compounds)]
                 self.ways[self.way]()
                 self.error = None
-            except Exception as error:  # whatever code of a layer raises that meets no tensor
+            except Exception as error:  # a layer's code may raise anything if it gets a flow
                 self.error = error
             finally:
                 release(self.stack)
@@ -242,15 +244,15 @@ class Trial:
         return tuple(layer.sublayers() for layer in self.layers)
 
     def compare(self, refusal: str, *, most: float) -> None:
-        """Compare the outputs with those before: in every way if none may change, else on the small input.
+        """Compare the outputs with those before the change: in every way if `most` is 0, otherwise only in the first.
 
-        most: how much they may change, relative to the largest; refusal: the words for a larger change.
+        most: the largest allowed change, relative to the largest output; refusal: the message for a larger change.
         """
         self.rebuilt = True
         for way in list(self.before)[: 1 if most else None]:
             try:
                 amount = change(self.before[way], self.ways[way]())
-            except Exception as error:  # a keyword for the layers that the model hands to something else, and the like
+            except Exception as error:  # such as a keyword that the model does not pass to its layers
                 self.error = error
                 break
             if amount > most:
@@ -260,7 +262,7 @@ class Trial:
 
     @property
     def tolerance(self) -> float:
-        """How much the outputs may change: as much as the narrowest of the model's dtypes allows."""
+        """The allowed relative change of the outputs, by the narrowest dtype of the model's weights and outputs."""
         # Mamba in half precision returns logits in float32.
         tensors = (*self.before[self.way], *self.model.parameters())
         return max(TOLERANCE.get(x.dtype, 0.1) for x in tensors if x.is_floating_point())
@@ -277,7 +279,7 @@ class Trial:
         raise InputError(f"{type(self.model).__name__}: {reason}") from self.error
 
     def refusal(self) -> str:
-        """Return the reason against this conversion and its remedy, by the observations so far; empty for none."""
+        """Return the reason against this conversion and the remedy, from the observations so far; "" for none."""
         line = first_line(self.error) if self.error else ""
         if self.images:
             return (
@@ -302,7 +304,7 @@ class Trial:
         return ""
 
     def _use(self, line: str) -> str:
-        """Return how a layer uses its residual otherwise than the plain way; line: that of the error."""
+        """Return which layer uses its residual in an unsupported way, and how; line: the first line of the error."""
         use = self.error.use if isinstance(self.error, UnknownUse) else ""
         if self.rebuilt:
             return f"a layer {use or f'cannot run rebuilt: {line}'}"
@@ -314,7 +316,7 @@ class Trial:
 
     @property
     def _dialect(self) -> str:
-        """Where to look for a residual of a released model that is not the plain one."""
+        """A hint at `residua.models.dialects`, if it supports the model's type; otherwise ""."""
         kind = self.model.config.get_text_config().model_type.removesuffix("_text")
         return "; residua.models.dialects knows this residual and loads its parameters" if kind in DIALECTS else ""
 
@@ -324,16 +326,19 @@ def nothing() -> None:
 
 
 def image_argument(model: PreTrainedModel, stack: nn.ModuleList) -> str:
-    """Return the argument by which a trunk adds features of images between its layers, which token ids do not show."""
+    """Return the argument of the trunk for image features that are added between its layers; "" if it has none.
+
+    Such features are not exercised by token ids.
+    """
     *_, trunk = around(model, stack)
     names = [name for name in inspect.signature(trunk.forward).parameters if name.startswith(VISION)]
     return names[0] if names and "pixel_values" in inspect.signature(model.forward).parameters else ""
 
 
 def is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
-    """Return whether the residual before the last token ignores the last token, in a model over the plain residual.
+    """Return whether the residual at earlier tokens is independent of the last token. The model is rebuilt but plain.
 
-    Its gradient says so exactly; the numbers do not if tokens are computed in groups, as by experts.
+    Gradients show this exactly; values do not if tokens are computed in groups, as by experts.
     """
     ends: list[Tensor] = []
 
@@ -359,10 +364,10 @@ def is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
 
 
 def convertible_stack(model: Any) -> tuple[str, nn.ModuleList]:
-    """Return the list of the layers of a model that can be converted, and its name, as `stack_of`.
+    """Return the name and the list of the layers, as `stack_of`, of a model of a kind that can be converted.
 
     Raises:
-        InputError: the model is of a kind that cannot be converted.
+        InputError: models of this kind cannot be converted.
     """
     if not isinstance(model, PreTrainedModel):
         hint = "; open a folder with from_pretrained" if isinstance(model, (str, os.PathLike)) else ""
@@ -385,7 +390,7 @@ def convertible_stack(model: Any) -> tuple[str, nn.ModuleList]:
         reason = "must have weights in floating point, got a quantised model; load it without quantisation"
     elif any(p.device.type == "meta" for p in parameters):
         reason = "must have its weights in memory, got some on the meta device: not loaded, or offloaded"
-    elif any("forward" in vars(layer) for layer in stack_of(model)[1]):  # they would run without connections
+    elif any("forward" in vars(layer) for layer in stack_of(model)[1]):  # such layers would bypass the connections
         reason = (
             "must have layers that run the code of their class, got others, such as a hook of accelerate; convert the "
             "model before it is dispatched to devices"

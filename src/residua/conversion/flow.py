@@ -1,16 +1,16 @@
-"""The residual of a transformers model on its way through the layers, and the layers that pass it on.
+"""`Flow`, the residual on its way through the layers of a transformers model, and the converted layers.
 
-A converted layer runs its own code. In the place of `hidden_states` that code gets a `Flow`: a module that is called
-with it reads, and adding an output to it writes.
+A converted layer runs its own code, which gets a `Flow` in place of `hidden_states`. Calling a module with the flow
+reads from the state, and adding an output to the flow writes to it.
 
     residual = hidden_states                             the flow
     hidden_states = self.input_layernorm(hidden_states)  x, carry = connection.read(state)
     hidden_states = self.self_attn(hidden_states)        y, from the tensor x
     hidden_states = residual + hidden_states             the flow with state = connection.write(y, carry)
 
-A layer may also see its tokens along other axes, scale the whole residual by one number after it was written, and keep
-it in another dtype than it reads, as Mamba does.
-Any other use of the residual, such as normalising it, is not defined and raises an error.
+A layer may also reshape the token axes, scale the whole residual by one number after a write, and keep the residual in
+another dtype than its sublayers read, as Mamba does. Any other use of the residual, such as normalising it, raises an
+error.
 """
 
 import inspect
@@ -41,7 +41,7 @@ with extra("lab"):
     from transformers.cache_utils import Cache
 
 MEMORY = "residua_memory"
-"""The keyword in which the trunk hands the memories of all parts of the stream to its layers."""
+"""The keyword argument by which the trunk passes the memories of all parts of the stream to its layers."""
 
 Memories = Mapping[nn.Module, Memory | None]
 """The memory of every part of a stream; empty if no part needs one."""
@@ -62,7 +62,8 @@ SCALES = "scales, subtracts, divides or slices its residual"
 class UnknownUse(TypeError):
     """A layer does something to its residual other than reading it with a module and adding to it.
 
-    use: the verb and its object. hint: the remedy if something between the layers does it, such as a hook.
+    use: the predicate of the message, such as "adds to its residual before it reads it". hint: the remedy if code
+    between the layers does this, such as a hook.
     """
 
     def __str__(self) -> str:
@@ -74,8 +75,8 @@ class UnknownUse(TypeError):
 
 
 BETWEEN_LAYERS = (
-    "; between its layers a converted model hands on the state of its scheme, no tensor (batch, seq, dim): hooks that "
-    "read or change one are for residua.lab.inspection.boundaries(model)"
+    "; between its layers a converted model passes the state of its scheme, not a tensor (batch, seq, dim): put hooks "
+    "that read or change such a tensor on the modules of residua.lab.inspection.boundaries(model)"
 )
 
 
@@ -83,8 +84,8 @@ BETWEEN_LAYERS = (
 class Flow:
     """The residual stream between and inside converted layers.
 
-    Inside a layer it knows the connections that are still to come; between layers it is only the state, and `ahead`
-    is None. It is a dataclass, and a pytree, because FSDP2 looks for tensors in these.
+    Inside a layer, `ahead` holds the connections that are still to come. Between layers there is only the state, and
+    `ahead` is None. The class is a dataclass and a pytree because FSDP2 looks for tensors only in these.
     """
 
     state: State
@@ -98,15 +99,15 @@ class Flow:
     ):
         self.state = state
         self.ahead: Any = ahead  # the connections that are still to come, with their memories
-        self.written = written  # the last connection that wrote, its carry and y: for a layer that adds twice
-        self.lead = lead  # the axes before dim as the layer sees them; None: (batch, seq)
+        self.written = written  # connection, carry and y of the last write, for a layer that adds twice
+        self.lead = lead  # the axes before dim that the layer sees; None: (batch, seq)
         self.x: Tensor | None = None
         self.carry: Carry | None = None
-        self.read_dtype: torch.dtype | None = None  # in which the layer asks for x; None: that of the state
-        self.end: nn.Module | None = None  # the collapse between layers, if the last ones may be skipped
+        self.read_dtype: torch.dtype | None = None  # the dtype that the layer wants for x; None: that of the state
+        self.end: nn.Module | None = None  # the collapse, if the last layers may be skipped
 
     def read(self) -> Tensor:
-        """Return the input of the next sublayer, (batch, seq, dim); every reader of one state gets the same."""
+        """Return the input of the next sublayer, (batch, seq, dim). All readers before the next write get the same."""
         if self.carry is None:
             if not self.ahead:
                 self._refuse("reads the residual once more than when it was converted")
@@ -121,12 +122,12 @@ class Flow:
         return self.x if self.lead is None else self.x.reshape(self.shape)
 
     def read_out(self, collapse: Any, memory: Memory | None = None) -> Tensor:
-        """Return the residual as a tensor in the form in which the first layer got it."""
+        """Return the residual as a tensor, in the shape and dtype that the first layer received."""
         x = collapse(self.state, memory).to(self.dtype)
         return x if self.lead is None else x.reshape(self.shape)
 
     def reshape(self, *shape: Any) -> "Flow":
-        """Return the flow with its tokens along other axes, in the same order."""
+        """Return the flow with its token axes reshaped; the width must stay the last axis."""
         batch, seq, dim = self._sizes
         sizes = tuple(shape[0]) if len(shape) == 1 else shape
         known = math.prod(size for size in sizes[:-1] if size != -1)
@@ -151,7 +152,7 @@ class Flow:
             self._refuse("adds to its residual before it reads it")
         # Attention and MLP in parallel, x + a + m, are one sublayer: its output a + m takes the place of a.
         connection, carry, before = self.written
-        if isinstance(carry.coefficients, BranchCoefficients):  # the memory has taken the first output
+        if isinstance(carry.coefficients, BranchCoefficients):  # its memory has stored the first output
             raise UnknownUse("adds two outputs one after the other, and this scheme convolves them as one")
         if isinstance(carry.coefficients, ResidualCoefficients):  # (x + a) + m has other bits than x + (a + m)
             state = connection.write(y, carry._replace(residual=self.state))
@@ -162,7 +163,7 @@ class Flow:
     __radd__ = __add__
 
     def __mul__(self, factor: Any) -> "Flow":
-        """Scale by one number, which scales every stream as it scales the plain residual."""
+        """Scale the state by one number, as the layer's code scales the plain residual."""
         number = isinstance(factor, (int, float)) or (isinstance(factor, Tensor) and factor.numel() == 1)
         if not number or self.carry is not None or self.written is None:
             self._refuse(SCALES)
@@ -173,11 +174,11 @@ class Flow:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Add or scale, if a tensor comes first or a function of torch is called; a compiler always comes here."""
+        """Add or scale for `tensor + flow` and torch functions; torch.compile sends every operation here."""
         if func in (*ADDITIONS, *PRODUCTS) and len(args) == 2 and not kwargs:
             flow, y = args if isinstance(args[0], Flow) else (args[1], args[0])
-            return flow.__add__(y) if func in ADDITIONS else flow.__mul__(y)  # `flow + y` would come here again
-        if func is checkpoint:  # a compiler comes here with it, and takes only tensors into its graph
+            return flow.__add__(y) if func in ADDITIONS else flow.__mul__(y)  # `flow + y` would recurse
+        if func is checkpoint:  # torch.compile gets here too, and needs tensor arguments
             leaves, form = tree_flatten(args[1:])
             return checkpoint(lambda *leaves: args[0](*tree_unflatten(leaves, form)), *leaves, **(kwargs or {}))
         if func is Tensor.expand_as:
@@ -187,7 +188,7 @@ class Flow:
         raise UnknownUse(f"passes its residual to {getattr(func, '__name__', func)}", hint)
 
     def to(self, *where: Any, **options: Any) -> "Flow":
-        """Return the flow in another dtype, or between layers on another device, if a model is spread over several."""
+        """Return the flow in another dtype, or on another device; a device may change only between layers."""
         flow, here = self, self.device
         for item in (*where, *options.values()):
             if isinstance(item, torch.dtype):
@@ -201,10 +202,10 @@ class Flow:
         return flow
 
     def cast(self, dtype: torch.dtype) -> "Flow":
-        """Return the flow in the dtype of a layer that keeps its residual in another dtype than it reads.
+        """Return the flow after a cast by a layer that keeps its residual and its sublayers' inputs in two dtypes.
 
-        A narrower dtype before the read is that of x, in which `Borrowed` reads too. Any other is for the residual: it
-        becomes wider, or is rounded to a narrower dtype before it is added to a wider output.
+        A cast to a narrower dtype before the read sets the dtype of x, in which `Borrowed` reads too. Any other cast
+        concerns the residual: it becomes wider, or is rounded to a narrower dtype before a wider output is added.
         """
         wider = dtype != self.dtype and torch.promote_types(dtype, self.dtype) == dtype
         if self.carry is None and not wider:
@@ -230,7 +231,7 @@ class Flow:
 
     @property
     def shape(self) -> torch.Size:
-        """(batch, seq, dim), as the layer's code expects of its residual."""
+        """The shape of the plain residual that the layer's code expects, such as (batch, seq, dim)."""
         sizes = self._sizes
         return torch.Size(sizes if self.lead is None else (*self.lead, sizes[2]))
 
@@ -268,7 +269,7 @@ class Flow:
 
 
 def _unflatten(children: Iterable[Any], context: tuple[tuple[int, ...] | None, nn.Module | None]) -> Flow:
-    """Return a flow of the state; some versions of torch put other things in its place, so nothing here looks at it."""
+    """Rebuild a flow from its leaf. Some versions of torch pass placeholders for the state, so it is not inspected."""
     (state,) = children
     flow = Flow(state, lead=context[0])
     flow.end = context[1]
@@ -283,10 +284,10 @@ register_pytree_node(Flow, lambda flow: ([flow.state], (flow.lead, flow.end)), _
 
 
 class LayerStream(WideParts):
-    """The part of the stream that a layer owns: its connections; in the first layer expand, in the last collapse.
+    """The part of the stream that a layer owns: its connections, and expand in the first layer, collapse in the last.
 
-    keywords: the names of arguments that the layer or a module in it takes; looks_back: whether the scheme reads
-    earlier tokens; ends: expand and collapse of the scheme if any layer may be skipped, else None and None.
+    keywords: the argument names of the layer and of its submodules; looks_back: whether the scheme reads earlier
+    tokens; ends: expand and collapse of the scheme if any layer may be skipped, otherwise (None, None).
     """
 
     def __init__(
@@ -308,14 +309,17 @@ class LayerStream(WideParts):
         self.collapse = collapse
 
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Do as `nn.Module`; `save_pretrained` asks for all modules, by accelerate, before it writes."""
+        """Do as `nn.Module`, but raise InputError if a partly converted model is being saved.
+
+        `save_pretrained` calls this method, through accelerate, before it writes.
+        """
         if self.expand is not None:
             refuse_saving_in_part()
         return super().named_modules(*args, **options)
 
     @property
     def itself(self) -> "LayerStream":
-        """This stream: asked of an adapter around several copies it is the one that runs."""
+        """This stream. An adapter around several copies forwards the attribute to the copy that runs."""
         return self
 
     @property
@@ -324,11 +328,11 @@ class LayerStream(WideParts):
         return [part for part in (self.expand, *self.connections, self.collapse) if part is not None]
 
     def flow_of(self, incoming: Any, memories: Memories, *, checkpointed: bool) -> Flow:
-        """Return the flow inside the layer, from its input."""
-        expand = self.ends[0] if self.expand is None else self.expand  # the layers before this one may be skipped
+        """Return the flow for the layer's code, made from the layer's input."""
+        expand = self.ends[0] if self.expand is None else self.expand  # for a layer whose predecessors were skipped
         if isinstance(incoming, Flow) and self.expand is None:
             lead = incoming.lead
-            # A recomputed layer must not recompute the layer before it, whose weights may be absent.
+            # Recomputing a layer must not recompute the previous layer, whose weights may be offloaded.
             state = cut(incoming.state) if checkpointed else incoming.state
         elif isinstance(incoming, Flow) or expand is None:
             raise UnknownUse("got the residual in a form that only another layer expects; were layers skipped?")
@@ -339,7 +343,7 @@ class LayerStream(WideParts):
         return Flow(state, list(zip(connections, map(memories.get, connections))), lead=lead)
 
     def output_of(self, output: Any, memories: Memories) -> Any:
-        """Return the output of the layer, with only the state of a flow; after the last layer the state is read out."""
+        """Return the layer's output, with each flow reduced to its state; the last layer reads the state out."""
         if isinstance(output, tuple):
             return tuple([self.output_of(item, memories) for item in output])
         if not isinstance(output, Flow):
@@ -354,27 +358,27 @@ class LayerStream(WideParts):
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Return the residual as (batch, seq, dim); without a batch it is one sequence, and so is every image."""
+    """Return the residual as (batch, seq, dim): (seq, dim) becomes one row, an image's positions one sequence."""
     return x if x.dim() == 3 else x.reshape(1 if x.dim() == 2 else x.shape[0], -1, x.shape[-1])
 
 
 def lead_of(x: Tensor) -> tuple[int, ...] | None:
-    """Return the axes of the residual before its width, None for (batch, seq)."""
+    """Return the sizes of the residual's axes before its width; None for (batch, seq)."""
     return None if x.dim() == 3 else tuple(x.shape[:-1])
 
 
 def refuse_saving_in_part() -> None:
-    """Raise InputError if a model with a converted part is being saved whole.
+    """Raise InputError if a model that is converted only in part is being saved by `save_pretrained`.
 
-    The class and the configuration of the model around the part know nothing of the connections, and `convert` changes
-    neither, so the stack of calls is where its `save_pretrained` can be seen.
+    The outer model's class and configuration know nothing of the connections, and `convert` changes neither. Its
+    `save_pretrained` can therefore be detected only on the call stack.
     """
     if (saved := being_saved()) is not None:
         expect_converted_whole(saved["self"])
 
 
 def being_saved() -> Mapping[str, Any] | None:
-    """Return the variables of the `save_pretrained` of a model that is running; None if none is."""
+    """Return the local variables of a `PreTrainedModel.save_pretrained` on the call stack; None if there is none."""
     if torch.compiler.is_compiling():
         return None
     asking, saving = expect_converted_whole.__code__, PreTrainedModel.save_pretrained.__code__
@@ -384,7 +388,7 @@ def being_saved() -> Mapping[str, Any] | None:
 
 
 def expect_converted_whole(model: PreTrainedModel) -> None:
-    """Raise InputError for a model that is converted only in part: opened again it would be a plain model."""
+    """Raise InputError for a model that is converted only in part, because it would be opened as a plain model."""
     for name, part in model.named_modules():
         config = vars(part).get("config")
         if getattr(config, KEY, None) != getattr(model.config, KEY, None) and hasattr(config, KEY):
@@ -397,7 +401,7 @@ def expect_converted_whole(model: PreTrainedModel) -> None:
 def layer_in(module: nn.Module) -> "ConvertedLayer | None":
     """Return the converted layer that a module is or wraps; None if there is none, or several.
 
-    Wrappers of torch, accelerate and PEFT pass on the attributes of the layer that runs; others are searched.
+    Wrappers of torch, accelerate and PEFT forward attributes to the layer that runs; others are searched for it.
     """
     layer = module if isinstance(module, ConvertedLayer) else getattr(module, "itself", None)
     if isinstance(layer, ConvertedLayer):
@@ -407,36 +411,36 @@ def layer_in(module: nn.Module) -> "ConvertedLayer | None":
 
 
 def layers_in(stack: nn.Module) -> list[Any]:
-    """Return the converted layers in a list of layers, without their wrappers; none for any other module."""
-    found = [layer_in(child) for child in stack.children()]  # a name bound inside a comprehension breaks the graph
+    """Return the converted layers in a list of layers, without their wrappers; [] for any other module."""
+    found = [layer_in(child) for child in stack.children()]  # `:=` inside a comprehension breaks the compiled graph
     return [layer for layer in found if layer is not None]
 
 
 def layer_streams(model: nn.Module) -> list[LayerStream]:
-    """Return the parts of the stream that the layers of a converted model own, in order; none in any other model."""
+    """Return the parts of the stream that the layers of a model own, in order; [] if the model is not converted."""
     stacks = (module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)))
     layers = {id(layer): layer for stack in stacks for layer in layers_in(stack)}
     return [getattr(layer, STREAM).itself for layer in layers.values()]
 
 
 class Swapped:
-    """Base of the classes that converted modules are moved to: pickled and copied by the class that they came from.
+    """Base of the mixins that are added to the class of a module. It is pickled and copied by its original class.
 
-    prefix: the beginning of the name of such a class; empty if tools look the class up by the name of the plain one.
+    prefix: the prefix of the new class's name; empty if tools look the class up by the original name.
     """
 
     prefix: ClassVar[str] = ""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if "swapped_from" not in vars(type(self)):  # a class that a tool derived from it
+        if "swapped_from" not in vars(type(self)):  # a subclass that a tool made
             return super().__reduce_ex__(protocol)
         return _blank, type(self).__bases__, self.__dict__
 
 
 class Holder(Swapped):
-    """A module that holds readers. A module in the place of one later, such as a wrapper around it, becomes the reader.
+    """Mixin for a module that holds readers. A module that replaces one, such as a wrapper, becomes a reader.
 
-    residua_readers: whether each is a connection's norm, by its name here.
+    residua_readers: for each reader, by the name of the child, whether it is a connection's norm.
     """
 
     residua_readers: Mapping[str, bool] = {}
@@ -452,11 +456,11 @@ class Holder(Swapped):
 
 
 class ConvertedLayer(Holder):
-    """A layer that runs its own code on a `Flow`."""
+    """Mixin for a layer: it runs its own code on a `Flow`."""
 
     @property
     def itself(self) -> "ConvertedLayer":
-        """This layer: asked of a wrapper it is the layer inside, and of an adapter the copy that runs."""
+        """This layer. Wrappers forward the attribute to the layer inside, and adapters to the copy that runs."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -480,7 +484,7 @@ class ConvertedLayer(Holder):
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
-    """Return the names of arguments that a layer or a module in it takes."""
+    """Return the argument names of the forward passes of a layer and of its submodules."""
     return frozenset(name for module in layer.modules() for name in inspect.signature(module.forward).parameters)
 
 
@@ -488,20 +492,21 @@ def expect_known_keywords(keywords: frozenset[str], kwargs: Mapping[str, Any]) -
     """Raise TypeError if a cache or a mask is passed under a name that the layer would silently ignore."""
     for name, item in kwargs.items():
         if item is not None and name not in keywords and ("mask" in name or isinstance(item, Cache)):
-            raise TypeError(f"a layer of this model takes no {name!r}, and would compute without it")
+            raise TypeError(f"a layer of this model takes no {name!r}, and would silently ignore it")
 
 
 def reads(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Flow | None:
-    """Return the first tensor argument of a module if it is a flow: the module reads it, and adds to later flows."""
+    """Return the flow that a module reads: its first argument among tensors and flows, if this is a flow; else None."""
     first = next((item for item in (*args, *kwargs.values()) if isinstance(item, (Flow, Tensor))), None)
     return first if isinstance(first, Flow) else None
 
 
 class Reader(Swapped):
-    """A module of a layer that reads the residual. `residua_is_norm`: it is the connection's norm, which applies it.
+    """Mixin for a module of a layer that reads the residual.
 
-    Called with a flow, it runs on the tensor that it reads; a norm runs only if its connection calls it. So hooks on
-    it run once, on tensors.
+    If the module is called with a flow, it runs on the tensor x read from the flow. If it is the norm of a connection
+    (`residua_is_norm`), it returns x, because the connection has already applied the norm. Hooks on the module
+    therefore run once, on tensors.
     """
 
     residua_is_norm = False
@@ -519,7 +524,7 @@ class Reader(Swapped):
 
 
 def let_read(holder: Any, name: str, *, is_norm: bool) -> None:
-    """Let a child of a module read the residual, and any module that takes its place later."""
+    """Make a child of a module a reader of the residual, and any module that replaces it later."""
     if not isinstance(holder, Holder):
         swap(holder, Holder)
     vars(holder)["residua_readers"] = {**holder.residua_readers, name: is_norm}
@@ -527,39 +532,39 @@ def let_read(holder: Any, name: str, *, is_norm: bool) -> None:
 
 
 def become_reader(module: Any, *, is_norm: bool) -> None:
-    """Let a module read the residual; a norm is called only by its connection, with tensors."""
+    """Make a module a reader of the residual; is_norm: whether it is the norm of its connection."""
     if not isinstance(module, Reader):
         swap(module, Reader)
         vars(module)["residua_is_norm"] = is_norm
 
 
 INPUTS = ("hidden_states", "x", "inputs_embeds", "inputs", "hidden_state")
-"""The names under which trunks pass the residual to their layers, if not by position."""
+"""The keywords by which trunks pass the residual to their layers, if not by position."""
 
 
 @cache
 def swapped_class(mixin: Any, plain: type) -> type:
-    """Return the subclass of `plain` with a mixin, a `Swapped`, before it."""
+    """Return the class (mixin, plain), whose name is that of `plain` with the mixin's prefix; mixin: a `Swapped`."""
     names = {"__module__": plain.__module__, "__qualname__": f"{mixin.prefix}{plain.__qualname__}"}
     return type(f"{mixin.prefix}{plain.__name__}", (mixin, plain), {**names, "swapped_from": plain})
 
 
 def swap(module: Any, mixin: Any) -> None:
-    """Move a module to the class with `mixin`; below the class of its own that a parametrisation gave it."""
+    """Add `mixin` to the class of a module; if it is parametrised, to the base of the class that torch made for it."""
     plain: Any = type(module)
-    if is_parametrized(module) and plain.__name__.startswith("Parametrized"):  # a wrapper answers for the module in it
+    if is_parametrized(module) and plain.__name__.startswith("Parametrized"):  # a wrapper forwards attributes
         _move(module, _rebased(plain, swapped_class(mixin, *plain.__bases__)))
     else:
         _move(module, swapped_class(mixin, plain))
 
 
 def _move(module: Any, cls: type) -> None:
-    """Move a module to a class. A compiled module would pass the assignment on to the module in it."""
+    """Set the class of a module. Plain assignment to a compiled module would change the module inside it."""
     object.__setattr__(module, "__class__", cls)
 
 
 def swap_back(module: Any) -> None:
-    """Move a swapped module back to the class that it came from, with what tools have derived from it since."""
+    """Remove the mixins from the class of a module; subclasses that tools have made since are kept."""
     _move(module, _swapped_back(type(module)))
 
 
@@ -572,12 +577,12 @@ def _swapped_back(cls: type) -> type:
 
 
 def _rebased(cls: type, *bases: type) -> type:
-    """Return a class that a tool made at run time, such as a parametrisation's or FSDP2's, over other bases."""
+    """Return a copy of `cls` with other bases; `cls` was made at run time, by a parametrisation or FSDP2, say."""
     return type(cls)(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
 
 
 def release(model: nn.Module) -> None:
-    """Give the layers in a model that ran on a `Flow` their own code back, and the modules in them."""
+    """Turn the converted layers in a model, and the readers in them, back into plain modules."""
     for module in list(model.modules()):
         if isinstance(module, ConvertedLayer):
             delattr(module, STREAM)

@@ -1,7 +1,7 @@
 """The memory of a converted model whose scheme reads earlier tokens: one more layer at the end of the model's cache.
 
-The trunk's layers know neither the padding of a batch nor, in training, the cache. A hook on the trunk finds both and
-hands each part of the stream its memory, in a keyword that the trunk passes on to its layers.
+The trunk's layers see neither the padding of a batch nor, in training, the cache. A hook on the trunk finds both, and
+passes the memories of all parts of the stream in a keyword argument that the trunk forwards to its layers.
 """
 
 import inspect
@@ -27,11 +27,11 @@ from residua.models.cache import (
 )
 
 TEXT_AND_IMAGE_AXES = 4
-"""Positions of a token in a model of texts and images: in the text, in time, height and width."""
+"""The number of positions of a token in a model of texts and images: in the text, in time, height and width."""
 
 
 def attach(model: nn.Module, stack: nn.ModuleList) -> None:
-    """Let the trunk around a stack hand out memories, and every module around it read out the states it returns."""
+    """Register hooks: the trunk passes memories to its layers, and modules around the stack read out their outputs."""
     *outer, trunk = around(model, stack)
     trunk.register_forward_pre_hook(hand_memories, with_kwargs=True)
     for module in (*outer, trunk):
@@ -52,16 +52,16 @@ def detach(model: nn.Module, stack: nn.ModuleList) -> None:
 
 
 def around(model: nn.Module, stack: nn.ModuleList) -> list[nn.Module]:
-    """Return the modules that hold a stack, from the model to the trunk, which has it as a child."""
+    """Return the modules that contain a stack, from the model down to the trunk, of which the stack is a child."""
     return [module for module in model.modules() if module is not stack and stack in module.modules()]
 
 
 def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give the layers of a trunk their memories before its forward pass, if the scheme reads earlier tokens.
+    """Pass the layers of a trunk their memories before its forward pass, if the scheme reads earlier tokens.
 
     Raises:
-        ValueError: padding between tokens, documents that cannot be told apart, a cache that cannot remember,
-            reentrant checkpointing, or layers that are skipped at random in training.
+        ValueError: there is padding between tokens; documents cannot be separated; the cache cannot hold a memory;
+            checkpointing is reentrant; or layers are skipped at random in training.
     """
     stack, first = _stack_of(trunk)
     if trunk.training and getattr(first, STREAM).ends[0] is None:
@@ -78,7 +78,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     expect_no_pages(call)
     mask = attention_mask_of(call.get("attention_mask"))
     if isinstance(mask, Tensor) and call["attention_mask"].is_floating_point() and mask.dim() == 2:
-        call["attention_mask"] = mask.to(call["attention_mask"].dtype)  # its attention would add nothing
+        call["attention_mask"] = mask.to(call["attention_mask"].dtype)  # 0 and 1, as the model expects
     documents = _documents(trunk, tokens, call, placed="position_ids" in names)
     expect_told_apart(parts, mask, documents)
     if trunk.training and call.get("use_cache") is None and "use_cache" in names:
@@ -91,7 +91,7 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _stack_of(trunk: nn.Module) -> tuple[Any, ConvertedLayer]:
-    """Return the list of the layers of a trunk, and the first of them without its wrappers."""
+    """Return the list of the layers of a trunk, and the first layer without its wrappers."""
     for child in trunk.children():
         layer = layer_in(child[0]) if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) else None
         if layer is not None:
@@ -100,7 +100,7 @@ def _stack_of(trunk: nn.Module) -> tuple[Any, ConvertedLayer]:
 
 
 def _documents(trunk: Any, tokens: Tensor, call: dict[str, Any], *, placed: bool) -> Tensor | None:
-    """Return the documents that are packed into a call; it gets their positions if it has none.
+    """Return the document of each packed token, (batch, seq), or None. Add their positions to `call` if it has none.
 
     placed: whether the trunk takes positions.
     """
@@ -122,29 +122,29 @@ def _documents(trunk: Any, tokens: Tensor, call: dict[str, Any], *, placed: bool
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Return whether a module runs again in the backward pass, by its own checkpoints or torch's wrapper around it."""
+    """Return whether a module is recomputed in the backward pass, by its own checkpointing or torch's wrapper."""
     wrapped = hasattr(module, "checkpoint_impl") and torch.is_grad_enabled()
     return wrapped or (module.training and bool(getattr(module, "gradient_checkpointing", False)))
 
 
 def expect_gradients(module: nn.Module) -> None:
-    """Raise ValueError for a module whose layers run in reentrant checkpoints: those pass no gradient to a stream."""
+    """Raise ValueError for a module with reentrant checkpointing, through which a state gets no gradient."""
     options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
     reentrant = getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant")
-    wrapper = getattr(module, "checkpoint_impl", None)  # of torch's checkpoint_wrapper
+    wrapper = getattr(module, "checkpoint_impl", None)  # set by torch's checkpoint_wrapper
     if module.training and (reentrant or getattr(wrapper, "name", "") == "REENTRANT"):
         raise ValueError(
             "gradient_checkpointing_enable must get use_reentrant=False for a converted model, got True, with which "
-            "nothing before the last layer would learn; of checkpoint_wrapper take CheckpointImpl.NO_REENTRANT"
+            "layers before the last would get no gradient; pass checkpoint_wrapper CheckpointImpl.NO_REENTRANT"
         )
 
 
 LAYERDROP = ("layerdrop", "speech_encoder_layerdrop")
-"""The names of the probability with which a trunk skips a layer in training, of its own or in its configuration."""
+"""The attributes of a trunk or its configuration with the probability of skipping a layer in training."""
 
 
 def layerdrop_of(trunk: Any) -> dict[str, float]:
-    """Return the probability with which a trunk skips a layer in training, by the attribute; empty if it skips none."""
+    """Map the attribute that holds it to the probability with which a trunk skips a layer in training; {} for none."""
     if "layerdrop" in vars(trunk):
         return {"layerdrop": trunk.layerdrop}
     config = getattr(trunk, "config", None)
@@ -152,9 +152,9 @@ def layerdrop_of(trunk: Any) -> dict[str, float]:
 
 
 def expect_every_layer(trunk: Any) -> None:
-    """Raise InputError for a trunk that skips layers at random, in training with a scheme that needs all of them.
+    """Raise InputError for a trunk that skips layers at random, if the scheme needs every layer; for training.
 
-    Its state grows with depth, or it learns how the first layer makes the state and the last reads it out.
+    Such a scheme has a state that grows with depth, or a learned expand in the first layer or collapse in the last.
     """
     for name, value in layerdrop_of(trunk).items():
         if value > 0:
@@ -165,17 +165,17 @@ def expect_every_layer(trunk: Any) -> None:
 
 
 def read_skipped(module: nn.Module, args: Any) -> Any:
-    """Read out the state for a module that gets it because the last layers were skipped."""
+    """Read out a state that reaches a module after the stack because the last layers were skipped."""
     if any(isinstance(x, Flow) and x.end is not None for x in args):
         return tuple([x.read_out(x.end) if isinstance(x, Flow) else x for x in args])
     return None
 
 
 def read_out(module: nn.Module, args: Any, output: Any) -> Any:
-    """Read out every state that a module around the layers returns, after its forward pass.
+    """Read out every state in the output of a module around the layers, as a hook after its forward pass.
 
     Raises:
-        ValueError: the scheme reads earlier tokens, so that each of these readouts would need a memory.
+        ValueError: the scheme reads earlier tokens, so each of these readouts would need its own memory.
     """
     if isinstance(output, Flow):
         last = layer_streams(module)[-1]

@@ -1,4 +1,4 @@
-"""Run a model of transformers on small inputs, in the ways in which two forms of it must compute the same."""
+"""Run a model of transformers on small inputs, in every way in which a conversion must not change its outputs."""
 
 import inspect
 import math
@@ -30,13 +30,13 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> tu
     """Return the inputs of a model, by default token ids of its vocabulary, and its outputs in evaluation mode.
 
     Raises:
-        InputError: it does not run on them, or none are given and it reads other inputs than token ids.
+        InputError: the model does not run on the inputs, or needs other inputs than token ids and none are given.
     """
     inputs = small_inputs(model, inputs)
     try:
         with evaluating(model):
             return inputs, outputs(model, inputs)
-    except Exception as error:  # a model that needs other inputs raises anything
+    except Exception as error:  # a model that needs other inputs may raise anything
         raise InputError(f"{type(model).__name__}: could not run it on a small input: {first_line(error)}") from error
 
 
@@ -44,7 +44,7 @@ def small_inputs(model: PreTrainedModel, inputs: Mapping[str, Any] | None) -> di
     """Return the inputs of a model, by default token ids of its vocabulary.
 
     Raises:
-        InputError: they are no arguments, or none are given and it reads other inputs than token ids.
+        InputError: `inputs` is not a mapping, or the model needs other inputs than token ids and none are given.
     """
     if inputs is None:
         return _token_ids(model)
@@ -54,9 +54,9 @@ def small_inputs(model: PreTrainedModel, inputs: Mapping[str, Any] | None) -> di
 
 
 def situations(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Situation]:
-    """Return the ways to run a model in which a conversion must change no bit, by their names in a message.
+    """Return the ways to run a model in which a conversion must change no bit, keyed by the words for messages.
 
-    Constant parameters run with some noise.
+    All ways use noisy copies of constant parameters.
     """
     changed = noisy_constants(model)
     run = partial(outputs, model, changed=changed)
@@ -75,7 +75,7 @@ def situations(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, S
 def noisy_constants(model: nn.Module) -> dict[str, Tensor]:
     """Return noisy copies of all constant parameters, by name.
 
-    Equal norms, or outputs of zero, would hide that a layer was rebuilt wrongly.
+    Constant parameters, such as equal gains or weights of 0, would hide errors in a rebuilt layer.
     """
     generator = torch.Generator().manual_seed(0)
     return {
@@ -88,7 +88,7 @@ def noisy_constants(model: nn.Module) -> dict[str, Tensor]:
 def outputs(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str, Tensor] | None = None) -> list[Tensor]:
     """Return all floating-point tensors that a model returns. Raises TypeError if there are none.
 
-    changed: values that take the place of some of its parameters, by their names.
+    changed: values to use in place of parameters, by name.
     """
     result = _floats(functional_call(model, dict(changed or {}), kwargs=dict(inputs)))
     if not result:
@@ -97,7 +97,7 @@ def outputs(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str, T
 
 
 def change(before: list[Tensor], after: list[Tensor]) -> float:
-    """Return the largest change of an output, relative to the largest output: 0 for the same bits; NaN equals NaN."""
+    """Return the largest change of an output, relative to the largest output: 0 for equal bits. NaN equals NaN."""
     if [(x.shape, x.dtype) for x in before] != [(x.shape, x.dtype) for x in after]:
         return math.inf
     largest = 0.0
@@ -130,7 +130,7 @@ def _in_pieces(model: nn.Module, inputs: Mapping[str, Any], changed: Mapping[str
 
 
 def _floats(output: Any) -> list[Tensor]:
-    """Return the tensors of floating-point numbers in an output, without empty ones."""
+    """Return the non-empty floating-point tensors in an output."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
@@ -142,7 +142,7 @@ def _token_ids(model: PreTrainedModel) -> dict[str, Any]:
         return any(getattr(config, name, False) is True for name in names)
 
     needed = [model.main_input_name if model.main_input_name in arguments else next(iter(arguments), "")]
-    # The encoder of T5 is of the decoder's class, but not a decoder.
+    # T5's encoder has the class of its decoder, but is no decoder.
     attends = flag("is_encoder_decoder", "add_cross_attention") and getattr(model, "is_decoder", True)
     if "encoder_hidden_states" in arguments and attends:
         needed.append("encoder_hidden_states")
@@ -153,7 +153,7 @@ def _token_ids(model: PreTrainedModel) -> dict[str, Any]:
             f"a small batch that it runs on, such as inputs={{{example}}}"
         )
     sizes = [getattr(config.get_text_config(decoder=True), "vocab_size", None)]
-    with suppress(NotImplementedError, AttributeError):  # a model of several towers
+    with suppress(NotImplementedError, AttributeError):  # a model with several towers
         embeddings: Any = model.get_input_embeddings()
         sizes.append(len(embeddings.weight))
     rows = min((size for size in sizes if isinstance(size, int)), default=2)

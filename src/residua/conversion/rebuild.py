@@ -28,7 +28,7 @@ from residua.errors import InputError, first_line
 
 
 def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
-    """Build the part of the stream of every layer, with the norms that the layers have."""
+    """Build each layer's part of the stream, with the norms of the layers as the norms of the connections."""
     expect_depth(model, conversion)
     stack, anatomy = stack_in(model, conversion), conversion.anatomy
     norms = [
@@ -65,7 +65,7 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
 
 
 def expect_one_input(stream: Stream) -> None:
-    """Raise InputError for a stream that reads several inputs for a sublayer: layers of transformers take one."""
+    """Raise InputError for a stream with several inputs per sublayer, because layers of transformers take one."""
     if any(getattr(connection, "inputs", 1) > 1 for connection in stream.connections):
         raise InputError(
             "connection must be a scheme with one input for a sublayer, as the layers of transformers take, got one "
@@ -74,35 +74,35 @@ def expect_one_input(stream: Stream) -> None:
 
 
 def expect_depth(model: nn.Module, conversion: Conversion) -> None:
-    """Raise InputError unless a model has as many layers as its connections were made for."""
+    """Raise InputError unless a model has the number of layers that its connections were made for."""
     found, expected = len(stack_in(model, conversion)), len(conversion.anatomy)
     if found != expected:
         raise InputError(
-            f"the connections are of {expected} layers, the model has {found}; add or remove layers of the plain "
+            f"the connections are for {expected} layers, the model has {found}; add or remove layers of the plain "
             "model, before residua.convert"
         )
 
 
 def _device_of(layer: nn.Module) -> torch.device:
-    """Return the device of most parameters of a layer: one that is built on another may make some on the CPU."""
+    """Return the device of most parameters of a layer. Some layers create a few parameters on the CPU."""
     devices = Counter(parameter.device for parameter in layer.parameters())
     return devices.most_common(1)[0][0]
 
 
 class Borrowed(nn.Module):
-    """The model's own norm as the norm of a connection. It stays in its place, so its parameters keep their names.
+    """The norm of a connection that calls the model's own norm, `owner`. The owner keeps its place and its names.
 
-    The connection holds it as a plain attribute (`lend`), so that no tool finds it among the modules. Its
-    `named_parameters` still lists those of the norm, for a connection that computes the norm again in the backward
-    pass. If something takes the norm's place later, such as an adapter around it, that is used. A copy borrows from the
-    copy of the layer that is made with it, else from the same layer.
+    A connection holds this module as a plain attribute (`lend`), so that no tool finds it among the submodules.
+    `named_parameters` lists the owner's parameters, because a connection may recompute the norm in the backward pass.
+    If another module replaces the owner later, such as an adapter around it, this module is called. A deep copy that
+    includes the layer refers to the copied layer, any other copy to the same layer.
 
-    cast: it reads in the dtype of its weights, not in that of the residual.
+    cast: whether the input is cast to the dtype of the owner's weights.
     """
 
     def __init__(self, layer: nn.Module, name: str, *, cast: bool):
         super().__init__()
-        layer.get_submodule(name)  # raises if there is none
+        layer.get_submodule(name)  # raises AttributeError if there is none
         self._layer = [layer]  # a list does not register a submodule
         self._path = name.split(".")
         self.cast = cast
@@ -130,17 +130,17 @@ class Borrowed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         owner = self.owner
         weight = next(owner.parameters(), None) if self.cast else None
-        if not isinstance(owner, Reader):  # it has also run by itself, on the output of the norm in it
+        if not isinstance(owner, Reader):  # the layer would call it a second time, on its own output
             name = ".".join(self._path)
             raise UnknownUse(f"has another module in the place of {name}; put it there with setattr, or before convert")
         return owner(x if weight is None else x.to(weight.dtype))
 
-    __call__ = forward  # hooks are on the norm
+    __call__ = forward  # hooks run on the owner
 
 
 def child_of(module: Any, name: str) -> Any:
-    """Return a child of a module that was put into a wrapper. Raises UnknownUse if there is none any more."""
-    if isinstance(child := getattr(module, name, None), nn.Module):  # wrappers of torch and PEFT pass attributes on
+    """Return a child of a module that may be inside a wrapper. Raises UnknownUse if the child no longer exists."""
+    if isinstance(child := getattr(module, name, None), nn.Module):  # wrappers of torch and PEFT forward attributes
         return child
     child = next((part._modules[name] for part in module.modules() if part._modules.get(name) is not None), None)
     if child is None:
@@ -149,7 +149,7 @@ def child_of(module: Any, name: str) -> Any:
 
 
 def lend(stream: nn.Module) -> None:
-    """Take the borrowed norms out of the modules of a stream; they stay attributes of the modules that call them."""
+    """Turn the borrowed norms in a stream from submodules into plain attributes of the modules that call them."""
     for part in list(stream.modules()):
         for name, child in list(part._modules.items()):
             if isinstance(child, Borrowed):
@@ -163,9 +163,9 @@ def rebuild(
     streams: Sequence[LayerStream] | None = None,
     layers: Sequence[Any] | None = None,
 ) -> None:
-    """Give every layer of a model its part of the stream, and let it run on that.
+    """Give every layer of a model its part of the stream, and convert the layer to run on it.
 
-    streams: by default new ones; layers: by default those in the list, else the layers in the wrappers there.
+    streams: the parts; None for new ones. layers: the layers, if the model's list holds wrappers; None for the list.
     """
     stack = stack_in(model, conversion)
     found: list[Any] = list(layers or stack)
@@ -180,7 +180,7 @@ def rebuild(
 
 
 def exchange(layers: Iterable[Any], streams: Iterable[LayerStream]) -> None:
-    """Put parts of a stream into the layers, in the place of those that they have."""
+    """Put parts of a stream into the layers, in place of their previous parts."""
     for layer, stream in zip(layers, streams, strict=True):
         setattr(layer, STREAM, stream.train(layer.training))
 
@@ -192,7 +192,7 @@ def restore(model: nn.Module, stack: nn.ModuleList) -> None:
 
 
 def streams_of(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
-    """Return the part of the stream of every layer of a converted model."""
+    """Return the part of the stream in each layer of a converted model."""
     return layer_streams(stack_in(model, conversion))
 
 
@@ -209,24 +209,24 @@ def stream_of(model: nn.Module) -> Stream:
 
 
 def stack_in(model: Any, conversion: Conversion) -> nn.ModuleList:
-    """Return the list of the layers of a model. Raises InputError if it has none of this name."""
+    """Return the model's list of layers that `conversion` names. Raises InputError if there is none."""
     try:
         return model.base_model.get_submodule(conversion.stack)
     except AttributeError as error:
         raise InputError(
-            f"{type(model).__name__} must have its layers in {conversion.stack!r}, and has not: the connections are of "
-            "another model or of a part of one; load them into that with residua.load_connection"
+            f"{type(model).__name__} must have its layers in {conversion.stack!r}, found none: the connections belong "
+            "to another model or to a part of one; load them into that model with residua.load_connection"
         ) from error
 
 
 def _width(model: Any, norms: Sequence[nn.Module]) -> int:
-    """Return the width of the residual: of the norms that read it, else as the configuration says."""
+    """Return the width of the residual: that of the norms that read it, or else the configuration's hidden_size."""
     widths = (parameter.shape[-1] for norm in norms for parameter in norm.parameters())
     return next(widths, None) or model.config.get_text_config().hidden_size
 
 
 def _eps(norms: Sequence[nn.Module]) -> float:
-    """Return the eps of the model's norms, 1e-5 if they have none."""
+    """Return the eps of the model's norms; 1e-5 if they have none."""
     names = ("eps", "variance_epsilon", "norm_eps", "epsilon")
     values = (getattr(norm, name, None) for norm in norms for name in names)
     return next((value for value in values if isinstance(value, float)), 1e-5)

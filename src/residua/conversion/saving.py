@@ -1,4 +1,4 @@
-"""Save and load the connections of a converted model without the model; open a folder with both."""
+"""Save and load the connections of a converted model without its other weights; open a saved converted model."""
 
 import json
 import os
@@ -32,10 +32,12 @@ with extra("lab"):
 
 WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
 BASE_WEIGHTS = "base_weights"
-"""The tensor that identifies the model with which the connections were trained."""
+"""The name of the tensor that identifies the model that the connections were trained with: a sample of its weights."""
 PLACES, SAME, LOST = 16, 0.01, 1e-6
-"""How many numbers of each weight it holds, how much another dtype may change one, relative to it, and how much float16
-may lose of a tiny one.
+"""The most numbers of each weight in this sample, and the relative and absolute tolerances of its comparison.
+
+The model may be opened in another dtype: the relative change is that of bfloat16, the absolute that of tiny numbers in
+float16.
 """
 
 
@@ -54,12 +56,12 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = nn.ModuleList(streams_of(model, conversion)).state_dict()
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # some may be one tensor
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # some may share memory
     tensors[BASE_WEIGHTS] = _sample_of_base(model)
     description = conversion.as_json()
     with replacing(folder / DESCRIPTION) as file:
         file.write((json.dumps(description, indent=2) + "\n").encode())
-        file.flush()  # if the disk is full, the weights stay too
+        file.flush()  # if the disk is full, fail before the weights are replaced
         write_tensors(folder / WEIGHTS, tensors, {"format": "pt", "connection": json.dumps(description)})
 
 
@@ -67,8 +69,8 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
 def load_connection(model: Model, folder: str | Path) -> Model:
     """Give a model the connections in a folder that `save_connection` wrote, in place, and return it.
 
-    model: the plain model that they were trained with, or one that was converted to the same connection. Nothing in the
-    folder is executed.
+    model: the plain model that the connections were trained with, or a model that is already converted to the same
+    connection. Nothing in the folder is executed.
 
     Raises:
         InputError: the folder has no connections, or they belong to a model with other layers, another scheme or other
@@ -80,7 +82,7 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     description = read_json(folder / DESCRIPTION)
     conversion = Conversion.from_json(description, folder / DESCRIPTION)
     tensors, metadata = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
-    if metadata.get("connection") not in (None, json.dumps(description)):  # a kill came between the two files
+    if metadata.get("connection") not in (None, json.dumps(description)):  # saving was killed between the two files
         raise InputError(f"{folder}: {DESCRIPTION} and {WEIGHTS} must be of one connection, got two; save it again")
     sample_of_saved = tensors.pop(BASE_WEIGHTS, torch.empty(0))
     plain = not is_converted(model)
@@ -119,9 +121,9 @@ def load_connection(model: Model, folder: str | Path) -> Model:
 
 
 def _sample_of_base(model: Any) -> torch.Tensor:
-    """Return some numbers of each weight, spread evenly, without the head and the connections.
+    """Return evenly spaced numbers of each weight of the base model, without the connections, in float32.
 
-    A model opened in another precision has nearly the same ones, and one that learnt has others.
+    A copy of the model in another precision has nearly the same sample, a model that was trained further another one.
     """
     weights = [x for name, x in model.base_model.named_parameters() if f".{STREAM}." not in f".{name}"]
     samples = [x.detach().flatten()[:: x.numel() // PLACES + 1] for x in weights]
@@ -129,18 +131,18 @@ def _sample_of_base(model: Any) -> torch.Tensor:
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:
-    """Open a model that was converted, or a language model of ours, saved by `save_pretrained`, and return it.
+    """Open a converted model, or one of our language models, that was saved by `save_pretrained`, and return it.
 
-    It is `from_pretrained` of the Auto class that opens the model that was saved, such as `AutoModelForCausalLM` or
-    `AutoModelForSequenceClassification`. The Auto classes know converted models once this was called or a model was
-    converted, and at once if transformers was imported before residua.
+    This calls `from_pretrained` of the Auto class for the saved model, such as `AutoModelForCausalLM` or
+    `AutoModelForSequenceClassification`. You may call the Auto class directly after this function or `convert` was
+    called once, or after `import residua` if transformers was imported before.
 
     Args:
         folder: the folder, or the name of a repository on the hub.
-        options: of `from_pretrained`, such as `dtype` and `device_map`.
+        options: passed to `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
-        InputError: there is no such folder, weights are missing, or others are there.
+        InputError: the folder does not exist, weights are missing, or there are weights of other connections.
     """
     if not os.path.exists(folder) and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)):
         raise InputError(f"{folder}: no such folder, and no name of the hub, which would be OWNER/NAME")
@@ -151,7 +153,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     expect_weights(folder, info, "missing_keys", "mismatched_keys")
     expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")
     heads = sorted(info.get("unexpected_keys") or ())
-    if auto is AutoModel and heads:  # an earlier version named the Auto classes of language models and trunks only
+    if auto is AutoModel and heads:  # an earlier version recorded only language models and trunks
         raise InputError(
             f"{folder} holds more than a trunk, {shown(heads)}; open it with the Auto class of its head, such as "
             "AutoModelForSequenceClassification"
@@ -160,15 +162,15 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
 
 
 HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-"""The options of `from_pretrained` that say where a file is."""
+"""The options of `from_pretrained` that locate a file."""
 
 
 def _auto_class(folder: str | Path, options: Mapping[str, Any]) -> Any:
-    """Return the Auto class that opens a folder: of the architecture in its configuration, else of language models."""
+    """Return the Auto class for the architecture in a folder's configuration; `AutoModelForCausalLM` if unknown."""
     place = {name: options[name] for name in HUB if name in options}
     try:
         settings, _ = PreTrainedConfig.get_config_dict(folder, **place)
-    except OSError:  # an adapter, or nothing, as `from_pretrained` will say
+    except OSError:  # an adapter, or no model: `from_pretrained` raises the error
         settings = {}
     names = settings.get("architectures") or [""]
     kind = str(names[0]).removeprefix(ARCHITECTURE) if settings.get("model_type") == MODEL_TYPE else ""

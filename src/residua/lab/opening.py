@@ -1,4 +1,4 @@
-"""Open the language model and the tokenizer in a folder of transformers; no code in it is executed."""
+"""Open the language model and the tokenizer in a transformers folder, without executing code from the folder."""
 
 import shlex
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # it knows converted models
+from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # it registers converted models
 from residua.errors import InputError, extra, first_line
 from residua.files.reading import expect_regular, read_json
 from residua.models.configuration import usable
@@ -29,11 +29,11 @@ def read_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the language model and the tokenizer in a transformers folder, on the CPU.
 
-    dtype: of the weights; None for the one in which the folder holds them. No code in the folder is executed, and
-    nothing is downloaded.
+    dtype: the dtype of the weights; None for the dtype in the folder. No code in the folder is executed, and nothing is
+    downloaded.
 
     Raises:
-        InputError: the folder has no such model, its weights are not the model's, or it needs code of its own.
+        InputError: the folder has no language model, its weights do not fit the model, or the model needs remote code.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file() and (folder / "config.yaml").is_file():
@@ -85,18 +85,18 @@ def _read_tokenizer(folder: Path, config: PreTrainedConfig | None) -> PreTrained
 def new_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """Return a language model, ours or converted, with new weights in float32. Code that `config` names is not run.
 
-    options: of `from_config`.
+    options: passed to `from_config`.
     """
     with quiet():
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
 
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
-"""The names under which configurations have the number of positions."""
+"""The names that configurations use for the number of positions."""
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Return how many tokens a language model takes at most; None if its configuration names no number."""
+    """Return the longest sequence that a language model takes, in tokens; None if its configuration has no limit."""
     config = model.config.get_text_config(decoder=True)
     found = (getattr(config, name, None) for name in CONTEXTS)
     return next((number for number in found if isinstance(number, int) and number > 0), None)
@@ -104,7 +104,7 @@ def context_of(model: PreTrainedModel) -> int | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the messages and bars of transformers; `expect_weights` raises the ones that matter."""
+    """Silence messages and progress bars of transformers; `expect_weights` raises an error for those that matter."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -11,7 +11,7 @@ with extra("lab"):
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, __version__
 
 TESTED = (5, 24)
-"""The newest minor release of transformers that the tests ran with; the extra `lab` stops there."""
+"""The newest minor release of transformers that is tested; the extra `lab` allows no newer one."""
 
 
 def _say_if_newer(installed: str) -> None:
@@ -26,7 +26,7 @@ def _say_if_newer(installed: str) -> None:
 
 _say_if_newer(__version__)
 
-# Here and not next to the classes: exported code, which transformers loads under other names, must not register again.
+# Not next to the classes, because transformers loads exported copies of that code, which must not register again.
 AutoConfig.register("residua", ResiduaConfig)
 AutoModel.register(ResiduaConfig, ResiduaModel)
 AutoModelForCausalLM.register(ResiduaConfig, ResiduaForCausalLM)

@@ -27,7 +27,10 @@ class Rotary(NamedTuple):
 
     @classmethod
     def at(cls, positions: Tensor, config: ResiduaConfig, dtype: torch.dtype) -> "Rotary":
-        """Compute positions * theta^(-2i / rotated) of pair i; positions: (batch, seq), from 0. arXiv 2104.09864."""
+        """Return cos and sin of positions * theta^(-2i / rotated) for pair i; positions: (batch, seq), from 0.
+
+        arXiv 2104.09864.
+        """
         head_dim: int = config.head_dim  # type: ignore[assignment]  # the configuration has chosen it
         rotated = int(config.rope_ratio * head_dim) // 2 * 2
         dtype = torch.promote_types(dtype, torch.float32)
@@ -36,7 +39,7 @@ class Rotary(NamedTuple):
         return cls(angles.cos(), angles.sin())
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate the pairs (i, i + rotated / 2) of x: (batch, heads, seq, head_dim); the other features stay."""
+        """Rotate the pairs (i, i + rotated / 2) of features in x: (batch, heads, seq, head_dim); keep all others."""
         cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
         half = cos.shape[-1]
         first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
@@ -45,21 +48,21 @@ class Rotary(NamedTuple):
 
 
 PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
-"""The keywords of packed documents, for the attention functions of transformers."""
+"""The keywords by which packed documents are described to the attention functions of transformers."""
 
 CONTINUOUS = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal")
 OLDER = ("max_seqlen_q", "max_seqlen_k")  # of continuous batching in transformers 5.17 and 5.18
 ENGINES = ("attention_instances", "forward_batch")  # of vLLM and SGLang
 PAGED = PACKED.union(CONTINUOUS, OLDER, ENGINES)
-"""The keywords for paged keys and values, for the attention functions of transformers and of engines."""
+"""The keywords by which paged keys and values are passed to the attention functions of transformers and engines."""
 
 
 class AttentionContext(NamedTuple):
     """The inputs of attention in addition to x.
 
-    cache: it may be paged, for continuous batching; dtype: in which sublayers compute; keep_weights: a function that
-    gets the weights of attention; options: for an attention function of transformers, such as positions and the borders
-    of packed documents; memories: those of earlier keys and values, by layer, if these are convolved.
+    cache: may be paged, for continuous batching; dtype: the dtype in which sublayers compute; keep_weights: a callback
+    that receives the attention weights; options: keywords for the attention function of transformers, such as positions
+    and the borders of packed documents; memories: by layer, the memory for the convolution of keys and values, if any.
     """
 
     rotary: Rotary
@@ -74,9 +77,9 @@ class AttentionContext(NamedTuple):
 def eager_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: object
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T scaling + mask) v: (batch, heads, seq, head_dim) to (batch, seq, heads, head_dim), and weights.
+    """Return softmax(q k^T scaling + mask) v and the weights: (batch, heads, seq, dim) -> (batch, seq, heads, dim).
 
-    A boolean mask is true at the pairs of a query and a key that it sees.
+    A boolean mask is true where a query may see a key.
     """
     scores = at_least_float32(query @ key.mT * scaling)
     if mask is not None:
@@ -88,12 +91,12 @@ def eager_attention(
 
 
 class Attention(nn.Module):
-    """(batch, seq, hidden_size) -> (batch, seq, hidden_size), without biases.
+    """Causal attention without biases: (batch, seq, hidden_size) -> the same shape.
 
     Queries, keys and values come from one input, or from three if the connection reads three. `qk_norm="post_rope"`
-    normalises after the rotation, as the authors do; with gains that differ within a rotated pair, the scores then
-    depend on absolute positions. "pre_rope" normalises first. With `key_value_kernel` keys and values are k + conv(k)
-    and v + conv(v), before their norm and rotation, as in Inkling (`inkling` in transformers).
+    normalises after the rotation, as the authors do. If gains differ within a rotated pair, scores then depend on
+    absolute positions. "pre_rope" normalises first. With `key_value_kernel` keys and values become k + conv(k) and
+    v + conv(v), before their norm and rotation, as in Inkling (`inkling` in transformers).
     """
 
     is_causal = True
@@ -123,7 +126,7 @@ class Attention(nn.Module):
         self, x: Tensor, for_keys: Tensor | None = None, for_values: Tensor | None = None, *, context: AttentionContext
     ) -> Tensor:
         config = self.config
-        heads = (*x.shape[:-1], -1, config.head_dim)  # all heads, or those of this rank
+        heads = (*x.shape[:-1], -1, config.head_dim)  # all heads, or this rank's
         inputs = (x, x if for_keys is None else for_keys, x if for_values is None else for_values)
         q, k, v = (project(part) for project, part in zip((self.q_proj, self.k_proj, self.v_proj), inputs))
         if config.key_value_kernel is not None:
@@ -135,7 +138,7 @@ class Attention(nn.Module):
         if config.qk_norm == "post_rope":
             q, k = self.q_norm(q), self.k_norm(k)
         options = context.options
-        if "write_index" in options:  # since transformers 5.24, pages change the options of each layer
+        if "write_index" in options:  # since transformers 5.24, each layer changes its options for pages
             options = dict(options)
             k, v = context.cache.update(k, v, self.layer_idx, kwargs=options) if context.cache is not None else (k, v)
         elif context.cache is not None:

@@ -16,30 +16,30 @@ from residua.connections import DeepDelta, Residual, Scheme
 from residua.models.configuration import ResiduaConfig
 from residua.models.transformer import ResiduaForCausalLM
 
-# Keys of the authors' configuration that change nothing in the function computed from given parameters.
+# Keys of the authors' configuration that do not change the function computed from given parameters.
 _WITHOUT_EFFECT = {
     "block_size", "bias", "dropout", "embedding_init_std", "hidden_init_std_factor", "hidden_size_base",
     "intermediate_size", "mlp_hidden_mult", "kv_cache_slot_size", "num_key_value_heads", "use_cache",
     "scale_attn_by_inverse_layer_idx", "tie_word_embeddings", "ddl_beta_hidden_size", "ddl_beta_single_linear",
     "ddl_state_read_init", "input_embed_shortconv_kernel_size", "validate_cached_position_ids",
-    # Keys that transformers, in several of its versions, writes into every config.json.
+    # Keys that transformers writes into every config.json, in any of its versions.
     *PreTrainedConfig().to_dict(), "torch_dtype", "torchscript", "is_decoder", "add_cross_attention", "auto_map",
     "bos_token_id", "eos_token_id", "pad_token_id", "use_bfloat16", "pruned_heads", "tie_encoder_decoder",
 }  # fmt: skip
 
-# Options that change the function and that our models do not have.
+# Options that change the function and have no counterpart in our models.
 _UNSUPPORTED = ("use_k_shift", "use_v_shift", "using_groupnorm", "q_activation", "k_activation", "v_activation")
 _DEPTH_SCALED = ("completeP", "completep", "spectralP", "SpectralP", "spectralp")
 _WIDTH_SCALED = ("widthmuP", "widthmup", *_DEPTH_SCALED)
 
 
-# Parameters that tell the sizes of a model.
+# Parameters from whose shapes the sizes of a model follow.
 _SIZES = ("transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "transformer.h.0.mlp.c_fc1.weight")
 
 # Filters of compressors: over the tokens in the first code, then over either axis in the current one.
 _COMPRESSORS = ("compress.shortconv.weight", "readout.shortconv.weight", "compress.weight", "readout.weight")
 
-# Their options of a connection, without "ddl_", and the defaults.
+# Their options of a connection, without the prefix "ddl_", and the defaults.
 _OPTIONS = {
     "value_channels": None, "state_shortconv_kernel_size": None, "k_eps": 1e-5, "beta_init": 1.0, "v_sigmoid": True,
     "v_sigmoid_scale": 4.0, "v_constant": False, "v_constant_value": 2.0, "v_dim1_constant": False,
@@ -48,13 +48,16 @@ _OPTIONS = {
 
 
 def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> ResiduaForCausalLM:
-    """Build our model with the authors' parameters: the same function, without their defects.
+    """Build our model with the authors' parameters. It computes the same function, without the defects of their code.
 
     config: their configuration keys (hidden_size, num_attention_heads, ddl_*, ...), or the content of a config.json
-    that `save_pretrained` wrote; state_dict: their parameter names, of the first code or of the current one. The
-    variant (baseline, d_v = 1, token or channel compression, embedding convolution, kind of gate) follows from names
-    and axes. The dtype of the parameters is kept. Raises ValueError for parameters that are unknown, missing or of
-    another shape, and for options that change numbers and are not supported.
+    that `save_pretrained` wrote. state_dict: parameters by their names in the authors' first or current code. The
+    variant (baseline, d_v = 1, token or channel compression, embedding convolution, kind of gate) is inferred from
+    names and shapes. The dtype of the parameters is kept.
+
+    Raises:
+        ValueError: a parameter is unknown, missing or of another shape, or an option that changes numbers is not
+            supported.
     """
     state = {name: tensor for name, tensor in state_dict.items() if name != "lm_head.weight"}
     layers = {int(match[1]) for name in state if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
@@ -72,7 +75,7 @@ def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, 
     theirs = _authors_names(state, len(layers))
     expected = {theirs[name]: (name, parameter.shape) for name, parameter in model.named_parameters()}
     unused: set[str] = set()
-    if not any(".v_proj." in name for name in expected):  # constant values leave a projection behind in their models
+    if not any(".v_proj." in name for name in expected):  # with constant values, their models have an unused projection
         unused = {name for name in state if ".ddl_" in name and ".v_proj." in name}
     problems = [f"missing: {name}" for name in sorted(expected.keys() - state.keys())]
     problems += [f"unknown: {name}" for name in sorted(state.keys() - expected.keys() - unused)]
@@ -147,9 +150,9 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
 
 
 def _scales_logits(settings: dict[str, Any], state: Mapping[str, Tensor], num_layers: int) -> bool:
-    """Return whether logits are scaled by the width, as `mup` of ours; remove the keys that decide it from `settings`.
+    """Return whether logits are scaled by the width, as with our option `mup`; pop the deciding keys from `settings`.
 
-    Raises ValueError for a model whose updates of the state are multiplied by a number.
+    Raises ValueError for a model that multiplies the updates of the state by a number, which is not supported.
     """
     mup, kind = settings.pop("mup", False), settings.pop("parameterization", None)
     multiplier, base_layers = settings.pop("residual_branch_mult", None), settings.pop("num_hidden_layers_base", None)
@@ -174,7 +177,7 @@ def _is_current(state: Mapping[str, Tensor]) -> bool:
 
 
 def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
-    """Infer the scheme from parameter names and shapes; remove the keys that it reads from `settings`."""
+    """Infer the scheme from parameter names and shapes, and pop the keys that are read from `settings`."""
     declared = {name: settings.pop(f"ddl_{name}", default) for name, default in _OPTIONS.items()}
     causal = bool(settings.pop("ddl_state_dv_shortconv_causal", False))
     if not any(".ddl_" in name for name in state):
@@ -187,7 +190,7 @@ def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
         options |= {"expand": "conv", "expand_kernel": embed.shape[-1]}
     if beta_in is not None:
         options |= {"beta_head": "mlp", "beta_hidden": beta_in.shape[0]}
-    # Their configuration also has numbers for options that are not used.
+    # Their configuration also has values for options without effect.
     constant = "v_dim1_constant" if read is None else "v_constant"
     if declared[constant]:
         options |= {"v_activation": "constant", "v_constant": float(declared[f"{constant}_value"])}
@@ -216,22 +219,22 @@ def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
 
 
 def _convolves(state: Mapping[str, Tensor]) -> bool:
-    """Return whether the names of the first code have compressors over the tokens."""
+    """Return whether a state dict of the first code has compressors over the tokens."""
     return not _is_current(state) and _find(state, ".shortconv.weight") is not None
 
 
 def _is_honoured(state: Mapping[str, Tensor]) -> bool:
-    """Return True; raise ValueError for names with which either a causal or a centred convolution can have run."""
+    """Return True, or raise ValueError if the parameters do not tell whether the convolution was causal or centred."""
     if not _is_current(state):
         raise ValueError(
             "ddl_state_dv_shortconv_causal must be false with the authors' first names (c_proj), got true: only the "
-            "accelerated file of that code is causal then, and the parameters do not tell the file that made them"
+            "accelerated file of that code is causal then, and the parameters do not tell which file made them"
         )
     return True
 
 
 def _find(state: Mapping[str, Tensor], *endings: str) -> Tensor | None:
-    """Return the first parameter whose name ends with the first of these endings that any name has, or None."""
+    """Return a parameter whose name ends with one of the `endings`, or None. Earlier endings are preferred."""
     return next((state[name] for ending in endings for name in sorted(state) if name.endswith(ending)), None)
 
 
@@ -268,7 +271,7 @@ def _compressor_names(state: Mapping[str, Tensor], ours: str, theirs: str) -> di
 
 
 def _filters(tensor: Tensor, name: str) -> Tensor:
-    """Return filters without the axis of length one that the convolutions of the first code have."""
+    """Return filters without the axis of length 1 that they have in the first code."""
     return tensor.squeeze(1) if tensor.dim() == 3 and name.endswith("conv.weight") else tensor
 
 
@@ -284,7 +287,10 @@ def _their_shape(shape: torch.Size, name: str) -> torch.Size:
 
 
 def _our_layout(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
-    """Copy into our layout. Over the tokens their channels are fastest and their last tap is the current token."""
+    """Copy a parameter into our layout, with `shape`.
+
+    In their filters over the tokens, the channel is the fastest axis, and the last tap is that of the current token.
+    """
     filters = tensor.detach()
     if len(shape) == 3:
         filters = filters.reshape(shape[::-1]).permute(2, 1, 0).flip(0)

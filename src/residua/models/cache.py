@@ -1,4 +1,4 @@
-"""The memory of short convolutions and running sums, kept in the cache of transformers next to the keys and values."""
+"""The memory of convolutions and running sums over tokens, as a layer of the cache of transformers."""
 
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ with extra("lab"):
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""The keywords for the cache: since transformers 5.24, before it, and before it of Mamba."""
+"""The keywords for the cache: since transformers 5.24, in earlier versions, and in earlier versions of Mamba."""
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The keyword for the cache in the installed transformers, in inputs and in outputs."""
@@ -35,7 +35,7 @@ PAGES = ("write_index", "attention_instances")
 
 
 def expect_no_pages(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError if a call comes with pages, which keep nothing for a scheme that looks back."""
+    """Raise ValueError if `arguments` has a paged cache, because pages hold no memory for a scheme that looks back."""
     if any(arguments.get(name) is not None for name in PAGES):
         raise ValueError(
             "cache must not be paged for this scheme, which reads earlier tokens; call generate, not generate_batch or "
@@ -44,12 +44,13 @@ def expect_no_pages(arguments: Mapping[str, Any]) -> None:
 
 
 def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
-    """Return the cache among the arguments of a call, under whichever name, and the pages of continuous batching.
+    """Return the cache among the arguments of a call, under any of its names, and the paged cache.
 
-    At least one of the two is None. Pages keep only keys and values, and come with the places to write to.
+    At least one of the two is None. A paged cache, for continuous batching, holds only keys and values; it comes with
+    the indices to write to.
 
     Raises:
-        ValueError: two caches, or something that is not a cache of transformers.
+        ValueError: there are two caches, or the cache is not one of transformers.
     """
     caches = {name: arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None}
     if len(caches) > 1:
@@ -64,10 +65,11 @@ def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
 
 
 def cache_for(given: dict[str, Any], names: Container[str], config: Any, *, whole: bool) -> Any:
-    """Return the cache of a call, None if it has none; it gets a new one if its model would make one.
+    """Return the cache of a call, or None. If the model would create a cache, create it here and add it to `given`.
 
-    given: the arguments of the call; names: those that its model takes, none if the call goes no further. whole: the
-    sequences come whole, as in training, and nothing is kept; a recomputed layer would fill a cache twice.
+    given: the arguments of the call; names: the arguments of the model, or empty if it is not called with them.
+    whole: whether sequences are complete, as in training, and nothing is kept; a recomputed layer would fill a cache
+    twice.
     """
     cache: Any = cache_of(given)[0]
     if whole:
@@ -89,17 +91,17 @@ def is_filled(cache: Any) -> bool:
     """Return whether a cache holds tokens."""
     try:
         return bool(cache.get_seq_length())
-    except ValueError:  # none of its layers counts tokens: linear attention everywhere
+    except ValueError:  # no layer counts tokens, because all have linear attention
         return any(any(layer.has_previous_state.values()) for layer in cache.layers)
 
 
 class StreamLayer(LinearAttentionLayer):
-    """The last layer of a cache: it remembers the earlier tokens of a stream, one state for each part that reads them.
+    """The last layer of a cache: the memory of a stream, with one state for each part that reads earlier tokens.
 
-    readouts: whether this layer serves hidden states: it then remembers the readouts after each layer but the last.
+    readouts: whether the layer is the memory of the readouts for `output_hidden_states`, after each layer but the last.
     """
 
-    keys = values = None  # of every layer of a cache that is iterated over
+    keys = values = None  # iterating over a cache reads them in every layer
 
     def __init__(self, number_of_states: int, *, readouts: bool = False):
         super().__init__(number_of_states=number_of_states)
@@ -113,7 +115,7 @@ class StreamLayer(LinearAttentionLayer):
             self.conv_states[i] = None if state is None else state.repeat_interleave(repeats, 0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        if not self.record_past:  # it was added after drafts were announced, by a model that has only a hook for it
+        if not self.record_past:  # a converted model adds the layer only after assisted generation has begun
             raise ValueError(
                 "assisted generation and prompt lookup must be off, since this scheme reads earlier tokens"
             )
@@ -121,18 +123,19 @@ class StreamLayer(LinearAttentionLayer):
 
 
 def stream_layer(cache: Any, *, readouts: bool = False) -> StreamLayer | None:
-    """Return the layer of a cache that remembers the parts of a stream, or their readouts; None if it has none yet."""
+    """Return the layer of a cache with the memory of a stream, or of its readouts; None if there is none yet."""
     kinds = (layer for layer in cache.layers if isinstance(layer, StreamLayer))
     return next((layer for layer in kinds if layer.readouts == readouts), None)
 
 
 def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = False) -> StreamLayer:
-    """Return the layer of a cache that remembers this many parts of a stream, or their readouts; add it to a new cache.
+    """Return the layer of a cache with the memory of a stream, or of its readouts; add it if the cache is empty.
 
-    num_layers: how many layers of the cache the model fills by itself.
+    states: the number of parts that read earlier tokens. num_layers: the number of cache layers that the model fills
+    itself.
 
     Raises:
-        ValueError: the cache has no layers, or it holds tokens that this layer does not remember.
+        ValueError: the cache has no list of layers, or already holds tokens that are missing in the memory.
     """
     if not isinstance(getattr(cache, "layers", None), list):
         raise ValueError(f"cache must be a cache with layers, such as DynamicCache, got {type(cache).__name__}")
@@ -148,7 +151,7 @@ def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = Fals
             if readouts
             else "cache: this cache was filled without the memory of this model's residual scheme"
         )
-    if cache.layer_class_to_replicate is not None:  # the cache adds a layer for every index that it has not got yet
+    if cache.layer_class_to_replicate is not None:  # the cache creates missing layers when they are indexed
         while len(cache.layers) < num_layers:
             cache.layers.append(cache.layer_class_to_replicate())
     layer = StreamLayer(states, readouts=readouts)
@@ -158,10 +161,11 @@ def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = Fals
 
 
 class CacheMemory:
-    """The memory of one part of the stream during one forward pass (`connections.Memory`).
+    """The `Memory` of one part of the stream during one forward pass.
 
-    state: of the part in the layer of the cache. padding: (batch, seq), boolean, false at padding, or None.
-    documents: (batch, seq), the number of each token's document, or None. Without a layer there are no earlier tokens.
+    layer: the `StreamLayer` of the cache; None if nothing is kept, without earlier tokens. state: the part's index in
+    this layer. padding: (batch, seq), boolean, false at padding, or None. documents: (batch, seq), the number of each
+    token's document, or None.
     """
 
     def __init__(self, layer: StreamLayer | None, state: int, padding: Tensor | None, documents: Tensor | None):
@@ -177,8 +181,8 @@ class CacheMemory:
             return x
         return self._append(x, window)[:, -(window + x.shape[1]) :]
 
-    # A running sum is kept as one row per token instead of one state that is overwritten, so that its rows can be
-    # dropped together with rejected speculative tokens.
+    # A running sum is kept as one row per token, and not overwritten, so that rows of rejected speculative tokens
+    # can be dropped.
 
     def recall(self, like: Tensor) -> Tensor | None:
         if not self.layer.has_previous_state[self.state]:
@@ -189,8 +193,8 @@ class CacheMemory:
         self._append(rows, 1)
 
     def _append(self, x: Tensor, window: int) -> Tensor:
-        """Return the earlier rows in the cache, if any, then x; the cache keeps the last `window` rows."""
-        rows = x.flatten(2).transpose(1, 2)  # it keeps (batch, channels, seq)
+        """Return the earlier rows in the cache followed by x, and keep the last `window` rows in the cache."""
+        rows = x.flatten(2).transpose(1, 2)  # the cache has (batch, channels, seq)
         extended = self.layer.update_conv_state(rows, state_idx=self.state, conv_kernel_size=window)
         return extended.transpose(1, 2).unflatten(2, x.shape[2:])
 
@@ -204,9 +208,9 @@ def memories(
     num_layers: int,
     readouts: bool = False,
 ) -> list[CacheMemory | None]:
-    """Return one memory for each part; None for those that read single tokens. Without a cache it keeps nothing.
+    """Return one memory for each part; None for parts that read single tokens. Without a cache, memories keep nothing.
 
-    num_layers, readouts: as of `make_room`. Raises ValueError as it does.
+    num_layers, readouts: as for `make_room`. Raises ValueError as `make_room` does.
     """
     looks_back = [window_of(part) > 0 for part in parts]
     if not any(looks_back):
@@ -217,13 +221,13 @@ def memories(
 
 
 def attention_mask_of(mask: Any) -> Any:
-    """Return an attention mask in the form in which a model passes it on: one of rows as booleans, others as they are.
+    """Convert a 2-D attention mask to booleans; check a 4-D mask and return it unchanged.
 
-    mask: of rows, (batch, all tokens), those in the cache too, of any form that `tokens_of` takes; or of queries and
-    keys, (batch, 1 or heads, queries, keys), boolean or added to scores.
+    mask: (batch, all tokens), including those in the cache, in any form that `tokens_of` takes; or
+    (batch, 1 or heads, queries, keys), boolean or added to scores.
 
     Raises:
-        ValueError: one of queries and keys holds the numbers 0 and 1, which attention would add to its scores.
+        ValueError: a 4-D mask consists of integers, or of the numbers 0 and 1, which attention would add to its scores.
     """
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != torch.bool:
         wrong = "attention_mask of queries and keys must be boolean or added to scores, got"
@@ -238,7 +242,8 @@ def attention_mask_of(mask: Any) -> Any:
 def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor | None) -> None:
     """Raise ValueError if parts of a stream that read earlier tokens would read across padding or documents.
 
-    mask: as from `attention_mask_of`, also by kind of layer. documents: as `documents_of` returns them.
+    mask: from `attention_mask_of`, or a mapping with one such mask for each kind of layer. documents: from
+    `documents_of`.
     """
     if documents is not None:
         for part in parts:
@@ -250,19 +255,19 @@ def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor |
 
 
 def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Tensor | None:
-    """Return the padding among the current tokens, (batch, seq), boolean and false at padding, or None without any.
+    """Return which of the current tokens are not padding, (batch, seq), boolean; None without a mask.
 
     x: (batch, seq, dim) or (batch, seq), the tokens; mask: as for `expect_told_apart`. A token that may not attend to
     itself is padding.
 
     Raises:
-        ValueError: the mask is of another kind, or it keeps a token from the one before it and no `documents` say why.
+        ValueError: the mask has another form, or it hides the previous token from a token and there are no `documents`.
     """
     mask = _of_full_attention(mask)
     batch, length = x.shape[:2]
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return of_current(mask, length, cache)
-    if mask is None or length == 1:  # generate() prepares the others, and a generated token is never padding
+    if mask is None or length == 1:  # a generated token is never padding
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -286,12 +291,12 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
 
 
 def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
-    """Return the columns of x: (batch, all tokens) that are about the `length` tokens of this call.
+    """Return the columns of x, (batch, all tokens), for the `length` tokens of this call.
 
-    They come after the tokens in the cache. More may follow, if x is as long as a cache of fixed length.
+    They follow the tokens in the cache. More columns may come after them, if x is as long as a cache of fixed length.
 
     Raises:
-        ValueError: x ends before them.
+        ValueError: x is too short.
     """
     past: Any = 0
     if cache is not None:
@@ -310,22 +315,22 @@ def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
 
 
 def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, Any], *, cached: bool) -> Tensor | None:
-    """Return the documents that are packed into the rows of a call, as consecutive numbers (batch, seq), or None.
+    """Return the document of each token, as consecutive numbers (batch, seq), or None if no documents are packed.
 
-    They are known from `seq_idx` (batch, seq) or `cu_seq_lens_q` (documents + 1,) over the flattened rows, among the
-    options of the call, or from positions (1 or batch, seq) that do not increase by one, if there is no attention mask.
-    A compiler cannot look at values: it gets numbers if there are positions and no cache, and with a cache its
-    graph raises RuntimeError for such positions.
+    Documents are described by `seq_idx` (batch, seq) or `cu_seq_lens_q` (documents + 1,) over the flattened rows, among
+    the options of the call; or, without an attention mask, by positions (1 or batch, seq) that do not increase by one.
+    A compiled graph cannot branch on values. Given positions and no cache, it always computes the numbers; with a cache
+    it raises RuntimeError for positions that do not increase by one.
 
     x: (batch, seq, dim) or (batch, seq), the tokens; cached: whether this call fills or reads a cache.
 
     Raises:
-        ValueError: shapes do not fit; two sources name other borders; there is a mask (batch, all tokens) or a cache
-            with packed documents, which attention would not know of.
+        ValueError: shapes do not fit; two sources disagree; or packed documents come with a mask (batch, all tokens) or
+            a cache, so that attention would mix them.
     """
     batch, length = x.shape[:2]
     numbers, ends = options.get("seq_idx"), options.get("cu_seq_lens_q")
-    begins: dict[str, Tensor] = {}  # where the documents of each row begin, after the first
+    begins: dict[str, Tensor] = {}  # by source: (batch, seq - 1), whether a document begins
     if isinstance(numbers, Tensor):
         begins["seq_idx"] = _rows("seq_idx", numbers, batch, length).diff() != 0
     if isinstance(ends, Tensor):
@@ -358,23 +363,23 @@ COME_WHOLE = "use_cache must be False with packed documents ({}), got a cache: t
 
 def _rows(name: str, x: Tensor, batch: int, length: int) -> Tensor:
     """Return x: (1 or batch, seq) expanded to (batch, seq)."""
-    if x.dim() != 2 or (x.shape[0] != 1 and x.shape[0] != batch) or x.shape[1] != length:  # a graph knows no `in`
+    if x.dim() != 2 or (x.shape[0] != 1 and x.shape[0] != batch) or x.shape[1] != length:  # `in` breaks a graph
         raise ValueError(f"{name} must be (1 or {batch}, {length}), got {tuple(x.shape)}")
     return x.expand(batch, length)
 
 
 def _of_full_attention(mask: Any) -> Any:
-    """Return the mask of layers with full attention, if `mask` has one for each kind of layer."""
+    """Return the mask for layers with full attention, if `mask` is a mapping with one for each kind of layer."""
     if not isinstance(mask, dict):
         return mask
     return attention_mask_of(mask.get("full_attention", next(iter(mask.values()), None)))
 
 
 def documents_apart(input_ids: Tensor, end_of_text: int | None) -> dict[str, Any]:
-    """Return the arguments that keep the documents of a row separate; none if end_of_text is None.
+    """Return the forward arguments that keep the documents of a row separate: {"position_ids": positions}, or {}.
 
-    input_ids: int64 (batch, seq). They are the positions (batch, seq), which start again at every `end_of_text`: that
-    token begins the document after it, so the first label of a document is predicted from only that token.
+    input_ids: int64 (batch, seq). Positions (batch, seq) start again at every `end_of_text`, if it is not None: this
+    token begins the next document, whose first token is therefore predicted only from it.
     """
     if end_of_text is None:
         return {}

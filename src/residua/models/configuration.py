@@ -15,16 +15,16 @@ with extra("lab"):
     from transformers import PreTrainedConfig
 
 ATTENTION = (None, "eager", "sdpa", "flex_attention")
-"""Implementations of attention that are part of transformers and torch: for others it may download code and run it."""
+"""The attention implementations in transformers and torch. For other names, transformers may download and run code."""
 
 
 def usable(config: Any, source: object) -> Any:
-    """Return the content of a configuration file without attention that is not in `ATTENTION`, and warn if it has some.
+    """Return the content of a configuration file, without an attention implementation that is not in `ATTENTION`.
 
-    The model then runs with the default attention. Pass another one to `from_pretrained`.
+    Warn if one was removed; the model then uses the default. Pass another implementation to `from_pretrained`.
 
     Raises:
-        InputError: it asks for more layers than `MOST_LAYERS`.
+        InputError: the configuration has more layers than `MOST_LAYERS`.
     """
     content = _without_attention(config, source)
     if content != config:
@@ -50,12 +50,12 @@ def _without_attention(config: Any, source: object) -> Any:
 
 
 def causal_scheme(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
-    """Resolve a connection. Raises ValueError for a scheme with which tokens would see later tokens and padding."""
+    """Resolve a connection. Raises ValueError for a scheme that lets tokens see later tokens and padding."""
     scheme = resolve(connection)
     if not scheme.causal:
         raise ValueError(
             "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so that a "
-            "token would see later ones, and padding; use context='token' or 'cumulative'"
+            "token would see later tokens and padding; use context='token' or 'cumulative'"
         )
     return scheme
 
@@ -68,15 +68,15 @@ def expect_fit(scheme: Scheme, dim: int, num_layers: int) -> None:
 
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Arguments of every configuration of transformers, which its base class does not declare."""
+"""Arguments of every configuration of transformers that its base class does not declare."""
 
 
 class ResiduaConfig(PreTrainedConfig, ModelFields):
     """Configuration of `ResiduaModel` and `ResiduaForCausalLM`: the fields of `residua.model_fields.ModelFields`.
 
-    `connection` may be a `Scheme` too; the configuration stores a mapping with all its options. None for a size that
-    may be derived stores the derived one. Raises ValueError for a value of the wrong type or out of range, TypeError
-    for an argument that nothing takes.
+    `connection` may also be a `Scheme`; the configuration stores a mapping with all its options. If a size is None, the
+    configuration stores the derived size. Raises ValueError for a value of the wrong type or out of range, TypeError
+    for an unknown argument.
     """
 
     model_type = "residua"
@@ -100,7 +100,7 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class does, with the `usable` settings only."""
+        """As in the base class, from only the `usable` settings."""
         return super().from_dict(usable(config_dict, "config.json"), **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -119,9 +119,9 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
         return scheme
 
     def _tensor_parallel_plan(self) -> dict[str, str] | None:
-        """Return how to cut the trunk: into heads and rows of the MLP. Every rank has all connections.
+        """The tensor-parallel plan of the trunk: attention by heads, the MLP by rows. Every rank has all connections.
 
-        None if keys and values are convolved: their taps are one tensor for all heads.
+        None if keys and values are convolved, because the taps are one tensor for all heads.
         """
         if self.key_value_kernel is not None:
             return None

@@ -1,12 +1,12 @@
-"""Give the scheme of a released model by its configuration in transformers, and its parameters by name.
+"""Map released models of transformers to schemes: the scheme by the configuration, and the parameters by name.
 
     scheme = dialects.scheme(model.config)
     stream = scheme.build(dim, 2 * num_layers, norm_eps=model.config.rms_norm_eps)
     dialects.load(stream, model.state_dict(), "hy_v4")
     model.load_state_dict(dialects.export(stream, "hy_v4"), strict=False)
 
-transformers keeps the parameters of a connection in the layers of a model, under its own names; here they belong to
-a `Stream`, and so do the norms before the sublayers. Names change, and the layout of a few tensors; no number does.
+transformers keeps the parameters of a connection in the layers of a model, under its own names. Here a `Stream` holds
+them, and the norms before the sublayers. Only names and the layout of a few tensors differ, never values.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ from residua.connections import (
 
 
 class Dialect(NamedTuple):
-    """The names in a Hugging Face model of the parameters of a connection, of `collapse`, and of `expand`.
+    """The names of the parameters of connections, `collapse` and `expand` in a family of transformers models.
 
-    attention, mlp: names below a layer, for the connections of even and of odd index. separate: in place of `attention`
-    if queries, keys and values have a norm each.
+    attention, mlp: names below a layer, for connections of even and of odd index. separate: used in place of
+    `attention` if queries, keys and values have a norm each.
     """
 
     scheme: Callable[[Any], Scheme]
@@ -65,7 +65,7 @@ _GATED = {f"gated.{ours}": theirs for ours, theirs in _GATED_READ.items()} | {
 
 
 def _hyper(scheme: Callable[[Any], Scheme], *, head: bool) -> Dialect:
-    """Return the dialect of a model whose connections are called attn_hc and ffn_hc; head: it reads with hc_head."""
+    """Return the dialect of a model with connections attn_hc and ffn_hc; head: whether it reads out with hc_head."""
     collapse = {ours: f"hc_head.hc_{theirs}" for ours, theirs in _HYPER.items()} if head else {}
     attention, mlp = _below("attn_hc", _HYPER), _below("ffn_hc", _HYPER)
     return Dialect(scheme, attention | _NORM_BEFORE_ATTENTION, mlp | _NORM_BEFORE_MLP, collapse)
@@ -86,7 +86,7 @@ def _inkling(config: Any) -> Scheme:
 
 
 def _single_pass(site: str) -> dict[str, str]:
-    """Return the names of DeepSeek-V4.1, whose layers hold the parameters of a connection themselves."""
+    """Return the names in DeepSeek-V4.1, where a connection's parameters belong directly to the layer."""
     return {ours: f"hc_{site}_{theirs}" for ours, theirs in _HYPER.items()} | {"norm.weight": f"{site}_norm.weight"}
 
 
@@ -164,19 +164,19 @@ DIALECTS: dict[str, Dialect] = {
 
 
 def scheme(config: Any) -> Scheme:
-    """Return the scheme of a model of transformers, with its options, from the model's configuration.
+    """Return the scheme, with its options, for the configuration of a transformers model.
 
-    Raises ValueError for a model with another residual.
+    Raises ValueError for a type of model without a dialect here.
     """
     config = getattr(config, "text_config", config)
     return _dialect(config.model_type).scheme(config)
 
 
 def names(stream: Stream, model_type: str) -> dict[str, str]:
-    """Return the name below the trunk of the model of transformers for every parameter of `stream`.
+    """Map every parameter name of `stream` to its name below the trunk of the transformers model.
 
-    stream: built by the scheme of this model, with its own norms. Raises ValueError for a parameter without a place
-    in the model.
+    stream: built by the scheme of this model, with its own norms. Raises ValueError for a parameter that the model
+    lacks.
     """
     dialect, parameters, places = _dialect(model_type), stream.state_dict(), {}
     ends = {"expand": dialect.expand, "collapse": dialect.collapse}
@@ -200,9 +200,8 @@ def names(stream: Stream, model_type: str) -> dict[str, str]:
 def load(stream: Stream, state_dict: Mapping[str, Tensor], model_type: str) -> None:
     """Load the connections of a model of transformers, and its norms before sublayers, into `stream`.
 
-    state_dict: of the whole model or of a part with the layers and the head of the connections; other names are
-    ignored. Raises ValueError if a parameter is missing or occurs below more than one trunk, RuntimeError for one of
-    another size.
+    state_dict: of the whole model, or of a part with the layers and the readout; other names are ignored. Raises
+    ValueError if a parameter is missing or occurs below more than one trunk, RuntimeError if one has another shape.
     """
     places = names(stream, model_type)
     first = next(iter(places.values()))
@@ -219,14 +218,14 @@ def load(stream: Stream, state_dict: Mapping[str, Tensor], model_type: str) -> N
 
 
 def export(stream: Stream, model_type: str, *, trunk: str = "model.") -> dict[str, Tensor]:
-    """Return the parameters of `stream` under the names and in the layout of the model of transformers.
+    """Return the parameters of `stream` with the names and in the layout of the transformers model.
 
-    trunk: the beginning of all names, "" for the trunk itself. The tensors share their memory with the stream's.
+    trunk: the prefix of all names, "" for the trunk itself. The tensors share memory with the parameters.
     """
     parameters, tensors = stream.state_dict(), {}
     for ours, theirs in names(stream, model_type).items():
         tensor = parameters[ours]
-        # (streams * dim,) there, (streams, dim) here; a single query is (dim,) there, (1, dim) here.
+        # Shapes there and here: (streams * dim,) and (streams, dim); for a single query (dim,) and (1, dim).
         flat = theirs.endswith("hc_norm.weight") or (theirs.endswith("_input.query") and tensor.shape[0] == 1)
         tensors[trunk + theirs] = tensor.flatten() if flat else tensor
     return tensors

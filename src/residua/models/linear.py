@@ -1,4 +1,4 @@
-"""The MLP, and the linear maps of attention and MLP: plain `nn.Linear`, as quantizers expect, started as ours."""
+"""The MLP, and the linear maps of attention and MLP: plain `nn.Linear`, as quantizers expect, initialised as ours."""
 
 import math
 
@@ -14,7 +14,7 @@ from residua.models.configuration import ResiduaConfig
 
 def linear(in_features: int, out_features: int, *, std: float) -> nn.Linear:
     """Return a linear map without a bias whose weights start from N(0, std^2); `initialise` draws them again."""
-    # On the meta device nn.Linear draws no numbers; it would draw weights that are not used.
+    # On the meta device nn.Linear does not draw initial weights, which would be replaced below.
     module = nn.Linear(in_features, out_features, bias=False, device="meta")
     module.weight = nn.Parameter(torch.empty(out_features, in_features))
     module.init_std = std  # type: ignore[assignment]
@@ -24,7 +24,7 @@ def linear(in_features: int, out_features: int, *, std: float) -> nn.Linear:
 
 @on_whole_tensors
 def initialise(module: nn.Module) -> None:
-    """Draw or set the start of the parameters of `module` itself, not of its submodules."""
+    """Initialise the parameters of `module` itself, not those of its submodules."""
     std, reset = getattr(module, "init_std", None), getattr(module, "reset_parameters", None)
     if isinstance(module, nn.Linear) and std is not None:
         nn.init.normal_(module.weight, std=std)
@@ -33,9 +33,9 @@ def initialise(module: nn.Module) -> None:
 
 
 def start_of(config: ModelFields, in_features: int, out_features: int, *, writes: bool = False) -> float:
-    """Return the standard deviation with which a projection starts.
+    """Return the initial standard deviation of a projection's weights.
 
-    writes: its outputs are added to the residual by two sublayers of every layer; a smaller start keeps their sum from
+    writes: whether the projection writes into the residual. Smaller weights then keep the sum of all writes from
     growing with depth.
     """
     factor, layers = config.hidden_init_std_factor, config.num_hidden_layers

@@ -1,8 +1,8 @@
 """muP (maximal update parameterisation): learning rates by width. The model applies the factor on the logits itself.
 
-Tensor Programs V, arXiv 2203.03466, table 8, for Adam: with tied embeddings, logits times base / d and an embedding
-whose initial scale and learning rate do not depend on the width d, a matrix whose rows grow with d learns with
-lr * base / d and everything else with lr. At d = base it is the standard parameterisation.
+Tensor Programs V, arXiv 2203.03466, table 8, for Adam and tied embeddings, at width d: logits are multiplied by
+base / d; the embedding's initial scale and learning rate do not depend on d; a matrix whose number of inputs grows with
+d has the learning rate lr * base / d, and everything else lr. At d = base this is the standard parameterisation.
 """
 
 import torch
@@ -16,8 +16,8 @@ def learning_rate_factors(model: ResiduaForCausalLM) -> dict[str, float]:
     """Return the factor on the learning rate under Adam for every parameter by name; all 1 without `config.mup`.
 
     The weight of a linear map gets mup_base_width / hidden_size if its number of inputs grows with hidden_size: the
-    projections of attention and MLP, and the gates and maps of a scheme that read the state. The head gets 1: the
-    factor on the logits replaces its own.
+    projections of attention and MLP, and the gates and maps of a scheme that read the state. The head gets 1, because
+    the factor on the logits has the same effect.
     """
     config = model.config
     factors = {name: 1.0 for name, _ in model.named_parameters()}

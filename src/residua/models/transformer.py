@@ -56,10 +56,9 @@ with extra("lab"):
 
 @dataclass
 class ResiduaModelOutput(BaseModelOutputWithPast):
-    """The output of every decoder, and in training the `penalty` (a scalar) of a scheme with an auxiliary loss.
+    """The usual output of a decoder, and in training the `penalty` (a scalar) of a scheme with an auxiliary loss.
 
-    states: with `output_states`, the residual state before the first and after every layer, a pytree as the scheme
-    keeps it.
+    states: with `output_states`, the residual states before the first and after every layer, pytrees of the scheme.
     """
 
     penalty: Tensor | None = None
@@ -68,7 +67,7 @@ class ResiduaModelOutput(BaseModelOutputWithPast):
 
 @dataclass
 class ResiduaCausalLMOutput(CausalLMOutputWithPast):
-    """The output of every language model; in training, `loss` includes the `penalty` of a scheme that has one.
+    """The usual output of a language model; in training, `loss` includes the `penalty` of a scheme that has one.
 
     states: as in `ResiduaModelOutput`.
     """
@@ -89,7 +88,9 @@ class Embedding(nn.Embedding):
 
 
 class Head(nn.Linear):
-    """`nn.Linear` without a bias: its weights start from N(0, std^2), and it keeps no copy of a norm's result."""
+    """`nn.Linear` without a bias. Its weights start from N(0, std^2). It does not keep its input for the backward pass
+    if a norm can compute it again.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, std: float):
         self.std = std
@@ -106,7 +107,7 @@ class Head(nn.Linear):
 class ConnectionCall:
     """The connection around a sublayer, and its memory of earlier tokens in this call of the model.
 
-    Not a tuple: hooks that move the arguments of a layer to its device must leave the connection where it is.
+    This is not a tuple, so that hooks that move a layer's arguments to its device do not move the connection.
     """
 
     connection: Connection
@@ -114,7 +115,7 @@ class ConnectionCall:
 
 
 class Layer(GradientCheckpointingLayer):
-    """The two sublayers of a layer. Their connections belong to the stream and come as arguments."""
+    """The two sublayers of a layer. Their connections belong to the stream and are passed as arguments."""
 
     def __init__(self, config: ResiduaConfig, layer_idx: int):
         super().__init__()
@@ -143,8 +144,9 @@ class Layer(GradientCheckpointingLayer):
 class Call(NamedTuple):
     """The inputs of a call of the trunk, other than the embeddings, checked and complete.
 
-    attentions: fills with the weights of each layer; None if they are not asked for. padding: (batch, seq), 0 at
-    padding and 1 at tokens; documents: (batch, seq), the number of each token's document; None without any.
+    attentions: a list that collects the attention weights of each layer; None if they are not requested. padding:
+    (batch, seq), 0 at padding and 1 at tokens, or None. documents: (batch, seq), the number of each token's document,
+    or None.
     """
 
     attention: AttentionContext
@@ -155,9 +157,9 @@ class Call(NamedTuple):
 
 
 def recomputed(checkpoint: Callable, run: Callable, state: Any, *others: Any) -> Any:
-    """Return `run(state, *others)` of a layer, which the backward pass recomputes by means of `checkpoint`."""
-    # The layer's input is kept anyway. Recomputing it would run the layer before, with weights that may be absent.
-    # Reentrant checkpointing tracks only tensors that are arguments themselves, and a state may be a pytree of them.
+    """Return `run(state, *others)` for a layer; `checkpoint` recomputes it in the backward pass."""
+    # `cut`: the layer's input is kept. Recomputing it would run the previous layer, whose weights may be offloaded.
+    # Reentrant checkpointing tracks only arguments that are tensors, and a state may be a pytree of tensors.
     return checkpoint(run, cut(state), *others, use_reentrant=False)
 
 
@@ -165,7 +167,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     config: ResiduaConfig
     config_class = ResiduaConfig
     base_model_prefix = "model"
-    starts_modules = True  # `_init_weights` lets every module start its own parameters
+    starts_modules = True  # `_init_weights` lets every module initialise its own parameters
     supports_gradient_checkpointing = True
     _no_split_modules = ["Layer"]
     _skip_keys_device_placement = ["cache", "past_key_values"]
@@ -181,8 +183,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
         super()._set_gradient_checkpointing(enable, partial(recomputed, gradient_checkpointing_func), every_n_layers)
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Every module initialises its own parameters, and only there. If some of its parameters were loaded and others
-        # were missing, the loaded ones get their values back.
+        # Every module initialises all of its own parameters. If only some were loaded, restore their loaded values.
         loaded = [p for p in module.parameters(recurse=False) if getattr(p, "_is_hf_initialized", False)]
         values = [p.detach().clone() for p in loaded]
         initialise(module)
@@ -220,15 +221,15 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def parts(self) -> list[nn.Module]:
         """All parts that may need a memory of earlier tokens: those of the stream, and convolutions of keys and values.
 
-        While an early exit drafts for assisted decoding, those of the first layers.
+        During assisted decoding with an early exit, only the parts of the layers that draft tokens.
         """
         depth = self.config.num_hidden_layers
         layers: Any = list(self.layers)[:depth] if self.config.key_value_kernel is not None else ()
-        connections = list(self.stream.connections)[: 2 * depth]  # a slice of a ModuleList is a new module
+        connections = list(self.stream.connections)[: 2 * depth]  # slicing the ModuleList itself would create a module
         return [self.stream.expand, *connections, self.stream.collapse, *(x.attention.convolution for x in layers)]
 
     def make_room(self, cache: Any) -> None:
-        """Give a new cache the layer in which parts that read earlier tokens keep them, if there are any."""
+        """Add the layer for the stream's memory to a new cache, if any part reads earlier tokens."""
         if states := sum(window_of(part) > 0 for part in self.parts):
             make_room(cache, states, self.config.num_hidden_layers)
 
@@ -249,15 +250,16 @@ class ResiduaModel(ResiduaPreTrainedModel):
     ) -> ResiduaModelOutput:
         """Run the trunk, with the interface of every decoder of transformers.
 
-        `hidden_states` are the embeddings, the readout of the state after every layer but the last, and the last
-        normalised: (batch, seq, hidden_size) each; indices instead of True choose some, and None stands for the others.
-        `output_states` asks for the states themselves. `output_attentions` needs attention that computes the weights,
-        "eager"; other kinds warn and return none. `past_key_values` is the name of `cache` before transformers 5.24.
-        Other keywords go to the attention function: those of packed documents (`PACKED` in residua.models.attention)
-        always, those of continuous batching and of serving engines (`PAGED`) together with the pages.
+        `hidden_states` are the embeddings, the readout of the state after every layer but the last, and the final
+        normalised output: (batch, seq, hidden_size) each. `output_hidden_states` may be a list of indices; None then
+        stands for the states that were not chosen. `output_states` returns the states themselves. `output_attentions`
+        needs "eager" attention; other implementations warn and return no weights. `past_key_values` is the name of
+        `cache` before transformers 5.24. Other keywords go to the attention function: those of packed documents
+        (`PACKED` in residua.models.attention) always, those of continuous batching and of serving engines (`PAGED`)
+        only together with a paged cache.
 
         Raises:
-            TypeError: a keyword that nothing takes.
+            TypeError: a keyword is unknown.
         """
         keywords = PAGED if any(name in kwargs for name in PAGES) else PACKED
         for name in kwargs:
@@ -280,7 +282,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         return self._run(embeddings, call, chosen, output_states)
 
     def _run(self, embeddings: Tensor, call: Call, chosen: set[int], output_states: bool) -> ResiduaModelOutput:
-        """Run the trunk. chosen: the indices of the hidden states to return; the others are as in `forward`."""
+        """Run the trunk. chosen: the indices of the hidden states to return; output_states: as in `forward`."""
         config = self.config
         depth = config.num_hidden_layers
         remember = partial(memories, cache=call.cache, padding=call.padding, documents=call.documents, num_layers=depth)
@@ -299,7 +301,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         for i, layer in enumerate(self.layers[:depth]):
             state, layer_penalties = layer(state, *readers[2 * i : 2 * i + 2], attention)
             penalties += layer_penalties
-            if output_states:  # or earlier ones are freed
+            if output_states:  # otherwise each state is freed as soon as possible
                 states.append(state)
             wanted = i < len(readouts) and (i + 1 in chosen or readouts[i])
             hidden = self.stream.collapse(state, readouts[i]).to(embeddings.dtype) if wanted else None
@@ -326,7 +328,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         output_attentions: bool | None,
         options: dict[str, Any],
     ) -> Call:
-        """Check the inputs of `forward` and complete them. caches: as from `cache_of`; options: the other keywords."""
+        """Check and complete the inputs of `forward`. caches: from `cache_of`; options: the remaining keywords."""
         if position_ids is not None and position_ids.dim() != 2:
             raise ValueError(f"position_ids must be (1 or batch, seq), got {tuple(position_ids.shape)}")
         cache, pages = caches
@@ -349,7 +351,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         attentions: list[Tensor] | None = [] if output_attentions else None
         if attentions is not None:
             options["output_attentions"] = True
-        if pages is not None and CACHE != "cache":  # before transformers 5.24, attention functions wrote to the pages
+        if pages is not None and CACHE != "cache":  # before 5.24, attention functions write to the pages
             options["cache"], pages = pages, None
         context = AttentionContext(
             Rotary.at(positions, self.config, embeddings.dtype),
@@ -364,7 +366,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def _expect_told_apart(
         self, mask: Tensor | None, documents: Tensor | None, options: dict[str, Any], *, looks_back: bool
     ) -> None:
-        """Raise ValueError if a part or attention would read across padding, pages or packed documents."""
+        """Raise ValueError if a part of the stream or attention would read across padding, pages or documents."""
         if looks_back:
             expect_no_pages(options)
         if looks_back or documents is not None:
@@ -387,9 +389,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
 
 
 def total_penalty(penalties: list[Tensor], padding: Tensor | None) -> Tensor | None:
-    """Return the sum of penalties, the mean over tokens of those that are (batch, seq or 1); None without any.
+    """Return the sum of the penalties, or None if there are none. Penalties (batch, seq or 1) are averaged over tokens.
 
-    padding: (batch, seq), boolean, false at padding, which does not count; None without padding.
+    padding: (batch, seq), boolean, false at padding, which does not count; or None.
     """
     if not penalties:
         return None
@@ -402,9 +404,9 @@ def total_penalty(penalties: list[Tensor], padding: Tensor | None) -> Tensor | N
 
 
 def chosen_states(request: bool | int | Iterable[int] | None, count: int) -> set[int]:
-    """Return the indices of the hidden states that `output_hidden_states` asks for, of `count`.
+    """Return the indices of the hidden states that `output_hidden_states` requests; count: how many there are.
 
-    An index may be negative; one that is out of range chooses nothing, as in transformers.
+    An index may be negative. An index out of range is ignored, as in transformers.
     """
     if request is None or isinstance(request, bool):
         return set(range(count)) if request else set()
@@ -447,19 +449,19 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Any:
         mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-        # An assistant may have drawn the id that fills a batch: after the first token, it is a token like others.
+        # An assistant may have sampled the padding id. After the first token of a row, this id is a normal token.
         return mask.cummax(1).values if generation_config.is_assistant else mask
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
         mask = model_kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2:  # positions are sums of it, and it grows by ones
+        if isinstance(mask, Tensor) and mask.dim() == 2:  # `generate` sums it for positions, and appends ones
             model_kwargs["attention_mask"] = attention_mask_of(mask).long()
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         cache, _ = cache_of(model_kwargs)
-        if cache is not None:  # layers that exist then keep the rows of drafts, which may be taken back
+        if cache is not None:  # recording concerns only existing layers
             self.model.make_room(cache)
             if generation_config.is_assistant:
                 cache.activate_past_recording()

@@ -27,14 +27,14 @@ class Adapter(ABC):
 
     scheme: the scheme of ours to compare with, all options set. An option listed in its `published` stands for every
         published version if it is at its default: your module is compared with the nearest version.
-    index: the connection of ours to compare with, or to describe in detail. The default is the third of four, because
-        the first and the last connection of some schemes lack mappings that could not have an influence there. If the
-        second sublayer of a block borrows a part from the first, our parameters include those of that part.
+    index: the index of our connection to compare with, or to describe in detail. The default is the third of four,
+        because some schemes omit mappings without influence in the first and the last connection. If the connection
+        borrows a part from an earlier one, our parameters include those of this part.
     owns_norm: whether your module contains the norm before the sublayer. With False the sublayer's input is compared
         before that norm.
     norm_eps: the eps of your norms, inside the mappings too.
     dtype: the dtype of both computations; torch.float32 if your module casts to float32 inside.
-    dim: the width of the model. num_sublayers: the number of sublayers in the stack that your module is, or is part of.
+    dim: the width of the model. num_sublayers: the number of sublayers in the whole stack.
     """
 
     scheme: Scheme
@@ -49,8 +49,8 @@ class Adapter(ABC):
     def parameters(self, ours: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the value of each parameter of your module, by the names in its `state_dict`, computed from ours.
 
-        Use operations that autograd knows, such as `.T`, `torch.cat` and slices. Our scheme lacks parameters that can
-        have no influence; return any tensor of the right shape for them.
+        Use differentiable operations, such as `.T`, `torch.cat` and slices. Our scheme omits parameters without
+        influence; if your module has them, return any tensor of the right shape.
         """
 
     def reference(self) -> Stream:
@@ -60,7 +60,7 @@ class Adapter(ABC):
 
 
 class ConnectionAdapter(Adapter):
-    """One connection around one sublayer: number `index` of a stack of ours."""
+    """Your module is one connection around one sublayer; it is compared with number `index` of our stack."""
 
     @abstractmethod
     def build(self, dim: int) -> nn.Module:
@@ -75,7 +75,7 @@ class ConnectionAdapter(Adapter):
 
 
 class StreamAdapter(Adapter):
-    """A whole stack: expansion, connections and head."""
+    """Your module is a whole stack: expansion, connections and head."""
 
     @abstractmethod
     def build(self, dim: int, num_sublayers: int) -> nn.Module:
@@ -94,7 +94,7 @@ class Ours(dict[str, Tensor]):
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module by all their names, including parts that our connections borrow."""
+    """Map all names of a module's parameters to the parameters, including parts that our connections borrow."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for path, part in _borrowed(module):
         parameters |= {f"{path}.{name}": parameter for name, parameter in part.named_parameters()}
@@ -119,10 +119,10 @@ def _borrowed(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def placed(module: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Return values, keyed by the id of the parameter or buffer that each replaces.
+    """Return `values`, keyed by the id of the parameter or buffer that each one replaces.
 
     Raises:
-        CheckFailed: the module has no such name or another shape, or one parameter with two names gets two values.
+        CheckFailed: a name is unknown, a shape differs, or one parameter with two names gets two different values.
     """
     parameters = named_parameters(module)
     places: dict[str, Tensor] = {**dict(module.named_buffers(remove_duplicate=False)), **parameters}
@@ -143,8 +143,8 @@ def placed(module: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Tensor]
 def holding(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a module compute with these values, keyed by parameter name, and restore its own values afterwards.
 
-    A parameter gets its value in every place: under each name of a module with two names, and in a borrowed part.
-    `torch.func.functional_call` does not restore the former and does not reach the latter.
+    Unlike `torch.func.functional_call`, this sets and restores a parameter under all its names, and reaches parts that
+    a connection borrows.
     """
     held = placed(module, values)
     modules = {*module.modules(), *(inner for _, part in _borrowed(module) for inner in part.modules())}
@@ -160,10 +160,10 @@ def holding(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 class Pair:
-    """Our module and the module under test, with the same parameters and the same way to call them.
+    """Our module and the module under test, with the same parameters and the same interface.
 
-    ours: values of our parameters. `reference(ours, state, sublayer)` and `candidate(ours, state, sublayer)` call ours
-    and theirs; `result(state)` is theirs without gradients.
+    ours: the values of our parameters. `reference(ours, state, sublayer)` calls our module,
+    `candidate(ours, state, sublayer)` the module under test; `result(state)` is the latter's result without gradients.
     """
 
     def __init__(self, adapter: Adapter, *, dtype: torch.dtype | None = None, scale: float = 0.3):
@@ -182,7 +182,7 @@ class Pair:
         return self.stream.connections[self.adapter.index]  # type: ignore[attr-defined]
 
     def state(self) -> Any:
-        """Return the input: an embedding for a stack, a state whose rows all differ for one connection."""
+        """Return a random input: an embedding for a stack; for a connection, a state in which all rows differ."""
         if self.whole:
             return normal(2, 6, self.adapter.dim).to(self.dtype)
         spec = self.adapter.scheme.state_spec(self.adapter.index, self.adapter.dim)
@@ -190,7 +190,7 @@ class Pair:
         return tree_map(lambda leaf: normal(2, 6, *leaf.shape, seed=next(seeds)).to(self.dtype), spec)
 
     def moved(self, state: Any) -> Any:
-        """Return the state with its entries changed by one or two units in the last place, as by rounding."""
+        """Return the state with entries changed by one or two units in the last place, like a rounding error."""
         step = torch.finfo(self.dtype).eps
         return tree_map(lambda x: x * (1 + step * normal(*x.shape, seed=60).sign().to(x)), state)
 
@@ -216,7 +216,7 @@ class Pair:
     @cached_property
     @torch.no_grad()
     def steepness(self) -> float:
-        """Return the factor, 1 or more, by which a tolerance has to be wider because our module enlarges rounding."""
+        """Return the factor >= 1 by which tolerances are widened, because our module amplifies rounding errors."""
 
         def run(ours: Mapping[str, Tensor], state: Any) -> list[Tensor]:
             sublayers, inputs = recorded(self.sublayers())
@@ -234,21 +234,21 @@ class Pair:
         )
 
     def disagreement(self, actual: Tensor, expected: Tensor) -> str | None:
-        """Return in words how two tensors disagree beyond rounding, or None if they agree."""
+        """Describe how two tensors differ beyond rounding; None if they agree."""
         if disagreement(actual, expected, dtype=self.dtype) is None:
             return None
         return disagreement(actual, expected, dtype=self.dtype, factor=self.steepness)
 
     def agree(self, actual: Tensor, expected: Tensor) -> bool:
-        """Return whether two tensors agree to rounding."""
+        """Return whether two tensors are equal up to rounding."""
         return self.disagreement(actual, expected) is None
 
 
 ROUNDINGS = 30
-"""Differences up to this many times the effect of one rounding of the state are rounding: a module rounds often."""
+"""Differences up to this multiple of the effect of rounding the state once count as rounding: a module rounds often."""
 NARROW_ROUNDINGS = 4
-"""Differences up to this many times the error of our own module are rounding in bfloat16 and float16, where the effect
-of one rounding is not small."""
+"""In bfloat16 and float16, where one rounding has a large effect, differences up to this multiple of our own module's
+error count as rounding."""
 
 
 def _largest(x: Tensor) -> float:
@@ -256,14 +256,15 @@ def _largest(x: Tensor) -> float:
 
 
 def versions(scheme: Scheme) -> list[Scheme]:
-    """Return the published versions that a scheme stands for: all values of each option in its `published` that is at
-    its default.
+    """Return the published versions that a scheme stands for.
+
+    Each option in the scheme's `published` that is at its default takes all its values.
     """
     found = [scheme]
     for option in scheme.published:
         if getattr(scheme, option) == getattr(type(scheme), option):
             values = get_args(types_of(type(scheme))[option])
-            with suppress(ValueError):  # where the other options exclude it
+            with suppress(ValueError):  # the other options may exclude this value
                 found = [replace(one, **{option: value}) for one in found for value in values]
     return found
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-# dtype: (relative to the largest expected number, absolute). float64 leaves room for a few hundred roundings, so that
-# an identity with a wrong term, or one float32 step on the way (6e-8), never passes.
+# dtype: (tolerance relative to the largest expected number, absolute tolerance). float64 leaves room for a few hundred
+# roundings, so that an identity with a wrong term, or with one step in float32 (6e-8), never passes.
 TOLERANCES = {
     torch.float64: (1e-10, 1e-12),
     torch.float32: (2e-5, 1e-6),
@@ -16,10 +16,10 @@ TOLERANCES = {
 def assert_close(
     actual: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None, factor: float = 1.0, what: str = ""
 ) -> None:
-    """Require equal shapes and finite numbers whose largest difference is within the row of `dtype`.
+    """Raise AssertionError unless shapes are equal, and numbers finite and within the tolerance of `dtype`.
 
-    dtype: None for the dtype of `actual`. factor: widens the row for a problem that is itself ill-conditioned; say why
-    at the call. what: the beginning of the message. Raises AssertionError.
+    dtype: None for the dtype of `actual`. factor: widens the tolerance if the problem itself is ill-conditioned; say
+    why at the call. what: the beginning of the message.
     """
     wrong = disagreement(actual, expected, dtype=dtype, factor=factor)
     if wrong is not None:
@@ -34,7 +34,7 @@ def agree(actual: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None,
 def disagreement(
     actual: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None, factor: float = 1.0
 ) -> str | None:
-    """Return in words how two tensors disagree, or None if they agree."""
+    """Describe how two tensors disagree; None if they agree."""
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if not expected.numel():

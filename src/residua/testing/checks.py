@@ -1,4 +1,4 @@
-"""Checks that name the mistake, and a report of all of them."""
+"""Run checks by name, and report their outcomes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 CheckFunction = Callable[[Any], None]
 
 SPECIFICATION = "1.2"
-"""The version of the requirements. It rises with every check that is new or stricter."""
+"""The version of the requirements; it increases whenever a check is added or made stricter."""
 
 
 class CheckFailed(AssertionError):
@@ -41,9 +41,9 @@ def equal(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of several checks by name: `failed`, `failed_as_expected` and `not_checked` with the reasons.
+    """The outcomes of several checks: `failed`, `failed_as_expected` and `not_checked` map names to reasons.
 
-    subject: the subject of the checks, in words.
+    subject: the thing that was checked, in words.
     """
 
     passed: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Report:
 
 
 def seeded(check: CheckFunction) -> CheckFunction:
-    """Return the check with its own seed, without a change to the caller's random numbers."""
+    """Wrap a check: it runs with its own random seed, and restores the caller's random state."""
 
     @wraps(check)
     def run_seeded(subject: Any) -> None:
@@ -80,7 +80,7 @@ def seeded(check: CheckFunction) -> CheckFunction:
 
 
 class Suite(dict[str, CheckFunction]):
-    """Checks by name, in order. The decorator `add` adds one, which draws the same numbers in every run."""
+    """Checks by name, in order. The decorator `add` adds a check, which draws the same random numbers in every run."""
 
     def add(self, check: CheckFunction) -> CheckFunction:
         self[check.__name__] = seeded(check)
@@ -88,7 +88,7 @@ class Suite(dict[str, CheckFunction]):
 
 
 def expect_names(expected_failures: Mapping[str, str], checks: Mapping[str, CheckFunction]) -> None:
-    """Raise ValueError for an expected failure of a check that does not exist."""
+    """Raise ValueError if `expected_failures` names a check that does not exist."""
     for name in expected_failures:
         if name not in checks:
             raise ValueError(f"expected_failures must name checks, {', '.join(checks)}, got {name!r}")
@@ -99,7 +99,8 @@ def run(
 ) -> Report:
     """Run every check on `subject` and return the report. An error of the code under test fails its check.
 
-    expected_failures: reasons by check. If one of these checks passes, it counts as failed: the list is out of date.
+    expected_failures: the reason for each check that should fail. If such a check passes, it counts as failed, because
+    the list is out of date.
     """
     report, expected = Report(), expected_failures or {}
     for name, check in checks.items():
@@ -121,7 +122,7 @@ def run(
 
 
 def require(report: Report, title: str) -> Report:
-    """Return the report; raise CheckFailed with one line for each reason if checks failed."""
+    """Return the report, or raise CheckFailed, with one line per reason, if any check failed."""
     if report.failed:
         total = len(report.failed) + len(report.passed)
         lines = [f"{title}: {len(report.failed)} of {total} checks failed (specification {SPECIFICATION})"]

@@ -1,10 +1,10 @@
-"""The contract of a scheme, on which every caller that knows only `read` and `write` relies.
+"""The contract of a scheme: the properties on which callers that know only `read` and `write` rely.
 
     from residua.testing import check_scheme
     check_scheme(MyScheme())
 
-Each function is one check of one scheme: it returns, or raises AssertionError with the mistake. Parameters are
-perturbed, because a gate that starts at zero hides mistakes in its factor.
+Each check is a function of a scheme: it returns, or raises AssertionError with the mistake. Parameters are perturbed,
+because a gate that starts at zero hides mistakes in its factor.
 """
 
 import warnings
@@ -54,11 +54,11 @@ def checks(*, compiled: bool = False) -> dict[str, CheckFunction]:
 def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
     """Check that `scheme` keeps the contract of `residua.Scheme`, and return the report.
 
-    Also check schemes with other options than the defaults: a check sees only the parts that the options switch on.
+    Also check your scheme with options other than the defaults: a check covers only the parts that these options use.
     compiled: also check under torch.compile, which takes a minute.
 
     Raises:
-        TypeError: `scheme` is not an instance of a Scheme.
+        TypeError: `scheme` is not an instance of `residua.Scheme`.
         AssertionError: checks failed; the message has a line for each reason.
     """
     if not isinstance(scheme, Scheme):
@@ -67,9 +67,9 @@ def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
 
 
 def build(scheme: Scheme, dtype: torch.dtype = torch.float64, *, dim: int = DIM, count: int = SUBLAYERS) -> Stream:
-    """Return the perturbed stream of a scheme, in evaluation mode, because randomness in training is not checked."""
+    """Build the stream of a scheme with perturbed parameters, in evaluation mode (training may be random)."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning about gates in bfloat16, which are intended here
+        warnings.simplefilter("ignore")  # gates in bfloat16 are intended here, and would warn
         return perturbed(scheme.build(dim, count)).to(dtype).eval()
 
 
@@ -79,14 +79,14 @@ def outputs(stream: Stream, x: Tensor) -> Tensor:
 
 
 def matches(state: Any, spec: Any, batch: tuple[int, ...]) -> bool:
-    """Return whether a state has the structure and shapes that its scheme describes."""
+    """Return whether a state has the structure of `spec` and the leading axes `batch`."""
     specs, structure = tree_flatten(spec)
     leaves, built = tree_flatten(state)
     return structure == built and [(*batch, *leaf.shape) for leaf in specs] == [tuple(leaf.shape) for leaf in leaves]
 
 
 def expect_causal(scheme: Scheme) -> None:
-    """Raise NotChecked for a scheme that sees later tokens, whose sequences never come in pieces."""
+    """Raise NotChecked for a scheme that sees later tokens, because its sequences never arrive in pieces."""
     if not scheme.causal:
         raise NotChecked("the scheme says that it is not causal")
 
@@ -142,7 +142,7 @@ def declares_itself(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def shapes(scheme: Scheme) -> None:
-    """States are as `state_spec` describes them; inputs of a sublayer and the readout are (batch, seq, dim)."""
+    """States have the shapes in `state_spec`; the inputs of a sublayer and the readout are (batch, seq, dim)."""
     stream = build(scheme)
     x = normal(2, 5, DIM)
     expect(len(stream.connections) == SUBLAYERS, f"{len(stream.connections)} connections for {SUBLAYERS} sublayers")
@@ -167,7 +167,7 @@ def shapes(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def any_number_of_sublayers(scheme: Scheme) -> None:
-    """A stack of one sublayer, or of an odd number, computes numbers, and every state is as described."""
+    """A stack of one sublayer, or of an odd number, computes finite numbers, and states are as in `state_spec`."""
     for count in (1, 3):
         stream = build(scheme, count=count)
         state = stream.expand(normal(2, 5, DIM))
@@ -193,7 +193,7 @@ def shapes_without_numbers(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def the_norm_is_the_one_given(scheme: Scheme) -> None:
-    """`build(..., norm=...)` gives sublayer i its norm: the outputs change if the gain of that norm changes."""
+    """Sublayer i uses `norm(i)` of `build(..., norm=norm)`: the outputs change if the gain of this norm changes."""
     norms = [perturbed(nn.RMSNorm(DIM, eps=1e-5)) for _ in range(SUBLAYERS)]
     stream = perturbed(scheme.build(DIM, SUBLAYERS, norm=norms.__getitem__)).double().eval()
     before = outputs(stream, normal(2, 5, DIM))
@@ -258,7 +258,7 @@ def telemetry_has_its_shapes(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def forward_writes_nothing_to_self(scheme: Scheme) -> None:
-    """State on a module breaks compilation, checkpointing, threads and two passes in flight."""
+    """`forward` stores nothing on modules: stored state breaks compilation, checkpointing, and concurrent passes."""
     stream = build(scheme).train()
 
     def snapshot() -> dict[str, tuple[Any, int]]:
@@ -280,7 +280,7 @@ def forward_writes_nothing_to_self(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def modules_register_what_they_learn(scheme: Scheme) -> None:
-    """A module in a list, or a tensor that is not a Parameter, is not trained, moved or saved."""
+    """All modules and tensors are registered; a module in a list, or a plain tensor, is not trained, moved or saved."""
     stream = build(scheme)
     registered = {*map(id, stream.modules()), *map(id, stream.parameters())}
     hidden = [
@@ -332,7 +332,7 @@ def batch_entries_do_not_mix(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def streaming_equals_the_full_pass(scheme: Scheme) -> None:
-    """A sequence in pieces gives the same numbers as the whole, even if the pieces are shorter than every kernel."""
+    """A sequence in pieces gives the same numbers as in one call, even if the pieces are shorter than any kernel."""
     expect_causal(scheme)
     stream = build(scheme)
     x = normal(2, 7, DIM)
@@ -365,7 +365,7 @@ def padding_changes_no_token(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
-    """Padded rows in pieces give the same numbers as without padding: padding in a memory is not a token."""
+    """Padded rows in pieces give the same numbers as without padding, so padding in a memory is not a token."""
     expect_causal(scheme)
     stream = build(scheme)
     sublayers = bare_sublayers(DIM, SUBLAYERS)
@@ -440,7 +440,7 @@ class OnlyFloat64(TorchDispatchMode):
 
 @CONTRACT.add
 def float64_from_end_to_end(scheme: Scheme) -> None:
-    """A float64 stream computes in float64 throughout: one float32 step costs nine digits."""
+    """A float64 stream computes in float64 throughout, because one float32 step would cost nine digits."""
     stream = build(scheme)
     x = normal(2, 5, DIM).requires_grad_()
     with OnlyFloat64():
@@ -485,7 +485,7 @@ def autocast_leaves_the_coefficients_in_float32(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def every_parameter_matters_and_gets_a_gradient(scheme: Scheme) -> None:
-    """Every parameter changes the output by more than rounding noise, which a cancelled influence does not exceed."""
+    """Every parameter has a gradient other than 0, and changes the output by more than rounding noise."""
     stream = build(scheme)
     x = normal(2, 6, DIM)
     weights = normal(2, 6, DIM, seed=3)
@@ -522,7 +522,7 @@ def gradients_are_those_of_finite_differences(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def gradient_checkpointing_changes_no_bit(scheme: Scheme) -> None:
-    """A connection and its sublayer are recomputed in the backward pass: the gradients are equal to the last bit."""
+    """If a connection and its sublayer are recomputed in the backward pass, gradients are equal to the last bit."""
     stream = build(scheme, torch.float32)
     x = normal(2, 5, DIM, dtype=torch.float32).requires_grad_()
     leaves = [x, *stream.parameters()]
@@ -549,7 +549,7 @@ def a_sublayer_must_return_a_tensor_of_its_inputs_shape(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
-    """The state keeps its dtype if the parameters have another, as with a float32 stream in a bfloat16 model."""
+    """The state keeps its dtype if parameters have another one, as a float32 stream does in a bfloat16 model."""
     start = build(scheme).expand(normal(2, 5, DIM))
     for weights, dtype in [(torch.float64, torch.float32), (torch.float32, torch.float64)]:
         state = tree_map(lambda leaf: leaf.to(dtype), start)  # noqa: B023
@@ -560,9 +560,9 @@ def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def modules_initialise_themselves(scheme: Scheme) -> None:
-    """`reset_parameters` of the modules draws every parameter, as a model needs that was made on the meta device.
+    """`reset_parameters` of the modules initialises every parameter, for models that are made on the meta device.
 
-    It also fills every buffer that is not saved: nothing else fills these buffers when a saved model is loaded.
+    It also fills every buffer that is not saved, because loading a saved model does not fill these.
     """
 
     def contents(stream: Stream) -> dict[str, Tensor]:
@@ -590,7 +590,7 @@ def modules_initialise_themselves(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def preserving_is_the_plain_residual(scheme: Scheme) -> None:
-    """The start that `preserving` gives computes the plain residual, whatever the norms are.
+    """A stream of the scheme from `preserving` computes the plain residual at the start, for any norms.
 
     The norms here are LayerNorms with random gains and biases, as in a pretrained model, and with an eps that matters.
     If a sublayer takes three inputs, the plain residual passes it the same input three times.

@@ -1,7 +1,7 @@
-"""Explain why a module disagrees: make each known mistake in our module until the two agree.
+"""Explain why a module disagrees: put each known mistake into our module until the two agree.
 
-A mistake is named only if the module agrees with it, to rounding. Otherwise the message names the first part that
-differs.
+A mistake is reported only if our module with this mistake agrees with yours, up to rounding. Otherwise the message
+names the first part that differs.
 """
 
 import re
@@ -30,7 +30,7 @@ Calls = list[tuple[Tensor, ...]]
 
 
 class PartGap(NamedTuple):
-    """A part that differs without a known mistake that explains it, and the size of the difference."""
+    """A part that differs although no known mistake explains it, and the size of the difference."""
 
     part: str
     gap: str
@@ -47,7 +47,7 @@ def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expec
     """
 
     def agrees(part: nn.Module, ours: dict[str, Tensor]) -> bool:
-        """Return whether the changed version of ours agrees with theirs; False if the change has no effect."""
+        """Return whether our changed module agrees with theirs; False if the change has no effect."""
         sublayers, inputs = recorded(pair.sublayers())
         variant = tensors([pair.reference(ours, tree_map(torch.clone, state), sublayers, part), inputs])
         right, wrong = (tensors(tree) for tree in ([reference, expected], [result, actual]))
@@ -81,7 +81,7 @@ def in_words(findings: Findings) -> str:
 
 
 def _variant(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool]) -> str | None:
-    """Return the option of our scheme, or the parts of our parameters in another order, that explain all results."""
+    """Return, in words, the option of our scheme or the swap of our parameters that explains all results, or None."""
     for words, adapter in _other_adapters(pair.adapter):
         try:
             stream = adapter.reference().to(pair.dtype)
@@ -89,7 +89,7 @@ def _variant(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool])
             shapes = {name: parameter.shape for name, parameter in named_once(part).items()}
             if shapes == {name: x.shape for name, x in pair.ours.items()} and agrees(part, pair.ours):
                 return words
-        except Exception:  # this width or this machine excludes the option
+        except Exception:  # the width or the machine may exclude the option
             continue
     for words, ours in _swaps(pair):
         if agrees(pair.part, ours):
@@ -98,7 +98,10 @@ def _variant(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool])
 
 
 def _other_adapters(adapter: Adapter) -> Iterator[tuple[str, Adapter]]:
-    """Yield the adapter with another eps, or another value of each option: all choices, or those of a lost factor."""
+    """Yield the adapter with another eps or option, and the difference in words.
+
+    An option takes all its choices; a number takes the values that a module without this factor would have.
+    """
     for eps in {0.0, 1e-8, torch.finfo(torch.float32).eps, 1e-6, 1e-5, 1e-3} - {adapter.norm_eps}:
         yield (
             f"agrees with norm_eps={eps:.3g}, the adapter says {adapter.norm_eps:.3g}",
@@ -124,7 +127,7 @@ def _other_adapters(adapter: Adapter) -> Iterator[tuple[str, Adapter]]:
 
 
 def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield our parameters with two scales exchanged, or with the rows of H_pre and H_post."""
+    """Yield our parameters with two scales exchanged, or with the rows of H_pre and H_post exchanged."""
     for name, value in pair.ours.items():
         if value.dim() == 1 and 2 <= len(value) <= 3:
             for i, j in combinations(range(len(value)), 2):
@@ -147,7 +150,7 @@ def _swaps(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def _reordered(pair: Pair, order: list[int]) -> dict[str, Tensor]:
-    """Return our parameters with a row for each logit of H_pre, H_post and H_res, with these rows in another order."""
+    """Return our parameters after reordering the rows for the logits of H_pre, H_post and H_res."""
     return {name: value[order] for name, value in pair.ours.items() if value.shape[:1] == (len(order),)}
 
 
@@ -163,7 +166,7 @@ def _constants(pair: Pair) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
 
 def _left_out(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool]) -> str | None:
-    """Return the norm inside our module that has to be left out for agreement; None if there is none."""
+    """Return the norm in our module without which the modules agree, in words; None if there is none."""
     for kind, modules in _kinds(pair.part).items():
         hook = next((hook for norm, hook in WITHOUT_NORM.items() if isinstance(modules[0], norm)), None)
         if hook is None:
@@ -177,7 +180,7 @@ def _left_out(pair: Pair, agrees: Callable[[nn.Module, dict[str, Tensor]], bool]
 
 
 def _kinds(part: nn.Module) -> dict[str, list[nn.Module]]:
-    """Return the modules inside a connection or a stack by path; a module of all connections has one path."""
+    """Map paths to the modules inside a connection or a stack; the same module in all connections has one path."""
     kinds: dict[str, list[nn.Module]] = {}
     for path, module in part.named_modules():
         kinds.setdefault(re.sub(r"^connections(\.\d+)?\.?", "", path), []).append(module)
@@ -185,12 +188,12 @@ def _kinds(part: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _bare_gain(norm: RMSNorm, inputs: tuple, output: Tensor) -> Tensor:
-    """Return the input of an RMSNorm with its gain."""
+    """Hook: return the input of an RMSNorm times its gain, without normalising."""
     return (inputs[0] if norm.weight is None else inputs[0] * norm.weight).to(output.dtype)
 
 
 def _bare_logits(mappings: StreamLogits, inputs: tuple, logits: list[Tensor]) -> list[Tensor]:
-    """Return the logits of streams that are not normalised."""
+    """Hook: return the logits of the streams without normalising them."""
     factor = (inputs[0].square().mean((-2, -1)).unsqueeze(-1) + mappings.eps).sqrt()
     return [bias + (z - bias) * factor for z, bias in zip(logits, mappings.bias.split(mappings.sizes))]
 
@@ -245,7 +248,7 @@ def _head(pair: Pair, state: Any, result: Tensor) -> str | None:
 
 
 def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Yield stacks that make one mistake each: the mistake in words, and the stack as a function of the embedding."""
+    """Yield stacks with one mistake each: the mistake in words, and the stack as a function of the embedding."""
     stream = pair.stream
 
     def run(write: Callable[[Connection, Any, Any, Tensor], Any] | None, every: int | None = None):
@@ -274,7 +277,7 @@ def _mistaken_stacks(pair: Pair) -> Iterator[tuple[str, Callable[[Tensor], Tenso
 
 
 def _mistakes_of_all(pair: Pair) -> list[str]:
-    """Return the mistakes in words that every connection of a stack can make in its write."""
+    """Return, in words, the mistakes in the write that are possible in every connection of a stack."""
     states = _states(pair, pair.state())
     words: list[dict[str, Tensor]] = []
     for connection, sublayer, state in zip(pair.stream.connections, pair.sublayers(), states):
@@ -284,7 +287,7 @@ def _mistakes_of_all(pair: Pair) -> list[str]:
 
 
 def _mistaken_writes(pair: Pair, connection: Connection, state: Any, carry: Any, y: Tensor) -> dict[str, Tensor]:
-    """Return the states after our write with one mistake each; none if the shortcut does not describe the write."""
+    """Map mistakes to the state after our write with this mistake; {} if the shortcut does not describe the write."""
     shortcut, after = connection.shortcut(state, carry, y), connection.write(y, carry)
     if _is_mixing(shortcut, state):
         wide = shortcut, *(x.to(shortcut.h_res.dtype) for x in (state, y))  # gates may be wider than a state
@@ -333,7 +336,7 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
     wrong: Findings = []
     if not _close(pair, actual[0], expected[0]):
         wrong.append(_read(pair, connection, state, actual[0], expected[0]))
-    # With sublayers that return the same for every input, only the write can differ.
+    # If sublayers return the same for every input, only the write can differ.
     after, still, truth, fixed = (
         call(pair.ours, state, lambda *_, value=value: value)
         for value, call in (
@@ -353,13 +356,13 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
             wrong.append(Delta(pair, connection, state, carry, y, shortcut).finding(after, fixed))
         else:
             wrong.append(PartGap("the write", _gap(pair, after, fixed)))
-    if not wrong:  # only together
+    if not wrong:  # each part is right, only the whole is wrong
         wrong.append(PartGap("the state", _gap(pair, result, reference)))
     return wrong
 
 
 def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -> Findings:
-    """Describe the mistake of a module in H_res X, its result if nothing is written."""
+    """Describe the mistake of a module in H_res X, which is its result if nothing is written."""
     if pair.agree(still, truth):
         return []
     nothing = torch.zeros_like(state[..., 0, :])
@@ -382,7 +385,7 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
             return ["Sinkhorn divides in the other order: the sums that ours divides by first are exact"]
         if pair.agree(still, turned @ state):
             return ["the logits of H_res are transposed, before Sinkhorn"]
-    # With as many features as streams or more, the matrix itself can be measured: H X = result.
+    # With at least as many features as streams, the matrix can be computed from H X = result.
     measured = torch.linalg.lstsq(state.mT, still.mT).solution.mT
     if state.shape[-1] < state.shape[-2] or not pair.agree(measured @ state, still):
         return [PartGap("the mixing of the streams", _gap(pair, still, truth))]
@@ -494,10 +497,10 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
 
 
 class Delta:
-    """The delta write X + beta k (v^T - k^T X) of one of our connections, in terms of which another is measured.
+    """The delta write X + beta k (v^T - k^T X) of one of our connections, to compare another write with.
 
-    wide: the state (batch, seq, rows, dim); gate: beta with an axis for the rows. The axes of k: (batch, seq, dim), and
-    of v and the readout k^T X: (batch, seq, rows), are those of `RankOne`.
+    wide: the state (batch, seq, rows, dim); gate: beta with an axis for the rows; k: (batch, seq, dim); v and the
+    readout k^T X: (batch, seq, rows), as in `RankOne`.
     """
 
     def __init__(self, pair: Pair, connection: Connection, state: Tensor, carry: Any, y: Tensor, shortcut: RankOne):
@@ -511,7 +514,7 @@ class Delta:
         return self.v is not None and self.pair.agree(self.moved(self.gate * (self.v - self.readout)), after)
 
     def moved(self, step: Tensor, direction: Tensor | None = None) -> Tensor:
-        """Return the state after a step: (batch, seq, rows) along k, or along another direction."""
+        """Return the state after a step of size `step`, (batch, seq, rows), along k or along another direction."""
         direction = self.k if direction is None else direction
         return (self.wide + step.unsqueeze(-1) * direction.unsqueeze(-2)).view_as(self.state)
 
@@ -520,7 +523,7 @@ class Delta:
         return self.moved(self.gate * (self.v - (self.wide * direction.unsqueeze(-2)).sum(-1)), direction)
 
     def finding(self, after: Tensor, reference: Tensor) -> str | PartGap:
-        """Describe the mistake of a module, given its state after the write, `after`, and ours, `reference`."""
+        """Describe the mistake of a module. after: its state after the write; reference: ours."""
         gap = _gap(self.pair, after, reference)
         if not self.describes(reference):
             return PartGap("the write", _gap(self.pair, after - self.state, reference - self.state))
@@ -534,7 +537,7 @@ class Delta:
         return next((words for words, other in self.mistakes().items() if self.pair.agree(after, other)), None)
 
     def measured(self, step: Tensor) -> str | None:
-        """Fit step = a beta v - b beta k^T X by least squares, and return a and b in words; None without a fit."""
+        """Fit step = a beta v - b beta k^T X by least squares, and describe a and b; None if the fit is not exact."""
         parts = torch.stack([(self.gate * part).expand_as(step).flatten() for part in (self.v, -self.readout)], -1)
         a, b = torch.linalg.lstsq(parts, step.flatten().unsqueeze(-1)).solution.flatten().tolist()
         if not self.pair.agree((parts @ parts.new_tensor([a, b])).view_as(step), step):
@@ -569,14 +572,14 @@ class Delta:
         known |= {words: self.along(k) for words, k in self.directions(raw).items()}
         for source, x in self.inputs().items():
             for symbol, part in (("v", "value"), ("beta", "beta")):
-                with suppress(Exception):  # a connection without this part, or of another width
+                with suppress(Exception):  # the connection may lack this part, or have another width
                     value = getattr(self.connection, part)(x)
                     other = gate * (value - readout) if symbol == "v" else value.unsqueeze(-1) * (v - readout)
                     known[f"{symbol} is computed from {source}"] = self.moved(other)
         return known
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the possible inputs of a gate or a value, in words."""
+        """Map words to the possible inputs of a gate or a value."""
         seen: list[Tensor] = []
         norm = getattr(self.connection, "norm", nn.Identity())
         with norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
@@ -585,12 +588,12 @@ class Delta:
         return inputs | ({"x_in, without the norm": seen[0]} if seen else {})
 
     def raw(self) -> Tensor:
-        """Return the direction before its norm: that of the carry, or the sublayer's output."""
+        """Return the direction before normalisation, from the carry or from the sublayer's output."""
         raw = getattr(self.carry.coefficients, "k", None)
         return self.y if raw is None else raw
 
     def directions(self, raw: Tensor) -> dict[str, Tensor]:
-        """Return the directions that result from other normalisations, keyed by the mistake in words."""
+        """Map mistakes, in words, to the directions that wrong normalisations give."""
         centred = raw - raw.mean(-1, keepdim=True)
         return {
             "k is not normalised": raw,
@@ -605,11 +608,11 @@ class Delta:
 
 
 FACTORS = ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (-1.0, -1.0), (1.0, -1.0), (-1.0, 1.0), (2.0, 1.0), (1.0, 2.0))
-"""Factors on the written and the erased part, to try on stacks, in which the factors cannot be measured."""
+"""Factors on the written and the erased part to try for stacks, where they cannot be computed."""
 
 
 def _factors(a: float, b: float, dim: int) -> str:
-    """Return in words why a delta write is a beta v - b beta k^T X."""
+    """Explain in words the factors a and b in the delta write a beta v - b beta k^T X."""
 
     def near(x: float, y: float) -> bool:
         return abs(x - y) <= 1e-4 * max(abs(x), abs(y), 1e-2)
@@ -640,7 +643,7 @@ def _roots(dim: int) -> dict[str, float]:
 
 
 class Detached(nn.Module):
-    """Our connection, or our stack, with one coefficient detached; "y" is the sublayer's output."""
+    """Our connection or stack with one coefficient detached from autograd; "y" means the sublayer's output."""
 
     def __init__(self, part: nn.Module, symbol: str):
         super().__init__()
@@ -665,7 +668,10 @@ class Detached(nn.Module):
 
 
 def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
-    """Name the part whose detachment explains all gradients; None if there is none. agrees: compares the gradients."""
+    """Return, in words, the part that is detached in the module, if this explains all gradients; otherwise None.
+
+    agrees: a function from a changed version of our module to whether its gradients are theirs.
+    """
     with torch.no_grad():
         state = _states(pair, normal(1, 2, pair.adapter.dim).to(pair.dtype))[pair.adapter.index]
         coefficients = pair.connection.read(state)[1].coefficients
@@ -696,7 +702,7 @@ def _detached_inputs(module: nn.Module, inputs: tuple) -> tuple:
 
 
 def _alike(state: Any) -> bool:
-    """Return whether all tensors of a state have one shape, as sources have."""
+    """Return whether all tensors of a state have the same shape, as sources do."""
     return len({leaf.shape for leaf in tensors(state)}) == 1
 
 
@@ -705,7 +711,7 @@ def _close(pair: Pair, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 
 
 def _gap(pair: Pair, result: Any, reference: Any) -> str:
-    """Describe the difference of two states in the first tensor that differs."""
+    """Describe the difference of two states by the first tensor that differs."""
     for a, b in zip(tensors(result), tensors(reference)):
         gap = pair.disagreement(a, b)
         if gap:
@@ -715,7 +721,7 @@ def _gap(pair: Pair, result: Any, reference: Any) -> str:
 
 
 def dtype_hint(pair: Pair, result: Any, reference: Any) -> str:
-    """Return the advice for a module that agrees to float32 precision, "" for any other module."""
+    """Return a hint about dtypes if the modules agree to float32 precision, otherwise ""."""
     close = pair.dtype == torch.float64 and all(
         agree(a, b, dtype=torch.float32, factor=0.1) for a, b in zip(tensors(result), tensors(reference))
     )

@@ -15,8 +15,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 def perturbed(module: nn.Module, *, scale: float = 0.3, seed: int = 1) -> nn.Module:
     """Add noise to every parameter of `module` and return it.
 
-    Gates whose weights are zero, filters that are the identity and norms whose gains are one hide mistakes in what they
-    multiply.
+    Zero weights of gates, identity filters and unit gains would hide mistakes in the terms that they multiply.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -27,9 +26,9 @@ def perturbed(module: nn.Module, *, scale: float = 0.3, seed: int = 1) -> nn.Mod
 
 
 def bare_sublayers(dim: int, count: int) -> list[Callable[..., Tensor]]:
-    """Return sublayers without parameters to train, pointwise in the tokens: x -> tanh(x W).
+    """Return `count` sublayers without trainable parameters, pointwise in the tokens: x -> tanh(x W).
 
-    With several inputs it adds tanh(x_i W_i), with another W_i for each.
+    A sublayer with several inputs returns the sum of tanh(x_i W_i).
     """
     return [_Bare(normal(dim, dim, seed=5 + i) / dim**0.5) for i in range(count)]
 

@@ -1,6 +1,6 @@
 """Check your module against a scheme of this library. docs/testing.md has adapters for modules of several packages.
 
-Your parameters are computed from ours by the adapter, so gradients are compared in our names, through your layout.
+The adapter computes your parameters from ours, so gradients with respect to our parameters can be compared.
 """
 
 import math
@@ -57,8 +57,8 @@ def check_module(
 ) -> Report:
     """Check that a module computes the same as one of our schemes, and return the report.
 
-    The two are compared with random parameters and with streams that differ: equal streams hide a transposed mixer. If
-    a scheme has several published versions, the one nearest to the module is used; the report names it.
+    The two are compared with random parameters and different streams, because equal streams hide a transposed mixing
+    matrix. If a scheme has several published versions, the one nearest to the module is used; the report names it.
 
     compiled: also check your module under torch.compile.
     expected_failures: the reason for each check that fails today; it is an error if one of these checks passes.
@@ -107,8 +107,8 @@ def _of_nearest(check: CheckFunction) -> CheckFunction:
 def nearest(adapter: Adapter) -> Adapter:
     """Return the adapter with the published version of its scheme that is nearest to its module.
 
-    A version is nearer if the module agrees with it, or if known mistakes explain more of the difference, or else if
-    the results are closer. If the module cannot be called, the scheme stays unchanged and the checks say why.
+    A version is nearer if fewer differences are left unexplained by known mistakes, and among equals if the results are
+    closer. If the module cannot be called, the scheme stays unchanged, and the checks report the error.
     """
     candidates = versions(adapter.scheme)
     if len(candidates) == 1:
@@ -131,7 +131,7 @@ def _gap(compared: "PairedPass") -> tuple[int, float]:
 
 @CHECKS.add
 def parameters(adapter: Adapter) -> None:
-    """The adapter gives every parameter a value of the right shape, uses all of ours, and nothing is frozen."""
+    """The adapter gives each of your parameters a value of the right shape, uses all of ours, and none is frozen."""
     pair = Pair(adapter)
     theirs = adapter.parameters(pair.ours)
     given = placed(pair.module, theirs)
@@ -142,7 +142,7 @@ def parameters(adapter: Adapter) -> None:
         expect(trained or not value.requires_grad, f"{name} is {frozen}: it stays frozen at its initial value")
     missing = sorted(name for name, parameter in named_once(pair.module).items() if id(parameter) not in given)
     expect(not missing, f"parameters(): no value for {', '.join(missing)}, which would keep the initial values")
-    start = torch.zeros((), requires_grad=True)  # there is a gradient, even of nothing else
+    start = torch.zeros((), requires_grad=True)  # so that backward works even if nothing else needs a gradient
     total = sum((value.sum() for value in theirs.values() if value.requires_grad), start)
     _, *grads = torch.autograd.grad(total, [start, *pair.ours.values()], allow_unused=True)
     unused = [name for name, grad in zip(pair.ours, grads) if grad is None]
@@ -151,10 +151,10 @@ def parameters(adapter: Adapter) -> None:
 
 @contextmanager
 def _uninitialised_memory_is_nan():
-    """Let torch.empty return NaN, so that a check sees a parameter without initialisation."""
+    """In this context torch.empty returns NaN, which shows parameters that were never initialised."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills memory, as torch.utils.deterministic says
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised memory (torch.utils.deterministic)
     try:
         yield
     finally:
@@ -163,7 +163,7 @@ def _uninitialised_memory_is_nan():
 
 @CHECKS.add
 def initial_values(adapter: Adapter) -> None:
-    """A fresh module starts as the scheme does: the same constants, draws of the same spread, nothing uninitialised."""
+    """A new module starts as the scheme does: equal constants, draws of equal spread, nothing uninitialised."""
     with _uninitialised_memory_is_nan():
         fresh = built(adapter)
     lost = [name for name, p in named_once(fresh).items() if not p.isfinite().all()]
@@ -179,7 +179,7 @@ def initial_values(adapter: Adapter) -> None:
     with torch.no_grad():
         for name, expected in drawn[0].items():
             if name not in parameters or not expected.requires_grad:
-                continue  # a value of the adapter's choice, without influence
+                continue  # a parameter without influence, for which the adapter may return anything
             value, expected, other = (x.detach().double() for x in (parameters[name], expected, drawn[1][name]))
             fixed = expected == other
             if fixed.any() and not agree(value[fixed], expected[fixed], dtype=torch.float32):
@@ -196,11 +196,11 @@ def initial_values(adapter: Adapter) -> None:
 
 
 SHOWN = 8
-"""Up to this many values are listed one by one."""
+"""The largest number of values that a message lists one by one."""
 
 
 def in_words(values: Tensor) -> str:
-    """Return the values of a tensor in words."""
+    """Describe the values of a tensor in words."""
     if values.numel() == 0 or (values == values[0]).all():
         return f"at {values[0].item():.4g}" if values.numel() else "nowhere"
     if values.numel() <= SHOWN:
@@ -250,7 +250,7 @@ class PairedPass(NamedTuple):
 
     @property
     def findings(self) -> diagnosis.Findings:
-        """The reason why the two differ, as far as known mistakes explain it."""
+        """The known mistakes and the unexplained differences between the two modules."""
         return diagnosis.of(*self)
 
 
@@ -264,12 +264,12 @@ def same_structure(a: Any, b: Any) -> bool:
 
 
 def _repeats(pair: Pair) -> bool:
-    """Return whether a second call of the module gives the same bits; the check `second_call` reports it."""
+    """Return whether a second call of the module gives the same bits; if not, the check `second_call` reports it."""
     return equal(pair.result(pair.state()), pair.result(pair.state()))
 
 
 def expect_repeatable(pair: Pair) -> None:
-    """Raise NotChecked for a module that gives other numbers in a second call."""
+    """Raise NotChecked for a module that returns different numbers in a second call."""
     if not _repeats(pair):
         raise NotChecked("a second call gives other numbers")
 
@@ -289,7 +289,7 @@ def agrees_forward(pair: Pair, *, dtype: torch.dtype | None = None) -> None:
 
 @CHECKS.add
 def gradients(adapter: Adapter) -> None:
-    """The gradients of the state and of every parameter are the same, in our names."""
+    """The gradients with respect to the state and to each of our parameters are the same."""
     pair = Pair(adapter)
     agrees_forward(pair)
     reference, result = (grads_of(pair, call) for call in (pair.reference, pair.candidate))
@@ -320,7 +320,7 @@ def gradients(adapter: Adapter) -> None:
     def agrees(call: Callable) -> bool:
         try:
             other = grads_of(pair, call)
-        except CheckFailed:  # no gradient is left
+        except CheckFailed:  # no gradient is left in this version
             return False
         return all(
             disagreement(value, result[name] if result[name] is not None else torch.zeros_like(value), factor=10)
@@ -334,7 +334,7 @@ def gradients(adapter: Adapter) -> None:
 
 
 def grads_of(pair: Pair, call: Callable, state: Any = None) -> dict[str, Tensor | None]:
-    """Return the gradients of the state and of our parameters, by name; `state`: None for that of the pair."""
+    """Return the gradients with respect to the state and our parameters, by name; state: None for the pair's."""
     state = tree_map(lambda x: x.clone().requires_grad_(), pair.state() if state is None else state)
     loss = weighted(call(pair.ours, state, pair.sublayers()))
     expect(loss.requires_grad, "the output has no gradient at all")
@@ -347,7 +347,7 @@ def relative(result: Tensor, reference: Tensor) -> str:
 
 
 def weighted(result: Any) -> Tensor:
-    """Return the sum of all entries of a result, each with a random weight of its own."""
+    """Return a weighted sum of all entries of a result, with random weights."""
     parts = [(leaf * normal(*leaf.shape, seed=40 + i).to(leaf)).sum() for i, leaf in enumerate(tensors(result))]
     return torch.stack(parts).sum()
 
@@ -374,7 +374,7 @@ def float32_mappings(adapter: Adapter) -> None:
         for (our_truth, our), (truth, result) in zip(zip(*ours), zip(*theirs)):
             if narrow and result.dtype != our.dtype:
                 raise CheckFailed(f"{where} the result is {result.dtype}, expected {our.dtype}")
-            # A norm may hand its result on in the dtype of autocast. A float64 cast does not hide that rounding.
+            # A norm may return its result in the dtype of autocast; casting it to float64 does not undo this rounding.
             rounding = 2e-3 * rms(truth) if result.dtype == torch.bfloat16 else 0.0
             error, usual = rms(result.double() - truth), rms(our.double() - our_truth)
             if error > 3 * usual + rounding + 2e-6 * rms(truth):
@@ -386,8 +386,10 @@ def float32_mappings(adapter: Adapter) -> None:
 
 @torch.no_grad()
 def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[list[Tensor]]:
-    """Return results and inputs of sublayers of one side, in the dtype of `exact`, then with the parameters of `pair`:
-    with a bfloat16 state if `narrow`, otherwise under autocast.
+    """Return the results and sublayer inputs of one module twice: in the dtype of `exact`, and in lower precision.
+
+    side: which module. Lower precision means the parameters of `pair` with a bfloat16 state if `narrow`, and otherwise
+    under autocast.
     """
     dtype = torch.bfloat16 if narrow else torch.float32
     state = tree_map(lambda x: x.to(dtype), pair.state())
@@ -412,10 +414,10 @@ def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[
 
 @torch.no_grad()
 def _in_steps(pair: Pair) -> bool:
-    """Return whether results change in steps, as rounded ones do, while ours change smoothly, however steeply.
+    """Return whether the module's results change in steps, as after rounding, while ours change smoothly.
 
-    A step of the state is halved, towards the half with the larger change, until it is too short for float32 to see.
-    The change of a smooth result becomes as small as that of ours; a jump stays.
+    A step of the state is halved repeatedly, towards the half with the larger change, until float32 could not resolve
+    it. The change of a smooth result then becomes as small as that of ours, and a jump remains.
     """
     sublayers, inputs = recorded(pair.sublayers())
 
@@ -440,12 +442,12 @@ def _in_steps(pair: Pair) -> bool:
 
 
 def _flipped(state: Any, length: float) -> Any:
-    """Return the state moved by `length` towards itself with the features in the opposite order."""
+    """Return the state moved by `length` in the direction of its copy with reversed features."""
     return tree_map(lambda x: x + length * x.flip(-1), state)
 
 
 def quiet(dtype: torch.dtype) -> tuple[list[Tensor], SublayerFunction]:
-    """Return a sublayer that writes one fixed vector, whatever it reads, and the list of its inputs."""
+    """Return a sublayer that returns the same vector for every input, and the list that records its inputs."""
     inputs: list[Tensor] = []
 
     def call(x: Tensor, *others: Tensor) -> Tensor:
@@ -457,7 +459,7 @@ def quiet(dtype: torch.dtype) -> tuple[list[Tensor], SublayerFunction]:
 
 @CHECKS.add
 def causal(adapter: Adapter) -> None:
-    """A later token leaves the results of earlier ones the same to the last bit."""
+    """A change of a later token leaves the results at earlier tokens equal to the last bit."""
     if not adapter.scheme.causal:
         raise NotChecked("the scheme is not causal")
     pair = Pair(adapter)
@@ -471,11 +473,11 @@ def causal(adapter: Adapter) -> None:
 
 @CHECKS.add
 def streaming(adapter: Adapter) -> None:
-    """Token by token, as in generation, gives the numbers of the whole sequence."""
+    """A sequence token by token, as in generation, gives the same numbers as in one call."""
     if not adapter.scheme.causal:
         raise NotChecked("the scheme is not causal")
     if any(map(window_of, adapter.reference().parts)):
-        raise NotChecked("the scheme looks back on earlier tokens, so your module needs a cache that we do not know")
+        raise NotChecked("the scheme reads earlier tokens, so your module needs a cache, which the adapter cannot pass")
     pair = Pair(adapter)
     expect_repeatable(pair)
     state = pair.state()

@@ -86,7 +86,7 @@ class ChannelScheme(CompressingScheme, RecomputingScheme):
     def stream(
         self, dim: int, num_sublayers: int, compressor: Callable[[int], Compressor], connection: Callable[..., Any]
     ) -> Stream:
-        """Return the stream of `connection(i, compress)` for each sublayer; `compressor(j)` makes compressor j."""
+        """Build the stream: `connection(i, compress)` makes connection i, `compressor(j)` compressor j."""
 
         def unread(_: nn.Module) -> nn.Module:
             return Same()

@@ -1,4 +1,4 @@
-"""The convolutions of Deep Delta Learning that read, write and expand, for its own state and for single streams."""
+"""The convolutions of Deep Delta Learning: on reads, on writes and on the embedding, for several streams or one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from residua.connections.parts.phases import SharedModule
 class CompressingConnection(Connection):
     """A connection that reads the state through a compressor.
 
-    compress: the map from the state to x_in: (batch, seq, dim), or the earlier connection that owns it.
+    compress: the map from the state to x_in, (batch, seq, dim), or the earlier connection that owns this map.
     """
 
     separates_documents = True
@@ -37,14 +37,14 @@ class CompressingConnection(Connection):
 class CompressingScheme(Scheme):
     """A scheme with the convolutions of Deep Delta Learning over the tokens, around sublayers and at the start.
 
-    branch            None: a sublayer's output is written as it is; "conv": plus a causal convolution of it over the
-                      tokens, which starts at 0
+    branch            None: a sublayer's output y is written as it is; "conv": y plus a causal convolution of y over
+                      the tokens, which starts at 0
     branch_kernel     taps of the convolution of `branch`
-    branch_sublayers  the sublayers that have it: "all", or those of even ("attention") or odd ("mlp") numbers
+    branch_sublayers  the sublayers with this convolution: "all", the even ones ("attention") or the odd ones ("mlp")
     compress_sharing  one compressor for the two sublayers of a "block", or "separate" ones
-    expand            "repeat" the embedding; "conv": a causal convolution of it that starts as "repeat"; "smear":
-                      repeat it with a gated copy of that of the token before, as in nanochat. The gate reads 24
-                      features, and the copy has a factor that starts at 0
+    expand            "repeat" the embedding; "conv": a causal convolution of the embedding that starts as "repeat";
+                      "smear": add a gated copy of the previous token's embedding, then repeat, as in nanochat. The
+                      gate reads 24 features, and the copy has a factor that starts at 0
     expand_kernel     taps of the convolution of `expand`
     """
 
@@ -77,10 +77,10 @@ class CompressingScheme(Scheme):
         connection: Callable[..., CompressingConnection],
         readout: Callable[[nn.Module], nn.Module] = Collapse,
     ) -> Stream:
-        """Return the stream of `connection(i, compress)` for each sublayer, between `expand` and `readout(compress)`.
+        """Build the stream: `expand`, then `connection(i, compress)` for each sublayer i, then `readout(compress)`.
 
-        compressor: makes compressor j; the last compressor belongs to the readout. If a block shares a compressor, its
-        second sublayer gets the connection of the first, which owns the compressor.
+        compressor: a function that makes compressor j; the last compressor belongs to the readout. If the sublayers of
+        a block share a compressor, `compress` of the second one is the first connection, which owns the compressor.
         """
         if self.expand == "smear":
             expand = Smear(dim, expand)
@@ -103,12 +103,13 @@ class CompressingScheme(Scheme):
 class SingleStreamScheme(CompressingScheme):
     """A scheme of one stream, (batch, seq, dim), with the optional convolutions of Deep Delta Learning over the tokens.
 
-    The options have the names and meanings of those of `DeepDelta`. They show how much of its gain needs no delta
-    write. The convolutions start as the identity, so that the scheme starts as it does without them.
+    The options have the same names and meanings as in `DeepDelta`. They show how much of the gain of DDL is due to
+    convolutions, without a delta write. The convolutions start as the identity, so they do not change the initial
+    scheme.
 
-    compress          None: a sublayer reads the stream; "token": it reads a causal convolution of it over the tokens,
-                      as does the readout, and writes to the stream itself. The Canon layers of arXiv 2512.17351 before
-                      attention and MLP are such convolutions behind the norm, one for each sublayer
+    compress          None: a sublayer reads the stream; "token": sublayers and the readout read a causal convolution
+                      of the stream over the tokens, and write to the stream itself. The Canon layers of arXiv
+                      2512.17351 before attention and MLP are such convolutions after the norm, one for each sublayer
     compress_kernel   taps of the convolution of `compress`
     """
 
@@ -124,7 +125,7 @@ class SingleStreamScheme(CompressingScheme):
         copies: int = 1,
         readout: Callable[[nn.Module], nn.Module] = Collapse,
     ) -> Stream:
-        """Return the stream of `connection(i, compress)` for each sublayer and `readout(compress)`.
+        """Build the stream: `connection(i, compress)` for each sublayer i, then `readout(compress)`.
 
         copies: the number of copies of the embedding in the state.
         """
@@ -139,7 +140,7 @@ class SingleStreamScheme(CompressingScheme):
 
 
 class BranchCoefficients(NamedTuple):
-    """inner: the coefficients of the connection inside. memory: of earlier outputs of the sublayer, or None."""
+    """inner: the coefficients of the inner connection. memory: the memory of earlier sublayer outputs, or None."""
 
     inner: Any
     memory: Memory | None
@@ -148,8 +149,8 @@ class BranchCoefficients(NamedTuple):
 class BranchConnection(CompressingConnection):
     """A connection that convolves the sublayer's output before `inner` writes it: y <- y + conv(y).
 
-    Like the short convolutions after attention and MLP in Inkling (`attn_sconv`, `mlp_sconv` in transformers). The tap
-    of the token itself is in the convolution and starts at 1, the others at 0.
+    Inkling has such short convolutions after attention and MLP (`attn_sconv`, `mlp_sconv` in transformers). The sum is
+    computed as one convolution, in which the tap of the current token starts at 1 and all others at 0.
     """
 
     def __init__(self, inner: CompressingConnection, dim: int, kernel: int):
@@ -171,7 +172,7 @@ class BranchConnection(CompressingConnection):
         return self.inner.write(self.convolution(y, memory), Carry(carry.residual, coefficients))
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
-        """Return the map of the connection inside, without memory, because a memory would take y a second time."""
+        """Return the shortcut of the inner connection. No memory is passed, because it would store y a second time."""
         coefficients, _ = carry.coefficients
         return self.inner.shortcut(
             state, Carry(carry.residual, coefficients), self.convolution(y, whole_sequence(self))

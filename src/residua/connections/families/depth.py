@@ -20,7 +20,7 @@ from residua.ops.derived import derive
 
 @dataclass(frozen=True)
 class SourcesScheme(Scheme):
-    """A scheme whose state is the tuple of the sources: the embedding, then the sum of every `block_size` outputs."""
+    """A scheme whose state is the tuple of sources: the embedding, then one sum for every `block_size` outputs."""
 
     block_size: Count = 1
 
@@ -29,10 +29,11 @@ class SourcesScheme(Scheme):
 
 
 class DepthRead(SelfStarting):
-    """Attention over the sources by a learned query, with RMSNorm of the keys and a gain. Starts as their mean.
+    """Attention over the sources by a learned query, with RMSNorm of the keys and a gain. Starts as the mean.
 
     A tuple of n tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (batch, seq, n), or with several heads
-    (batch, seq, heads, n). With reduction="sum", n times that: it starts as their sum. heads is a divisor of dim.
+    (batch, seq, heads, n). reduction="sum" multiplies the result by n, so that it starts as the sum of the sources.
+    heads: a divisor of dim.
     """
 
     def __init__(self, dim: int, *, eps: float, reduction: Literal["mean", "sum"] = "mean", heads: int = 1):
@@ -54,9 +55,9 @@ class DepthRead(SelfStarting):
 
 
 class SourcesConnection(Connection):
-    """A connection around sublayer `index`, whose output opens a source if `block_size` divides the index.
+    """A connection around sublayer `index`. If `block_size` divides `index`, the output begins a new source.
 
-    Otherwise it is added to the last source. `sources`: the outputs that the connection attends over.
+    Otherwise the output is added to the last source. `sources`: the outputs that the connection attends over.
     """
 
     def __init__(self, scheme: SourcesScheme, index: int):
@@ -72,7 +73,7 @@ class SourcesConnection(Connection):
         return (*closed, (partial + y).to(partial.dtype))
 
     def depth_weights(self, carry: Carry) -> DepthWeights | None:
-        """Return the weights of a `DepthRead`, with a read for each head; a single source has weight 1."""
+        """Return the weights of the attention, one read per head; a single source has weight 1."""
         weights = carry.coefficients.weights
         if weights is None:
             return DepthWeights(torch.ones(1, 1), self.sources)
@@ -82,25 +83,25 @@ class SourcesConnection(Connection):
 
 
 def summed(index: int, block_size: int) -> tuple[range, ...]:
-    """Return the sources before sublayer `index`: the embedding, and sums of the outputs of `block_size` sublayers."""
+    """Return the sublayers behind each source before sublayer `index`: the embedding, then blocks of `block_size`."""
     return (EMBEDDING, *(range(i, min(i + block_size, index)) for i in range(0, index, block_size)))
 
 
 @dataclass(frozen=True)
 class BlocksScheme(Scheme):
-    """A scheme whose state is the embedding and one output for each block of two sublayers, complete or not."""
+    """A scheme whose state is the embedding and one output per block of two sublayers; the last may be incomplete."""
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (TensorSpec((dim,)),) * (1 + -(-boundary // 2))
 
 
 def outputs_of(taken: Iterable[int]) -> tuple[range, ...]:
-    """Return the sublayers that wrote these outputs: 0 is the embedding, j the output of block j, counted from 1."""
+    """Return the sublayers that wrote each of the outputs `taken`: 0 is the embedding, j >= 1 the output of block j."""
     return tuple(range(2 * j - 2, 2 * j) if j else EMBEDDING for j in taken)
 
 
 class BlockConnection(Connection):
-    """A connection whose state is the outputs of all blocks. It writes to the last output."""
+    """A connection whose state is the tuple of all blocks' outputs. It writes to the last one."""
 
     def __init__(self, index: int, norm: nn.Module):
         super().__init__()
@@ -115,8 +116,8 @@ class BlockConnection(Connection):
 class BlockCollapse(nn.Module):
     """The readout: the average after the last block. A tuple of tensors (batch, seq, dim) -> (batch, seq, dim).
 
-    average: a module whose first result is x; None for only the last output. If the state has another depth, only the
-    last output is read too, because the weights belong to the outputs of all blocks.
+    average: a module whose first result is x; None to read only the last output. A state of another depth is also read
+    by its last output, because the weights of the average are those of the full depth.
     """
 
     def __init__(self, average: nn.Module | None, blocks: int):

@@ -1,4 +1,4 @@
-"""Streams that are read, mixed and written by weights: the family of hyper-connections."""
+"""The family of hyper-connections: streams that are read, mixed and written by weights."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class MixingCoefficients(NamedTuple):
     """h_pre: (..., n), h_res: (..., n, n) with the target stream first, h_post: (..., n), in at least float32.
 
     h_pre is (..., n, n) if a sublayer reads a mixture for each row (Frac-Connections). The leading axes are
-    (batch, seq), or none if the coefficients are static. None for h_pre reads the first stream, None for h_res mixes
-    nothing: the scheme has no such mapping, or this connection omits it because it could not change anything.
+    (batch, seq), or none if the coefficients are static. If h_pre is None, the first stream is read; if h_res is None,
+    nothing is mixed: the scheme has no such mapping, or this connection omits it because it could change nothing.
     """
 
     h_pre: Tensor | None
@@ -38,9 +38,9 @@ class MixingCoefficients(NamedTuple):
 class MixingScheme(RecomputingScheme):
     """A scheme that reads, mixes and writes the rows of the state by `MixingCoefficients`.
 
-    implementation  of reads, writes and Sinkhorn's iteration, if they have a kernel: "reference" (PyTorch), "triton"
-                    (CUDA), or "auto", which picks triton if it can run. On a GPU the kernels were
-                    only timed in isolation, not in a model, so the default is "reference"
+    implementation  how reads, writes and Sinkhorn's iteration are computed: "reference" (PyTorch), "triton" (CUDA
+                    kernels, for the operations that have one), or "auto", triton if it can run. The kernels were
+                    timed on a GPU only in isolation, not in a model, so the default is "reference"
     """
 
     implementation: Implementation = "reference"
@@ -91,13 +91,16 @@ class MixingConnection(Connection):
 
 
 class CutConnection(MixingConnection):
-    """A mixing connection whose rows are `pieces` of the width, cut side by side; the state is (batch, seq, dim)."""
+    """A mixing connection that cuts the width into `pieces` rows of equal size; the state is (batch, seq, dim)."""
 
     pieces: int
 
     @abstractmethod
     def gather(self, rows: Tensor, h_pre: Tensor) -> Tensor:
-        """Return the input of a sublayer from the rows (batch, seq, pieces, dim / pieces), side by side or repeated."""
+        """Return a sublayer's input from the rows, (batch, seq, pieces, dim / pieces) -> the same shape.
+
+        Several mixtures are put side by side; a single one is repeated.
+        """
 
     def rows(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.pieces, -1))
@@ -113,15 +116,15 @@ class CutConnection(MixingConnection):
 
 
 class WeightedConnection(MixingConnection):
-    """Weights of n rows and of `reads` mixtures to read: constants, plus a part that depends on the token.
+    """A connection whose weights are constants, plus a part that depends on the token: n rows, `reads` mixtures.
 
     With [A_m | A_r] the columns of alpha, (n, reads + n), and N = RMSNorm of each row of the state with one gain:
 
         alpha = start + s_alpha tanh(N W_alpha),   beta = 1 + s_beta tanh(N w_beta)
         h_pre = A_m^T,   h_res = A_r^T,   h_post = beta                        (arXiv 2409.19606 equations 10 to 13)
 
-    At the start mixture c is row `first` + c mod n, A_r is the identity, and W_alpha and w_beta, the rows of `project`,
-    are 0. width: of a row of the state.
+    At the start mixture c is row (first + c) mod n, A_r is the identity, and W_alpha and w_beta, the rows of `project`,
+    are 0. width: the width of one row of the state.
     """
 
     def __init__(

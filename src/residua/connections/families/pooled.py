@@ -13,17 +13,18 @@ from residua.ops import at_least_float32, rms_norm
 from residua.ops.derived import derive
 from residua.ops.shapes import expect_shape
 
-# The eps in the norm of k, which makes |H^T H - I| = 4 eps^2 / |k~|^2: 4e-16 for |k~| = 1, the rounding error of
-# float64. At k~ = 0 the derivative 1 / eps is far inside the range of float32.
+# The eps in the norm of k. It makes |H^T H - I| = 4 eps^2 / |k~|^2, which is 4e-16 for |k~| = 1: the rounding error
+# of float64. At k~ = 0 the derivative 1 / eps is far inside the range of float32.
 K_EPS = 1e-8
 
 Context = Literal["token", "cumulative", "sequence"]
 
 
 def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
-    """Return the running mean over the tokens, in at least float32: x_t -> (1/t) sum_{s <= t} x_s, without padding.
+    """Return the running mean over the tokens, in at least float32: x_t -> (1/t) sum_{s <= t} x_s.
 
-    x: (batch, seq, dim). A memory keeps one sum and one count, so that tokens of earlier calls are included.
+    x: (batch, seq, dim). Padding is not counted. A memory keeps one sum and one count, so that tokens of earlier calls
+    are included.
     """
     x = at_least_float32(x)
     counted = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
@@ -38,7 +39,7 @@ def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
 
 
 def _sums_within(documents: Tensor, x: Tensor) -> Tensor:
-    """Return the running sum of x: (batch, seq, features) over each of the documents, (batch, seq) numbers."""
+    """Return the running sum of x, (batch, seq, features), within each document; documents: (batch, seq) integers."""
     expect_shape("documents", documents, x.shape[:2], "(batch, seq)")
     firsts = firsts_in(documents).unsqueeze(-1).expand_as(x)
 
@@ -46,15 +47,15 @@ def _sums_within(documents: Tensor, x: Tensor) -> Tensor:
         sums = rows.cumsum(1)
         return sums - (sums - rows).gather(1, firsts)
 
-    # A sum over a document is a difference of sums over the row: it loses digits, and all digits after one NaN or
-    # infinity.
+    # The sum over a document is a difference of sums over the row. It loses digits, and after a NaN or an infinity in
+    # the row it loses all.
     finite = x.isfinite()
     sums = within(torch.where(finite, x, 0).to(torch.float64)).to(x.dtype)
     return torch.where(within((~finite).long()) > 0, torch.nan, sums)
 
 
 class PooledConnection(Connection):
-    """A connection with coefficients from a pooled context."""
+    """A connection that computes its coefficients from a pooled context."""
 
     separates_documents = True
 
@@ -88,5 +89,5 @@ def gelu_parts(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _gelu_part(i: int, count: int, x: Tensor) -> Tensor:
-    part = x.chunk(count, -1)[i].contiguous()  # gaps between rows would change the vectorisation and so the last bits
+    part = x.chunk(count, -1)[i].contiguous()  # strided rows would be vectorised differently, with other last bits
     return F.gelu(part)

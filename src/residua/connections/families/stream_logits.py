@@ -1,4 +1,4 @@
-"""Logits from all streams of a token, and the gates and the readout by sigmoids that production forms of mHC share."""
+"""The logits, sigmoid gates and sigmoid readout that released models with mHC share."""
 
 import math
 from abc import abstractmethod
@@ -32,11 +32,11 @@ OFFSET = 6.0
 
 
 class StreamLogits(SelfStarting):
-    """z_g = s_g W_g r + b_g for every group g of rows, with r = vec(X) / sqrt(mean(vec(X)^2) + eps).
+    """z_g = s_g W_g r + b_g for every group g of rows of W, with r = vec(X) / sqrt(mean(vec(X)^2) + eps).
 
-    (batch, seq, n, dim) -> one tensor (batch, seq, size) for each group, in at least float32. The rows of W start from
+    (batch, seq, n, dim) -> one tensor (batch, seq, size) for each group, in at least float32. W starts from
     N(0, std^2), every s_g at `scale` and b_g at `biases[g]`. With `gain`, r is multiplied by a gain for each stream and
-    feature. `names` are those of W and s in a state dict. arXiv 2512.24880 equations 7 and 8.
+    feature. `names`: the names of W and s in a state dict. arXiv 2512.24880 equations 7 and 8.
     """
 
     def __init__(
@@ -92,8 +92,10 @@ class SigmoidCollapse(nn.Module):
 
 @dataclass(frozen=True)
 class ProductionHyperConnections(ExpandingScheme, MixingScheme):
-    """Streams as released models have them: `StreamLogits` with drawn W, eps on the gates, a readout by sigmoids or the
-    mean, and two starts. A subclass gives the connection and its initial biases.
+    """Base of the hyper-connections of released models, with a choice of readout and start.
+
+    The weights come from `StreamLogits` with a random W; an eps is added to the gates. Streams are read out by sigmoids
+    or as their mean. A subclass gives the connection and its initial biases.
 
     scale_init  initial factor on the token-dependent part of all logits
     weight_std  standard deviation of the initial W, with start="published"
@@ -133,18 +135,18 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
 
     @abstractmethod
     def read_biases(self, index: int) -> list[float]:
-        """Return the initial biases of the read of sublayer `index`, or of the readout after that many sublayers."""
+        """Return the initial biases of the read before sublayer `index`; the readout is the read after the last one."""
 
 
 def reading_biases(num_streams: int, preferred: int, *, eps: float = 0.0, total: float = 1.0) -> list[float]:
-    """Return biases b with sum_i (sigmoid(b_i) + eps) = total, which read n equal streams as one, times `total`.
+    """Return biases b with sum_i (sigmoid(b_i) + eps) = total, so that equal streams are read as `total` times one.
 
-    The stream `preferred` has about half of the total (of two streams 0.73 to 0.82), so that streams that are read by
-    different sublayers can become different. Its bias makes up for the rounding of the others to the default dtype: it
-    is near 0, where numbers are close together, and so the sum is exact to 1e-12 even for parameters in float32.
+    The stream `preferred` gets about half of the total (with two streams 0.73 to 0.82), so that streams preferred by
+    different sublayers can become different. Its bias compensates the rounding of the other biases to the default
+    dtype. It is near 0, where floating-point numbers are dense, so the sum is exact to 1e-12 even in float32.
     """
     others = num_streams - 1
-    if others == 1:  # if both had a half, sublayers would read both alike, and they would stay equal
+    if others == 1:  # with a half each, both would be read alike and stay equal
         pair = _different_pair(total - 2 * eps)
         return [*pair] if preferred == 0 else [*reversed(pair)]
     rounded = torch.tensor(logit(total / (2 * others) - eps), device="cpu").item()
@@ -156,9 +158,9 @@ def reading_biases(num_streams: int, preferred: int, *, eps: float = 0.0, total:
 
 @cache
 def even_biases(num_streams: int, *, eps: float = 0.0) -> tuple[float, ...]:
-    """Return biases b that read with sigmoid(b_i) + eps = 1 / n within 1e-3, the same forwards and backwards.
+    """Return palindromic biases b with read weights sigmoid(b_i) + eps = 1 / n within 1e-3, summing to 1 within 1e-11.
 
-    Streams that differ in pairs around their mean are then read as their mean. The weights sum to 1 within 1e-11.
+    If the streams lie in symmetric pairs around their mean, such weights read exactly this mean.
     """
     middle = 2 - num_streams % 2
     outer = num_streams - middle
@@ -168,9 +170,9 @@ def even_biases(num_streams: int, *, eps: float = 0.0) -> tuple[float, ...]:
 
 @cache
 def mirrored_biases(num_streams: int, spread: float, *, magnitude: float, eps: float) -> tuple[float, ...]:
-    """Return biases b that write with w_i = magnitude sigmoid(b_i) + eps, evenly from 1 - spread to 1 + spread.
+    """Return biases b with write weights w_i = magnitude sigmoid(b_i) + eps, evenly from 1 - spread to 1 + spread.
 
-    They lie in pairs around 1, with mean 1 within 1e-9. Of an odd number the middle one is 1 itself.
+    The weights lie in symmetric pairs around 1, with mean 1 within 1e-9. The middle one of an odd number is 1.
     """
     places = [spread * (1 - 2 * i / (num_streams - 1)) for i in range(num_streams // 2)]
     total = 2 * (1 - eps) / magnitude
@@ -189,9 +191,9 @@ def _different_pair(total: float) -> tuple[float, float]:
 def _balanced(
     start: float, step: float, total: float, counts: tuple[int, int], *, choices: int = 2**12
 ) -> tuple[float, float]:
-    """Return two float32 numbers, the first near `start`, such that `counts` of their sigmoids sum to `total`.
+    """Return float32 numbers a, b with counts[0] sigmoid(a) + counts[1] sigmoid(b) = total as nearly as possible.
 
-    They are the best of many; from one choice to the next the first number grows by `step`.
+    The best pair is chosen from `choices` candidates for a: start, start + step, start + 2 step, ...
     """
     first, second = counts
     ones = (start + step * torch.arange(choices, dtype=torch.float64, device="cpu")).float().double()
@@ -203,8 +205,8 @@ def _balanced(
 class Router(SelfStarting):
     """Logits of the mixing matrices `maps`, such as "pre" and "post": LayerNorm of the state, then a linear map.
 
-    Weights and biases start at 0, except the bias of "post", which is drawn from N(0, 1): streams that are written
-    equally would stay equal.
+    Weights and biases start at 0, except the bias of "post", which is drawn from N(0, 1), because streams with equal
+    writes would stay equal.
     (..., streams, dim) -> (..., maps, streams, streams) in at least float32.
     """
 

@@ -1,4 +1,4 @@
-"""Schemes with a state of several rows: the states that the backward pass keeps, and the first state."""
+"""Options of schemes with a state of several rows: recomputation in the backward pass, and the first state."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class RecomputingScheme(Scheme):
 
     recompute        "replay" keeps every `recompute_every`-th state and recomputes the others in the backward pass,
                      equal to the last bit on a CPU, within rounding on a GPU; "none" keeps all states. Second
-                     derivatives need "none". A compiled model and the Triton kernels always keep all
+                     derivatives need "none". A compiled model and the Triton kernels always keep all states
     recompute_every  keep one state in this many, 1 to 64
     """
 
@@ -35,11 +35,11 @@ class RecomputingScheme(Scheme):
 
     @property
     def keeps_every(self) -> int:
-        """The number m for keeping one state in m."""
+        """The number m if one state in m is kept for the backward pass."""
         return self.recompute_every if self.recompute == "replay" else 1
 
     def derive(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return function(*inputs) of a state, recomputed in the backward pass like the states."""
+        """Return function(*inputs); if states are recomputed in the backward pass, so is this result."""
         return derive(function, *inputs) if self.recompute == "replay" else function(*inputs)
 
 
@@ -48,9 +48,9 @@ class ExpandingScheme(RecomputingScheme):
     """A scheme whose state is n streams, (batch, seq, n, dim), which start from copies of the embedding.
 
     num_streams  n, at least 2
-    expand       "repeat" the embedding; "lss": each times its own learned gains for each feature, from 0.6 and
-                 Xavier's noise, so that streams differ from the start (learned symmetry breaking, arXiv 2606.03483);
-                 "gains": the same from 1, which keeps the start of the scheme
+    expand       "repeat" the embedding; "lss": multiply each copy by its own learned gains, which start at 0.6 plus
+                 Xavier's noise, so that the streams differ from the start (learned symmetry breaking, arXiv
+                 2606.03483); "gains": the same with gains that start at 1, which leaves the scheme's start unchanged
     """
 
     num_streams: SeveralRows = 4
@@ -66,7 +66,7 @@ class ExpandingScheme(RecomputingScheme):
         return self.expand != "repeat"
 
     def preserving(self) -> Any:
-        """Return the start of the base class, with gains, if there are any, that start at 1."""
+        """Return the `preserving` scheme of the base class, with gains that start at 1 if there are gains."""
         scheme: Any = super().preserving()
         return replace(scheme, expand="gains" if self.streams_differ else "repeat")
 
@@ -80,8 +80,8 @@ class ExpandingScheme(RecomputingScheme):
 class StreamGains(SelfStarting):
     """X[j] = lambda_j x with learned gains lambda_j: (dim,) for each stream, an embedding convolution of one tap.
 
-    The gains start at 1; with `noise` at 0.6 and uniform noise of Xavier's size. (batch, seq, dim) -> (batch, seq,
-    streams, dim). arXiv 2606.03483.
+    The gains start at 1, or with `noise` at 0.6 plus uniform noise of Xavier's range.
+    (batch, seq, dim) -> (batch, seq, streams, dim). arXiv 2606.03483.
     """
 
     def __init__(self, dim: int, num_streams: int, *, noise: bool):

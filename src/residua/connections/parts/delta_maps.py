@@ -24,8 +24,8 @@ class Gate(nn.Module):
     (..., outputs) for several gates.
 
     The bias starts at logit(beta_init / 2) and the last weights at 0, so beta = beta_init for every token;
-    `start="authors"` draws those weights from N(0, (0.5/sqrt(in_features))^2), `"rewrite"` all weights with
-    `spectral_std`. arXiv 2601.00417v2 appendix B.2.
+    `start="authors"` draws the last weights from N(0, (0.5/sqrt(in_features))^2), `start="rewrite"` draws all weights
+    with `spectral_std`. arXiv 2601.00417v2 appendix B.2.
     """
 
     def __init__(

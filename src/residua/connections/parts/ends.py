@@ -40,7 +40,7 @@ class Same(nn.Module):
 
 
 class Copies(nn.Module):
-    """Make the first state from the embedding x: (batch, seq, dim), a tuple of `count` times x."""
+    """Make the first state from the embedding x, (batch, seq, dim): a tuple with `count` references to x."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -51,7 +51,7 @@ class Copies(nn.Module):
 
 
 class LastOf(nn.Module):
-    """The readout of the last tensor of a tuple: a tuple of tensors, the last (batch, seq, dim) -> that tensor."""
+    """The readout that returns the last tensor of a tuple, (batch, seq, dim)."""
 
     def forward(self, state: tuple[Tensor, ...], memory: Memory | None = None) -> Tensor:
         return state[-1]
@@ -95,9 +95,9 @@ class MeanStreams(nn.Module):
 class TokenConv(SelfStarting):
     """A causal filter over the tokens for every feature, and for every stream as DDL's embedding convolution (EC).
 
-    Starts as a repetition: the tap of the current token is 1, the others are 0.
-    (batch, seq, dim) -> (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None, then with several
-    `copies` a tuple of as many.
+    Starts as a repetition: the tap of the current token is 1, the others are 0. (batch, seq, dim) ->
+    (batch, seq, streams, dim). With num_streams=None the result is (batch, seq, dim), or a tuple of `copies` such
+    tensors if there are several.
     """
 
     separates_documents = True
@@ -125,8 +125,8 @@ class TokenConv(SelfStarting):
 class Smear(SelfStarting):
     """nanochat's look back: add a gated copy of the previous token's embedding, then make the state by `repeat`.
 
-    (batch, seq, dim) -> a state. At the start s = 0, so nothing is added; w is drawn from [0, 0.02). The gate reads as
-    many features as nanochat's, or all features of a narrower embedding.
+    (batch, seq, dim) -> a state. At the start the factor s is 0, so nothing is added; the weights w of the gate are
+    drawn from [0, 0.02). The gate reads the first 24 features as in nanochat, or all features of a narrower embedding.
     """
 
     separates_documents = True
@@ -152,11 +152,11 @@ class Smear(SelfStarting):
 
 
 CompressStart = Literal["average", "authors", "rewrite"] | int
-"""The start of a compressor: the average, that of the authors' first or current code, or the index of a stream."""
+"""How a compressor starts: as the average, as in the authors' first or current code, or as the stream of an index."""
 
 
 def _start_read(read: Tensor, start: CompressStart) -> None:
-    """Set the weights of the streams, (streams, ...), to their average or to the stream with this index."""
+    """Set the weights `read`, (streams, ...), to the average of the streams, or to the stream with index `start`."""
     if isinstance(start, int):
         nn.init.zeros_(read)
         nn.init.ones_(read[start])
@@ -167,9 +167,9 @@ def _start_read(read: Tensor, start: CompressStart) -> None:
 class TokenCompress(SelfStarting):
     """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
 
-    Starts as the average of the current token's streams, or as stream `start` of it; `start="authors"` draws the taps
-    from N(0, (0.5/sqrt(dim))^2) as their first code does, `"rewrite"` averages the tokens too, as their current one.
-    (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None, -> (batch, seq, dim).
+    Starts as the average of the current token's streams, or as its stream `start`. `start="authors"` draws the taps
+    from N(0, (0.5/sqrt(dim))^2), as the authors' first code; `start="rewrite"` averages over the tokens too, as their
+    current code. (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None, -> (batch, seq, dim).
     """
 
     separates_documents = True
@@ -220,8 +220,8 @@ class ChannelCompress(SelfStarting):
 
     `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads on
     one side). `form="direct"`: one weight for each stream and feature (the paper). Both start as the average of the
-    streams, or as stream `start`; `start="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2), `"rewrite"` makes each
-    1 / kernel. (batch, seq, streams, dim) -> (batch, seq, dim).
+    streams, or as stream `start`; `start="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2), `start="rewrite"` sets
+    each to 1 / kernel. (batch, seq, streams, dim) -> (batch, seq, dim).
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class ChannelCompress(SelfStarting):
         elif self.read is None:
             _start_read(self.taps, self.start)
         else:
-            # A one at the tap of the stream itself makes the convolution the identity.
+            # With 1 at the current stream's tap, and 0 elsewhere, the convolution is the identity.
             kernel = self.taps.shape[0]
             nn.init.zeros_(self.taps)
             nn.init.ones_(self.taps[kernel - 1 if self.causal else (kernel - 1) // 2])

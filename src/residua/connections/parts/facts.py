@@ -10,7 +10,7 @@ class RankOne(NamedTuple):
     """A shortcut that moves every row of the state along one direction: X -> X - beta (X k) k^T, then + beta v k^T.
 
     beta: (batch, seq); k: (batch, seq, dim), of length 1 up to its guard; readout = X k: (batch, seq, rows);
-    v: (batch, seq, rows), the target of the readout under the write, or None if beta does not gate the write.
+    v: (batch, seq, rows), the value that the write moves the readout towards, or None if beta does not gate the write.
     read_share: (rows,), the weight of each row in the sublayer's input, with sum 1; None without such weights.
     A sequence axis of size 1 means that all tokens share the coefficients.
     """
@@ -27,9 +27,9 @@ class Mixing(NamedTuple):
 
     h_res: (batch, seq, n, n), target row first; h_pre, h_post: (batch, seq, n), the weights that read and write the
     rows, or None if a scheme has no such weights. Leading axes may be missing or 1 if tokens share the
-    coefficients. gates: the gates (batch, seq) that h_res depends on, by name. left_out: the mappings and gates that
-    this connection omits, because they could not change anything or because its scheme has none; the tensors then hold
-    their trivial values.
+    coefficients. gates: the gates (batch, seq) that h_res depends on, by name. left_out: the names of mappings and
+    gates that the scheme lacks, or that this connection omits because they could change nothing; their tensors hold
+    trivial values.
     """
 
     h_res: Tensor
@@ -40,9 +40,9 @@ class Mixing(NamedTuple):
 
 
 class GateFacts(NamedTuple):
-    """The facts of a gate. range: its ends, near which its gradient nearly vanishes; start: its initial value.
+    """The facts of a gate. range: the bounds near which its gradient vanishes; start: its initial value.
 
-    None: the gate has no such ends, or no initial value that all tokens share.
+    None: the gate is unbounded, or its initial value depends on the token.
     """
 
     range: tuple[float, float] | None = None
@@ -50,10 +50,10 @@ class GateFacts(NamedTuple):
 
 
 class DepthWeights(NamedTuple):
-    """The weights with which a connection reads its sources: the embedding, outputs of sublayers, sums of them.
+    """The weights with which a connection reads its sources: the embedding, sublayers' outputs, or sums of outputs.
 
     weights: (batch, seq, reads, sources); leading axes may be missing or 1 if tokens share the coefficients.
-    sources: for each source the sublayers that wrote it: range(-1, 0) for the embedding, None for one that is learned.
+    sources: for each source the sublayers that wrote it; range(-1, 0) for the embedding, None for a learned source.
     reads: names of the reads if a connection has several, such as ("q", "k", "v").
     """
 

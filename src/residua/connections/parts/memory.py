@@ -16,16 +16,16 @@ from residua.ops.transforms import transformed
 
 
 class Memory(Protocol):
-    """The memory of one part of the stream: its earlier tokens, and the entries that are not earlier tokens.
+    """The memory of one part of the stream: its inputs at earlier tokens, the padding and the document numbers.
 
     A part uses either `extend`, if it needs earlier inputs, or `recall` and `keep`, if it needs a running sum. A part
     that reads only tokens with the same number in `documents` declares this by the attribute
-    `separates_documents = True`; other parts never get any documents.
+    `separates_documents = True`; for other parts `documents` is always None.
     """
 
     keeps: bool  # whether anything is kept for later calls; False without a cache
     padding: Tensor | None  # (batch, seq), boolean, false at padding and true at tokens; None without padding
-    documents: Tensor | None  # (batch, seq), 0, 1, 2, ... along a row, each token's document; None: each row is one
+    documents: Tensor | None  # (batch, seq), the document of each token, 0, 1, 2, ... along a row; None: one per row
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         """Return up to `window` earlier rows followed by x: (batch, seq, ...), and keep the last `window` of them.
@@ -37,7 +37,7 @@ class Memory(Protocol):
     def recall(self, like: Tensor) -> Tensor | None:
         """Return the last row that was kept, (batch, 1, ...) with the axes and dtype of `like`.
 
-        At the start the result is None, or zeros.
+        Before the first token the result is None, or zeros.
         """
 
     def keep(self, rows: Tensor) -> None:
@@ -45,9 +45,9 @@ class Memory(Protocol):
 
 
 class Identity:
-    """The identity of a stream, for its parts and its memory. A deep copy or a loaded stream has another identity.
+    """Identifies a stream to its parts and its memory. A deep copy or a loaded stream gets another identity.
 
-    If a memory is loaded without its stream, it belongs to the stream that it was saved with. count: the number of
+    A memory that is loaded without its stream still belongs to the stream that it was saved with. count: the number of
     parts.
     """
 
@@ -61,24 +61,24 @@ class Identity:
         return Identity, (self.number, self.count)
 
     def place(self) -> "Place":
-        """Return a place in the stream that no other part has."""
+        """Return a new place in the stream, which no other part has."""
         self.count += 1
         return Place(self, self.count)
 
     def is_of(self, stream: "Identity") -> bool:
-        """Return whether a memory of this identity belongs to `stream`."""
+        """Return whether a memory with this identity belongs to `stream`."""
         return self is stream or (self.loaded and self.number == stream.number)
 
 
 class Place(NamedTuple):
-    """The place of a part: its stream, and its number there. A memory recognises the part by its place."""
+    """The place of a part: its stream, and its number in the stream. A memory recognises the part by its place."""
 
     stream: Identity
     number: int
 
 
 def give_places(parts: Sequence[nn.Module]) -> None:
-    """Give the parts of a stream their places. If all parts that have a place are of one stream, the others join it."""
+    """Give the parts of a stream their places. Parts without one join the stream of the others, if that is unique."""
     places = [getattr(part, "place", None) for part in parts]
     streams = {id(place.stream): place.stream for place in places if place is not None}
     stream = next(iter(streams.values())) if len(streams) == 1 else Identity()
@@ -99,18 +99,18 @@ class StreamMemory:
     In your own loop, pass it to every `connection(state, sublayer, memory=memory)`, and pass `memory.of(part)` to
     `read`, `stream.expand` and `stream.collapse`. Tensors are not detached: generate under `torch.no_grad()`.
 
-    It belongs to one stream until `reset`. A copied or pickled memory continues with the same stream; if it is copied
-    together with its stream, it continues with the copied stream. A pickle holds the last rows and no weights. The
-    memory raises ValueError for another stream, such as a copy with other weights, and for a part that missed a piece
-    or gets one twice. If a call of the stream raises, the memory is unchanged: pass the same piece again. In your own
-    loop, go back to an earlier `copy`.
+    The memory belongs to one stream until `reset`. A copied or pickled memory continues with the same stream; if it is
+    copied together with its stream, it continues with the copied stream. A pickle holds the last rows and no weights.
+    The memory raises ValueError for another stream, such as a copy with other weights, and for a part that missed a
+    piece or gets one twice. If a call of the stream raises, the memory is unchanged: pass the same piece again. In your
+    own loop, return to an earlier `copy` instead.
     """
 
     def __init__(self) -> None:
-        self._streams: tuple[Identity, ...] = ()  # several after a deep copy, until its first use
-        self._tokens: dict[Any, int] = {}  # the tokens that each part has had, by the number of its place
+        self._streams: tuple[Identity, ...] = ()  # candidates; several after a deep copy, until its first use
+        self._tokens: dict[Any, int] = {}  # how many tokens each part has seen, by its number
         self._rows: dict[Any, Tensor] = {}
-        # (batch, 2): whether the row has begun, and whether its last entry is a token; absent before any padding.
+        # (batch, 2): whether the row has begun, and whether its last entry is a token; absent without padding so far.
         self._ends: dict[Any, Tensor] = {}
 
     def of(self, part: nn.Module, attention_mask: Tensor | None = None) -> Memory | None:
@@ -118,7 +118,7 @@ class StreamMemory:
         return memory_of(part, self, attention_mask, None)
 
     def reset(self) -> None:
-        """Forget everything: the next piece begins a sequence, of any stream."""
+        """Clear the memory: the next piece begins a new sequence, of any stream."""
         vars(self).update(vars(StreamMemory()))
 
     def copy(self) -> "StreamMemory":
@@ -168,7 +168,7 @@ class StreamMemory:
         self._tokens[number] = had
 
     def _expect_no_gap(self, number: Any, tokens: Tensor | None) -> None:
-        """Raise ValueError if a row has padding between tokens, in this piece or across pieces of a part."""
+        """Raise ValueError if a row has padding between its tokens, within this piece or since earlier pieces."""
         before = self._ends.get(number)
         if tokens is None:
             if before is None:
@@ -183,7 +183,7 @@ class StreamMemory:
 
 @contextmanager
 def whole_piece(memory: StreamMemory | None) -> Iterator[None]:
-    """Discard the current piece if the stream raises, so that the same piece can be passed again."""
+    """Restore the memory if the stream raises in this context, so that the same piece can be passed again."""
     before = None if memory is None else memory.copy()
     try:
         yield
@@ -194,7 +194,7 @@ def whole_piece(memory: StreamMemory | None) -> Iterator[None]:
 
 
 class _PartMemory:
-    """The memory of one part during one call. If `whole` is None, the call has the whole sequence: nothing is kept."""
+    """The memory of one part during one call. `whole` is None if the call has the whole sequence: nothing is kept."""
 
     def __init__(self, whole: StreamMemory | None, number: Any, padding: Tensor | None, documents: Tensor | None):
         self.keeps = whole is not None
@@ -209,7 +209,7 @@ class _PartMemory:
             return x
         self._whole._count(self._number, x.shape[1])
         before = self._whole._rows.get(self._number)
-        if before is None:  # as the cache of transformers begins
+        if before is None:  # like an empty cache of transformers
             before = x.new_zeros(x.shape[0], max(0, window - x.shape[1]), *x.shape[2:])
         extended = torch.cat([before, x], 1)
         self._whole._rows[self._number] = extended[:, -window:]
@@ -238,8 +238,8 @@ def memory_of(
     them.
 
     Raises:
-        ValueError: there is padding between tokens; there are documents, but a memory too or a part that cannot
-            separate them; or there is padding or a memory for a part that reads the whole sequence.
+        ValueError: there is padding between tokens; documents are passed together with a memory, or to a part that
+            cannot separate them; or padding or a memory is passed to a part that reads the whole sequence.
     """
     if documents is not None:
         expect_separable(part)
@@ -305,13 +305,13 @@ def documents_in(memory: Memory | None) -> Tensor | None:
 def tokens_of(mask: Tensor) -> Tensor:
     """Return which entries of an attention mask (batch, seq) are tokens, as a new boolean tensor.
 
-    In a mask of booleans or integers, tokens have any number but 0, such as the number of their document. The same
-    holds for floating-point numbers, unless one of them is negative or -0.0: such a mask is added to scores, and `seen`
-    reads it.
+    In a mask of booleans or integers, every entry but 0 is a token; the entry may be the number of a document. The same
+    holds for floating-point numbers, unless one of them is negative or -0.0: such a mask is a bias on attention scores,
+    and is read by `seen`.
 
     Raises:
-        ValueError: the mask has other axes, or it is 0.0 everywhere, which is ambiguous: only padding if the numbers
-            mark tokens, only tokens if they are added to scores.
+        ValueError: the mask has other axes, or it is 0.0 everywhere, which is ambiguous: all padding if the numbers
+            mark tokens, all tokens if they are biases on scores.
     """
     expect_rows("attention_mask", mask)
     if not mask.is_floating_point():
@@ -330,10 +330,10 @@ HIDDEN_BELOW, LOWEST_BIAS = 100.0, -5000.0
 
 
 def seen(mask: Tensor) -> Tensor:
-    """Return the entries of a mask that attention sees, as booleans; the mask is boolean or added to scores.
+    """Return which entries of a mask attention sees, as booleans. The mask is boolean or is added to scores.
 
-    Entries 100 or more below the largest one, or below 0 if the largest is positive, are hidden: softmax gives them
-    less than 1e-43. All other entries are biases. If no entry is above -5000, all are hidden.
+    An entry is hidden if it is at least 100 below the largest entry, or below 0 if the largest is positive: softmax
+    gives it less than 1e-43. All other entries are biases. If no entry is above -5000, all are hidden.
 
     Raises:
         ValueError: the mask holds NaN.
@@ -372,8 +372,8 @@ def expect_no_gap(tokens: Tensor, documents: Tensor | None = None) -> None:
 def expect_none(wrong: Tensor, message: str) -> None:
     """Raise ValueError with this message if any entry of `wrong` is true.
 
-    A compiled graph checks it too, and raises RuntimeError when it runs. There is no check inside a transform, on the
-    meta device, or while a CUDA graph is captured, because values cannot be read there.
+    A compiled graph makes the check when it runs, and raises RuntimeError. Inside a torch.func transform, on the meta
+    device, and while a CUDA graph is captured, nothing is checked, because values cannot be read.
     """
     if torch.compiler.is_compiling():
         torch._assert_async(~wrong.any(), message)
@@ -417,15 +417,15 @@ def finite_at_padding(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def remembered(x: Tensor, memory: Memory | None, window: int) -> Tensor:
-    """Return the earlier rows in `memory`, if any, followed by x: (batch, seq, ...); zeros as from `Memory.extend`."""
+    """Return the earlier rows in `memory`, if any, followed by x: (batch, seq, ...). See `Memory.extend` for zeros."""
     return x if memory is None or not window else memory.extend(x, window)
 
 
 def remembered_tokens(x: Tensor, memory: Memory | None, window: int) -> tuple[Tensor, Tensor]:
     """Return the rows of `remembered`, (batch, rows, ...), and whether each is a token: (batch, rows), boolean.
 
-    For reads that must not count the other rows, such as a softmax over the last tokens. The memory keeps a column of
-    ones next to x, which is zero in rows that are not tokens.
+    For reads that must skip rows that are not tokens, such as a softmax over the last tokens. The memory keeps an extra
+    column next to x, which is 1 in rows that are tokens and 0 in the others.
     """
     marked = torch.cat([x.flatten(2), x.new_ones(*x.shape[:2], 1)], -1)
     rows = remembered(marked, memory, window)
@@ -444,12 +444,12 @@ def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
     would be mixed as if they were a sequence.
     """
     if window and x.dim() != axes.count(",") + 1:
-        shape = tuple(x.shape[:-2] + x.shape[-1:] if "streams" in axes else x.shape)  # as the stream got it
+        shape = tuple(x.shape[:-2] + x.shape[-1:] if "streams" in axes else x.shape)  # the shape that the caller passed
         raise ValueError(no_sequence(shape))
 
 
 def no_sequence(shape: tuple[int, ...]) -> str:
-    """Return the error for an embedding of this shape if a scheme reads other tokens than the current one."""
+    """Return the error for an embedding without (batch, seq) axes, if the scheme reads tokens besides the current."""
     hint = {2: "; add the axis of the batch: x[None]"}.get(len(shape), "")
     if len(shape) > 3:
         hint = "; flatten height and width: x.flatten(1, -2)"

@@ -12,7 +12,7 @@ Rows = Annotated[Count, at_most(256)]
 SeveralRows = Annotated[int, Range("at least 2", lambda x: x >= 2), at_most(256)]
 Taps = Annotated[Count, at_most(1024)]
 Steps = Annotated[Count, at_most(1000)]
-DIVIDES_WIDTH = Range("a divisor of the width", lambda count: True)  # which `Scheme.build` knows, and checks
+DIVIDES_WIDTH = Range("a divisor of the width", lambda count: True)  # `Scheme.build` knows the width, and checks it
 Divisor = Annotated[Count, DIVIDES_WIDTH]
 Beta = Annotated[float, Range("a number in [0, 2]", lambda x: 0 <= x <= 2)]
 Fraction = Annotated[float, Range("a number above 0 and below 1", lambda x: 0 < x < 1)]
@@ -40,7 +40,7 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def parsed(value: Any) -> Any:
-    """Return the value of a text: JSON if possible, otherwise the text. Anything but a text stays as it is."""
+    """Parse text as JSON if possible; return other text, and values that are not text, unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -49,7 +49,7 @@ def parsed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class OnlyIf:
-    """The condition under which an option has an effect: in words, and as a function that says whether it holds.
+    """The condition under which an option has an effect: in words, and as a predicate on the scheme.
 
     `Annotated[int, OnlyIf(...)]` declares it. An option that is set but has no effect is refused, because the user
     expects an effect.
@@ -60,7 +60,7 @@ class OnlyIf:
 
 
 def only_with(**options: Any) -> OnlyIf:
-    """Return the condition that each of these options has this value, or one of these values."""
+    """Return the condition that each option in `options` has the given value, or one of a tuple of values."""
     choices = {name: value if isinstance(value, tuple) else (value,) for name, value in options.items()}
     words = (f"{name} is {' or '.join(map(repr, values))}" for name, values in choices.items())
     return OnlyIf(
@@ -83,6 +83,6 @@ def check_options(scheme: Any) -> None:
 
 
 def require_option(scheme: Any, name: str, condition: bool, expected: str) -> None:
-    """Raise ValueError unless `condition` holds; the message has the field `name`, `expected` and the field's value."""
+    """Raise ValueError unless `condition` holds: "SCHEME: NAME must be EXPECTED, got VALUE"."""
     if not condition:
         raise ValueError(f"{type(scheme).__name__}: {name} must be {expected}, got {getattr(scheme, name)!r}")

@@ -2,8 +2,8 @@
 
 FSDP gathers a module's parameters, and accelerate's offload brings them back, in hooks on the call of the module. If
 `read` and `write` were called directly, no hooks would run. Each is therefore turned into a call of the module, with
-the method in place of the sublayer. Inside a call around a sublayer the two run without calls of their own, so that a
-hook that changes the result changes it once.
+the method in place of the sublayer. Within a call around a sublayer both methods run directly, so that a hook that
+changes results is applied once.
 
     connection(state, sublayer)            hooks run around this call; `within` runs both methods inside it
     connection.read(state)                 called directly on a module with hooks; `as_call` turns it into
@@ -50,7 +50,7 @@ def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(type(self), name) is not call:  # super().read(...), which is inside a call
+        if getattr(type(self), name) is not call:  # super().read(...) already runs inside a call
             return method(self, *args, **kwargs)
         if is_unobserved(self):  # a call would only add stack frames
             return phase(self, *args, **kwargs)

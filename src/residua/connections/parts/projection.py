@@ -15,10 +15,10 @@ Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
-    """Return whether a call of `module` runs only the forward of this class.
+    """Return whether a call of `module` runs exactly the `forward` of the class `kind`.
 
-    False if it was replaced by an adapter, a quantised map or a parametrisation (all have other types), and if it has a
-    hook, such as one that prunes or gathers parameters. Some libraries replace `forward` for their hook.
+    False if the module was replaced by an adapter, a quantised map or a parametrisation (all have other types), if it
+    has a hook, such as one that prunes or gathers parameters, or if a library has replaced its `forward`.
     """
     return type(module) is kind and is_unobserved(module)
 
@@ -26,7 +26,7 @@ def is_plain(module: nn.Module, kind: type[Kind]) -> TypeGuard[Kind]:
 def spectral_std(in_features: int, out_features: int, factor: float = 0.5) -> float:
     """Return factor / sqrt(in_features) min(1, sqrt(out_features / in_features)), which bounds a map's spectral norm.
 
-    The standard deviation of every map in the current code of the authors of DDL (commit d1f7621).
+    The DDL authors' current code (commit d1f7621) draws every map with this standard deviation.
     """
     return factor / math.sqrt(in_features) * min(1.0, math.sqrt(out_features / in_features))
 
@@ -76,7 +76,7 @@ class LinearMap(SelfStarting):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-LINEAR_MAPS = (nn.Linear, LinearMap)  # modules with a `weight` that is decayed, and has a learning rate by width
+LINEAR_MAPS = (nn.Linear, LinearMap)  # their `weight` has weight decay, and a learning rate that depends on the width
 
 
 class Projection(LinearMap):
@@ -95,8 +95,8 @@ class WideProjection(LinearMap):
     def forward(self, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return W (gain x) + bias: (..., in_features) -> (..., out_features), in at least float32.
 
-        gain: (in_features,), folded into the weights, which are smaller than x. bias: (out_features,), in place of the
-        module's own.
+        gain: (in_features,), multiplied into the weights, because they are smaller than x. bias: (out_features,), used
+        in place of the module's own bias.
         """
         weight = self.weight if gain is None else at_least_float32(self.weight) * at_least_float32(gain)
         return linear_at_least_float32(x, weight, self.bias if bias is None else bias)

@@ -1,8 +1,8 @@
-"""Start the parameters of a module as its own code says, even if an engine shards them or a model fills all modules.
+"""Initialise a module's parameters by its own rule, even if an engine shards them or the model re-initialises them.
 
 An engine builds a model on the meta device, shards it with `fully_shard`, gives it memory with `to_empty`, and calls
-`reset_parameters` of every module. The parameters are then `DTensor`s. A part such as `taps[0]` may be a copy, so
-writing to it has no effect, and each rank would draw numbers that differ from those of a single process.
+`reset_parameters` of every module. The parameters are then `DTensor`s: writing to a slice such as `taps[0]` may have no
+effect, because it can be a copy, and each rank would draw other numbers than a single process.
 """
 
 import functools
@@ -18,10 +18,10 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None]:
-    """Wrap a function that fills a module's own parameters: it fills whole tensors, and each rank keeps its shards.
+    """Wrap a `reset_parameters` so that it fills whole tensors, of which each rank keeps its shard.
 
-    Rank 0 fills the whole tensors as a single process would. On the meta device nothing is drawn, because drawing would
-    take long and import torch's compiler.
+    Rank 0 fills the whole tensors as a single process would. On the meta device nothing is drawn, because drawing there
+    is slow and imports torch's compiler.
     """
 
     @functools.wraps(reset)
@@ -49,7 +49,7 @@ def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None
 
 
 def mark_start(parameters: Iterable[Any]) -> None:
-    """Record that these parameters are at their start; torch counts the changes of a tensor in place."""
+    """Record that these parameters have their initial values, by the version counter of each tensor."""
     for parameter in parameters:
         if not parameter.is_inference():
             parameter.started_at = parameter._version
@@ -62,11 +62,11 @@ def is_at_start(parameter: Any) -> bool:
 
 
 class SelfStarting(nn.Module):
-    """A module that starts its own parameters, in `reset_parameters`, and keeps this start in a model with another.
+    """A module that initialises its own parameters, in `reset_parameters`, and protects them from a model's `init`.
 
-    Models end their `__init__` with `self.apply(init)`, where `init` fills every linear map, and transformers does so
-    with weights that a checkpoint lacks. Parameters that were loaded or trained change as in every module.
-    `reset_parameters` fills whole tensors, even if an engine has sharded them.
+    Many models end their `__init__` with `self.apply(init)`, where `init` fills every linear map; transformers does the
+    same for weights that a checkpoint lacks. Only initial values are protected: parameters that were loaded or trained
+    change as in every module. `reset_parameters` fills whole tensors, even if an engine has sharded them.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -76,9 +76,9 @@ class SelfStarting(nn.Module):
             cls.reset_parameters = on_whole_tensors(reset)  # type: ignore[attr-defined]
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> Any:
-        """Apply `fn` as `nn.Module` does, but keep parameters at their start; warn if `fn` would have replaced it.
+        """Apply `fn` as `nn.Module` does, but restore initial values that `fn` replaces, and warn.
 
-        If `fn` calls `reset_parameters`, the parameters get a new start.
+        If `fn` calls `reset_parameters`, the parameters keep the new initial values.
         """
         started: dict[str, Any] = {name: p for name, p in self._parameters.items() if p is not None and is_at_start(p)}
         before = {name: (p.detach().clone(), p.started_at) for name, p in started.items()}
@@ -95,8 +95,9 @@ class SelfStarting(nn.Module):
                 replaced.append(name)
         if replaced:
             warnings.warn(
-                f"the start of the connections stands: apply({getattr(fn, '__name__', 'fn')}) would have replaced "
-                "it; build the stream after it, or loop over stream.modules() to replace the start",
+                "connections keep their own initial parameters, which "
+                f"apply({getattr(fn, '__name__', 'fn')}) would have replaced; build the stream after this call, or "
+                "loop over stream.modules() if you want to replace them",
                 stacklevel=2,
             )
         return self
@@ -121,7 +122,10 @@ class SelfStarting(nn.Module):
 
 
 def start_missing(module: nn.Module) -> bool:
-    """Start a module's own parameters and buffers that transformers did not load. Return whether the module can."""
+    """Initialise the own parameters and buffers of `module` that transformers did not load.
+
+    Return whether the module has a method to do so.
+    """
     reset: Any = getattr(module, "reset_parameters", None)
     parameters: list[Any] = [p for p in module._parameters.values() if p is not None]
     if reset is None:

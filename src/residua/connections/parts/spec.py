@@ -33,7 +33,7 @@ def expect_state(state: Any, spec: Any, *, sequence: bool = False) -> None:
 
 
 def _fits(state: Any, spec: Any, sequence: bool) -> bool:
-    """Return whether tensors in tuples have the shapes of a spec, faster than by flattening both before every read."""
+    """Return whether nested tuples of tensors have the shapes of a spec. Faster than flattening both on every read."""
     if isinstance(spec, TensorSpec):
         axes = state.dim() - len(spec.shape) if isinstance(state, Tensor) else -1
         return (axes == 2 or (axes >= 0 and not sequence)) and state.shape[axes:] == spec.shape

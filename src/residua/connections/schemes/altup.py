@@ -4,8 +4,8 @@
     X_k <- P_k + (1 + c_k(t')) (a - P_0)
 
 A block of attention F_1 and MLP F_2 updates only the active stream. All n streams are predicted before the block and
-corrected after it, by the error of the active prediction. L is a low-rank map parallel to the attention. `gemma3n` in
-transformers.
+corrected after it by the error of the active prediction. L is a low-rank map parallel to the attention. This is
+`gemma3n` in transformers.
 """
 
 import math
@@ -46,11 +46,11 @@ class AlternatingUpdates(RecomputingScheme):
 
     num_streams   n, at least 2
     active        the stream that the sublayers read and update
-    laurel_rank   rank of L(x) = x + norm(B A x), parallel to attention; 0 for none, and then no division by sqrt(2)
+    laurel_rank   rank of L(x) = x + norm(B A x), parallel to attention; 0 omits L and the division by sqrt(2)
     weight_std    standard deviation of all initial weights
-    expand        "projections": a linear map for every stream but the first makes it from the embedding, and another
-                  reads it out, both rescaled to the size of the first stream (Gemma 3n); "repeat": the streams are
-                  copies of the embedding, and their mean is read out
+    expand        "projections": the first stream is the embedding; a linear map makes each other stream from it, and
+                  a second one reads that stream out, both rescaled to the first stream's size (Gemma 3n); "repeat":
+                  the streams are copies of the embedding, and their mean is read out
     """
 
     title = "AltUp with LAuReL"
@@ -118,15 +118,16 @@ class Laurel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         low = self.left(x)
-        if is_plain(self.right, Projection):  # as wide as the state, and quick to recompute
+        if is_plain(self.right, Projection):  # its result is as wide as the model, and quick to recompute
             return x + self.norm(self.scheme.derive(linear, low, self.right.weight)).to(x.dtype)
         return x + self.norm(self.right(low)).to(x.dtype)
 
 
 class PredictConnection(Connection):
-    """The connection around attention: (batch, seq, n, dim) -> the predicted state, and the active (batch, seq, dim).
+    """The connection around attention: predicts all streams, (batch, seq, n, dim), and updates the active stream.
 
-    It owns the router, which it shares with the connection around the MLP.
+    It owns the router, which it shares with the connection around the MLP. Its result is the predicted streams and the
+    active stream, (batch, seq, dim).
     """
 
     def __init__(self, scheme: AlternatingUpdates, dim: int, norm: nn.Module, *, norm_eps: float):
@@ -191,7 +192,7 @@ def _innovation(active: int, updated: Tensor, predicted: Tensor) -> Tensor:
 
 
 def closed(state: State, active: int) -> Tensor:
-    """Return the streams, (batch, seq, n, dim); inside a block as if corrected with weights of 1."""
+    """Return the streams, (batch, seq, n, dim). In the middle of a block they are corrected with weights of 1."""
     if not isinstance(state, tuple):
         return state
     streams, updated = state
@@ -225,7 +226,7 @@ class ProjectedExpand(nn.Module):
 
 
 class ClosedCollapse(nn.Module):
-    """A readout of the streams, also inside a block."""
+    """The readout `read` of the streams, also of a state in the middle of a block."""
 
     def __init__(self, scheme: AlternatingUpdates, read: nn.Module):
         super().__init__()
@@ -237,7 +238,10 @@ class ClosedCollapse(nn.Module):
 
 
 class ProjectedCollapse(nn.Module):
-    """The mean of the first stream and linear maps of the others with its size: (batch, seq, n, dim) -> (.., dim)."""
+    """The mean of the first stream and of linear maps of the others, rescaled to its size.
+
+    (batch, seq, n, dim) -> (batch, seq, dim).
+    """
 
     def __init__(self, scheme: AlternatingUpdates, dim: int):
         super().__init__()

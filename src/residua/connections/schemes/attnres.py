@@ -31,20 +31,20 @@ class DepthCoefficients(NamedTuple):
 class AttentionResiduals(SourcesScheme):
     """AttnRes. Starts as the pre-norm residual, up to the eps of its norms: a zero query reads the mean of the sources.
 
-    block_size   S, how many outputs are summed into one source; 1 keeps every output (Full AttnRes), 12 is the
-                 paper's block of six layers
+    block_size   S, the number of outputs that are summed into one source; 1 keeps every output (Full AttnRes), 12 is
+                 the paper's block of six layers
     reduction    "mean": sum_i a_i V_i (the paper); "sum": n times that for n sources. With equal weights this is the
-                 sum of the sources, the plain residual, whatever the norms are. After a norm that removes the scale,
-                 the two are the same
-    heads        a separate softmax for each of this many groups of features: many-headed AttnRes, MHAR (arXiv
-                 2607.27230); it adds no parameters
+                 sum of the sources, the plain residual, whatever the norms are. If a norm that removes the scale
+                 follows, both give the same result
+    heads        the number of groups of features, each with its own softmax: many-headed AttnRes, MHAR (arXiv
+                 2607.27230); more heads add no parameters
     """
 
     title = "Attention residuals"
     equation = "V_l = F(norm(sum_i a_i V_i)), a = softmax_i(w . norm(V_i))"
     users = "Kimi K3 (blocks of layers) and, in a form of its own, Inkling-2: `attnres_inkling`."
     paper = "arXiv 2603.15031"
-    residual_start = {"reduction": "sum"}  # the plain residual, and not only up to a norm
+    residual_start = {"reduction": "sum"}  # exactly the plain residual; the mean equals it only up to scale
 
     reduction: Literal["mean", "sum"] = "mean"
     heads: Divisor = 1

@@ -26,7 +26,7 @@ from residua.ops import at_least_float32, depth_read
 class InklingCoefficients(NamedTuple):
     """weights, key_weights, value_weights: (batch, seq, sources), attention over depth, in at least float32.
 
-    weights belong to the only read, or to the read for queries; None for a read that does not exist.
+    weights: of the only read, or of the read for queries. None for a read that does not exist.
     """
 
     weights: Tensor | None
@@ -40,7 +40,7 @@ class InklingAttentionResiduals(SourcesScheme):
 
     The sublayers 0, 2, 4, ... must be attention, as in every model here.
 
-    block_size      how many outputs are summed into one source; 12 are Inkling-2's six layers
+    block_size      the number of outputs that are summed into one source; 12 is Inkling-2's block of six layers
     separate_every  k: the attention of every k-th layer reads queries, keys and values separately; 0: no layer does
     """
 
@@ -54,7 +54,7 @@ class InklingAttentionResiduals(SourcesScheme):
     separate_every: Natural = 6
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
-        """Build as the base class does. If queries, keys and values have a norm each, the given norm is copied."""
+        """Build the stream. Where queries, keys and values are read separately, each gets a copy of the given norm."""
         connections = [InklingConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
         last = InklingRead(dim, eps=norm_eps) if num_sublayers else None
         return Stream(Copies(1), connections, InklingCollapse(last))

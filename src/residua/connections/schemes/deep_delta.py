@@ -29,7 +29,7 @@ NETS = ("mlp", "pool_mlp", "flatten_mlp", "attention")  # forms of phi_k with a 
 class DeltaCoefficients(NamedTuple):
     """beta: (batch, seq), v: (batch, seq, value_channels), raw direction k: (batch, seq, dim).
 
-    None: computed from the sublayer's output later. This is k in the k-Map, v in the v-Map, beta with "sublayer_out".
+    None: computed later, from the sublayer's output: k in the k-Map, v in the v-Map, beta with "sublayer_out".
     """
 
     beta: Tensor | None
@@ -45,12 +45,12 @@ class DeepDelta(ChannelScheme):
     for each value channel. beta: the gate from 0 (keeps) over 1 (replaces) to 2 (reflects). The defaults follow the
     authors' code, except for `start`. docs/deviations.md lists every choice.
 
-    map              "k": the sublayer gives the direction. With operator="unit" the size of its output then has no
-                     effect, so LayerScale, DropPath's 1/keep and depth-scaled initialisation have none either; an
-                     output of zero changes nothing. "v": the sublayer gives the value
+    map              "k": the sublayer gives the direction. With operator="unit" the scale of its output then has no
+                     effect, so neither have LayerScale, DropPath's 1/keep and depth-scaled initialisation; an output
+                     of zero leaves the state unchanged. "v": the sublayer gives the value
     k_norm           the length m by which the direction k~ is divided: "rms", sqrt(|k~|^2 + k_eps^2); "add",
                      |k~| + k_eps; "clamp", max(|k~|, k_eps); "rms_d", sqrt(|k~|^2 + dim k_eps^2)
-    k_eps            the eps in that length, which keeps a direction of zero finite
+    k_eps            the eps in m, which keeps the normalised direction finite if k~ is zero
     k_proj           the direction is a linear map of the sublayer's output
     operator         "unit": I - beta k k^T with unit k; "v1_eps": as in the first version, with raw k
     beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6
@@ -67,8 +67,9 @@ class DeepDelta(ChannelScheme):
                      of the channels, "flatten_mlp" of all of them, or "attention" over them
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
     phi_k_hidden     v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
-    start            "average": compressors average and gates start at beta_init; "authors": as their first code draws
-                     them; "rewrite": as their current code, whose models start with `output_init="depth"` too
+    start            "average": compressors average the channels, and gates start at beta_init; "authors": initialised
+                     as in the authors' first code; "rewrite": as in their current code, whose models also have
+                     `output_init="depth"`
     """
 
     # An option that is set without effect raises ValueError. `ChannelScheme` has the options of the state.
@@ -162,7 +163,7 @@ class DeltaConnection(ChannelConnection):
             x_in, pooled = self.compress(streams, memory), None
         elif not self.pool.window or memory is None or not memory.keeps:
             x_in, pooled = self.compress(streams, memory), self.pool(streams, memory)
-        else:  # both need the same earlier tokens
+        else:  # compressor and gate need the same earlier tokens
             extended = remembered(streams, memory, self.window)
             x_in, pooled = (current(part(extended), streams, extended) for part in (self.compress, self.pool))
         context = self.norm(x_in)

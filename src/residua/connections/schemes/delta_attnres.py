@@ -38,11 +38,11 @@ class DeltaDepthCoefficients(NamedTuple):
 class DeltaAttentionResiduals(SourcesScheme):
     """Delta AttnRes. Starts as the pre-norm residual only with read_gate="scalar": a zero query adds a mean of sources.
 
-    block_size    S, how many outputs are summed into one source; 1 keeps every output
-    read_gate     "none": g = 1, for training from scratch; "scalar": a number for each sublayer that starts at 0;
-                  "sigmoid": the sigmoid of a number that starts at -2
-    null_source   an additional learned source, which starts at 0, so that attention may add nothing
-    heads         attention for each of this many groups of features, as in MHAR (arXiv 2607.27230)
+    block_size    S, the number of outputs that are summed into one source; 1 keeps every output
+    read_gate     "none": g = 1, for training from scratch; "scalar": one learned number per sublayer, which starts at
+                  0; "sigmoid": the sigmoid of such a number, which starts at -2
+    null_source   whether there is an additional learned source, which starts at 0, so that attention may add nothing
+    heads         the number of groups of features, each with its own attention, as in MHAR (arXiv 2607.27230)
     """
 
     title = "Delta attention residuals"

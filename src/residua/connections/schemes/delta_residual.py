@@ -12,10 +12,11 @@ from residua.ops import KNorm, delta_write
 class DeltaResidual(nn.Module):
     """The general delta-residual block: X <- X + beta k (v^T - k^T X) with k, v and beta all computed from X.
 
-    For a stack of any modules. phi_k: state -> (..., dim) gives the raw direction, phi_v: state ->
-    (..., value_channels) the value; both take the whole state (..., value_channels, dim). Without phi_v the value
-    is a linear map of the mean over the channels. beta = 2 sigmoid(linear(G(X))) with G = `pool`: "mean", "flatten", or
-    "conv" over a sequence axis, for states (batch, seq, value_channels, dim). arXiv 2601.00417 section 2.
+    It stands alone in a stack of modules. phi_k and phi_v are modules that take the whole state
+    (..., value_channels, dim): phi_k returns the raw direction (..., dim), phi_v the value (..., value_channels).
+    Without phi_v the value is a linear map of the mean over the channels. beta = 2 sigmoid(linear(G(X))), where `pool`
+    selects G: "mean", "flatten", or "conv" over a sequence axis, for states (batch, seq, value_channels, dim).
+    arXiv 2601.00417 section 2.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from residua.ops import at_least_float32, depth_mix
 
 
 class DenseCoefficients(NamedTuple):
-    """weights: (sources,), the average that begins a block, in at least float32; None if there is none."""
+    """weights: (sources,), of the average that begins a block, in at least float32; None without an average."""
 
     weights: Tensor | None
 
@@ -31,7 +31,7 @@ class DenseCoefficients(NamedTuple):
 class DenseFormer(BlocksScheme):
     """DenseFormer. Starts as the pre-norm residual: the last output has weight 1, all others 0.
 
-    dilation   k: the average after block i takes the outputs j with i - j divisible by k
+    dilation   k: the average after block i is over the outputs j with i - j divisible by k
     period     p: there is an average only after every p-th block
     """
 
@@ -45,7 +45,7 @@ class DenseFormer(BlocksScheme):
     period: Count = 1
 
     def taken(self, block: int) -> range:
-        """Return the outputs that the average after `block` blocks takes; an empty range if there is none."""
+        """Return the indices of the outputs in the average after `block` blocks; empty if there is no average."""
         averages = block > 0 and block % self.period == 0
         return range(block % self.dilation, block + 1, self.dilation) if averages else range(0)
 
@@ -57,7 +57,7 @@ class DenseFormer(BlocksScheme):
 
 
 class DepthAverage(SelfStarting):
-    """sum_j a_j X_j over the outputs that are taken. Starts as the last output.
+    """sum_j a_j X_j over the outputs `taken`. Starts as the last output.
 
     A tuple of tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (sources,).
     """

@@ -40,8 +40,9 @@ from residua.ops.derived import derive, flattened
 class EDeltaCoefficients(NamedTuple):
     """gamma, beta: (batch, seq), k, u, v: (batch, seq, num_streams); seq is 1 if the context is the sequence.
 
-    In the variant with streams also h_pre, h_post: (batch, seq, num_streams), the weights that read and write the rows,
-    vectors as in `JacobianConnection`. h_post is None in the last sublayer, see `EDeltaStreamConnection`.
+    The variant with streams also has h_pre and h_post: (batch, seq, num_streams), the weights that read and write the
+    rows, reduced to vectors as in `JacobianConnection`. h_post is None in the last sublayer, see
+    `EDeltaStreamConnection`.
     """
 
     gamma: Tensor
@@ -57,12 +58,13 @@ class EDeltaCoefficients(NamedTuple):
 class _Hybrid(Scheme):
     """The options of both variants.
 
-    num_streams   rows of the state, at least 2; `edelta` cuts the width into them
-    context       input of the coefficients: each "token", the "cumulative" mean up to it, or the "sequence" (published)
-    hidden        width of the nets of u, v, k and beta, or of the one net of `edelta-stream`; None means dim / 4
+    num_streams   rows of the state, at least 2; `edelta` cuts the width into this many rows
+    context       input of the coefficients: the "token", the "cumulative" mean up to it, or the mean of the "sequence"
+                  (published)
+    hidden        hidden width of the nets of u, v, k and beta, or of the one net of `edelta-stream`; None: dim / 4
     gamma_init    gamma of every token at the start, in (0, 1); 1 rotates, 0 reflects; published 0.5
-    cayley_init   beta at the start, which is nearly the rotation angle because u and v start orthonormal; published
-                  0.693, with u and v nearly 0
+    cayley_init   beta at the start, which is nearly the rotation angle because u and v start orthonormal here;
+                  published 0.693, with u and v nearly 0
     penalty       weight of the mean of 4 gamma (1 - gamma) in the loss; 0 for none
     """
 
@@ -86,13 +88,14 @@ class _Hybrid(Scheme):
 
 @dataclass(frozen=True)
 class EDelta(_Hybrid):
-    """The hybrid: the state (batch, seq, dim) is cut into num_streams rows of dim / num_streams, only for Q and H.
+    """The hybrid: only for Q and H, the state (batch, seq, dim) is cut into num_streams rows of dim / num_streams.
 
         x <- g + H_post F(H_pre norm(g)),   g = (gamma Q + (1 - gamma) H) x
 
     The published version differs. Its coefficients come from the mean of the sequence, which is not causal. Its gamma
     starts at 0.5, where the shortcut is singular and training is slow. Its Cayley angle starts at about 1e-9, where the
-    gradient vanishes too. H_pre and H_post should start as the identity there, but are overwritten with N(0, 0.02^2).
+    gradient vanishes too. Its H_pre and H_post are meant to start as the identity, but are overwritten with
+    N(0, 0.02^2).
 
     projections   whether the sublayer has the dense dim x dim maps H_pre and H_post, which start as the identity
     """
@@ -144,7 +147,7 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     @property
     def residual_start(self) -> Mapping[str, Any] | str:
         if self.num_streams >= 3:
-            return {"start": "residual"}  # Q and H keep the mean of the rows, which every write moves by y
+            return {"start": "residual"}  # Q and H keep the mean of the rows, and every write adds y to it
         return "the only plane that num_streams=2 can rotate in contains the mean of the streams; use at least 3"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:
@@ -157,7 +160,7 @@ class Frame(SelfStarting):
     """Random start of u, v and k, the rows of a (3, n) matrix: u and v are orthonormal, k is a unit vector.
 
     With u = v there would be no rotation: u v^T - v u^T would vanish, and every gradient with it. With `centred`, the
-    entries of each row sum to exactly 0, in every dtype: contrasts of two or three entries, drawn by permutation.
+    entries of each row sum to exactly 0 in every dtype: a row has two or three entries other than 0, at random places.
     """
 
     def __init__(self, n: int, *, centred: bool):
@@ -279,7 +282,7 @@ class EDeltaConnection(_HybridConnection):
 
 
 def _turned(num_streams: int, state: Tensor, *coefficients: Tensor) -> Tensor:
-    """Return `hybrid` on the features of (batch, seq, dim), cut into rows."""
+    """Return `hybrid` applied to a state (batch, seq, dim), whose features are cut into rows."""
     return hybrid(state.unflatten(-1, (num_streams, -1)), *coefficients).flatten(-2)
 
 

@@ -59,6 +59,6 @@ class FracConnection(CutConnection, WeightedConnection):
         return hyper_mix(rows, h_pre, implementation=self.scheme.implementation)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        """Return the mixing of the fractions, without h_pre, because a sublayer reads m mixtures of them."""
+        """Return the mixing of the fractions, without h_pre, because a sublayer reads m mixtures instead of one."""
         _, h_res, h_post = carry.coefficients
         return Mixing(h_res, h_post=h_post)

@@ -39,9 +39,9 @@ GATED = OnlyIf("there is a gate", lambda scheme: ON_DIRECTION.holds(scheme) or s
 class GatedDeltaCoefficients(NamedTuple):
     """The gates of erasing and writing of each direction, (batch, seq, directions), in at least float32.
 
-    The directions are rank x value_channels x heads, the heads last; erase has one value channel if all channels share
-    a gate. erase: e, or None if nothing is erased. write: w / |h|, or beta v with `write="value"`; None for w = |h|.
-    v: the value of `write="value"`, otherwise None.
+    The axis of directions is (rank, value_channels, heads), flattened; erase has one value channel if all channels
+    share a gate. erase: e, or None if nothing is erased. write: w / |h|, or beta v with `write="value"`; None for
+    w = |h|. v: the value with `write="value"`, otherwise None.
     """
 
     erase: Tensor | None
@@ -51,24 +51,24 @@ class GatedDeltaCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedDelta(ChannelScheme):
-    """A delta write along the sublayer's output that starts as exactly the plain residual, our variant.
+    """Our variant of DDL: a delta write along the sublayer's output that starts as exactly the plain residual.
 
-    With several value channels, the compressor of each block starts by reading a single channel, which changes from
+    With several value channels, the compressor of each block starts by reading a single channel, a different one from
     block to block, because channels that are read alike would stay equal. DDL itself is `erase="coupled",
-    write="value"`, and its write-only control X + beta k v^T is `erase="none", write="value"`; their compressors start
-    as the average, as in `ddl`.
+    write="value"`. Its write-only control X + beta k v^T is `erase="none", write="value"`. The compressors of these two
+    start as the average, as in `ddl`.
 
     erase         e for each token, from the normalised context c: "signed", scale tanh(w . c + b), where e < 0 enlarges
-                  the component of X along k; "positive", the larger of that and 0; "none", e = 0, the write-only
-                  control, which without a write gate is the plain residual; "coupled", e = beta with `write="value"`
+                  the component of X along k; "positive", max(0, scale tanh(w . c + b)); "none", e = 0, which without a
+                  write gate is the plain residual; "coupled", e = beta, with `write="value"`
     scale         range of e: (-scale, scale), or [0, scale) if positive; at most 2, where e reflects
-    channel_gates  a gate of erasing for each value channel in place of one for all
+    channel_gates  whether each value channel has its own gate e, in place of one for all
     write         the weight w: "output", |h|, so that h is written; "value", beta v with gate and value of `ddl`
-    write_gate    whether w of "output" has gates, 1 + tanh(W c + b) in (0, 2) for each value channel
-    v_activation  of "value": "scaled_sigmoid", 4 sigmoid(W x_in + b), or "linear"
+    write_gate    with `write="output"`: whether w has a factor 1 + tanh(W c + b) in (0, 2) for each value channel
+    v_activation  with `write="value"`: "scaled_sigmoid", v = 4 sigmoid(W x_in + b), or "linear"
     rank          number of directions of a write, k_r = a_r h / |a_r h|, written one after the other; at the start each
                   of the learned a_r selects one of every `rank` neighbouring features
-    heads         groups of features with a direction and gates each; 1 for the whole state
+    heads         number of groups of features, each with its own direction and gates
     k_eps         guard of |h|: k = h / sqrt(|h|^2 + k_eps^2), as in `ddl`
     """
 
@@ -133,7 +133,7 @@ class GatedDelta(ChannelScheme):
 
 
 class Parts(SelfStarting):
-    """Return `rank` products a_r y, with a_r: (dim,) each. At the start they share the features and sum to y.
+    """`rank` products a_r y with learned a_r: (dim,). At the start each takes different features, and they sum to y.
 
     (..., dim) -> a list of `rank` such tensors, in the dtype of y.
     """
@@ -178,7 +178,7 @@ class GatedDeltaConnection(ChannelConnection):
         if self.erase is not None:
             erase = self.erase(context)
             if self.scheme.erase == "positive":
-                erase = erase.clamp_min(0)  # its derivative at 0, where every gate starts, is 1; that of relu is 0
+                erase = erase.clamp_min(0)  # gates start at 0, where clamp_min has derivative 1, and relu 0
         if self.write_gate is not None:
             write = 1 + self.write_gate(context)
         if self.beta is not None and self.value is not None:
@@ -201,16 +201,15 @@ class GatedDeltaConnection(ChannelConnection):
         return state
 
     def _of_direction(self, r: int, gates: Tensor) -> Tensor:
-        """Return the gates of direction r as `gated_delta` takes them, from those of all, (..., directions)."""
+        """Select the gates of direction r from `gates`, (..., directions), in the shape that `gated_delta` takes."""
         size = gates.shape[-1] // self.scheme.rank
         part = gates if self.scheme.rank == 1 else gates.narrow(-1, r * size, size)
         return part.unflatten(-1, (-1, self.scheme.heads)) if self.has_stream_axis else part
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | None:
-        """Return I - e k k^T; v only if the gate of erasing writes it too.
+        """Return I - e k k^T, with v only if the gate e also gates the write.
 
-        None if nothing is erased, or if the map is not a single map of rank 1 because there are several directions or a
-        gate for each channel.
+        None if nothing is erased, or if several directions or a gate per channel make the map one of higher rank.
         """
         scheme, (erase, _, v) = self.scheme, carry.coefficients
         if scheme.heads > 1 or scheme.rank > 1 or scheme.channel_gates or erase is None:

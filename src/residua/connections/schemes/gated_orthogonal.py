@@ -26,14 +26,14 @@ from residua.ops import at_least_float32, orthogonal_update, residual_scale
 
 @dataclass(frozen=True)
 class GatedOrthogonal(SingleStreamScheme):
-    """The gated orthogonal update, our variant. It starts as exactly the plain residual, unless the gate is 1.
+    """The gated orthogonal update, our variant. It starts as exactly the plain residual, unless `gate="one"`.
 
-    With `gate="one"` it is the orthogonal update of arXiv 2505.11881, which the preset `orthogonal` names.
+    With `gate="one"` it is the orthogonal update of arXiv 2505.11881, the preset `orthogonal`.
 
     gate            "token": e = scale tanh(w . c + b) from the normalised context c, which the sublayer sees;
                     "static": e = scale tanh(b), the same for all tokens; "one": e = 1, the orthogonal update
     scale           range of e: (-scale, scale)
-    heads           groups of features with a projection and a gate each; 1 for the whole state
+    heads           number of groups of features, each with its own projection and gate
     sublayers       which sublayers have a gate: "all", or only the first ("attention") or the second ("mlp") of each
                     pair; the others have the plain residual
     eps             added to |x|^2; 1e-6 as in the code of arXiv 2505.11881
@@ -100,9 +100,9 @@ class OrthogonalConnection(CompressingConnection):
         return orthogonal_update(carry.residual, y, carry.coefficients.gate, eps=self.eps)
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing:
-        """Return the residual scale of each head's features, 1 - e <h, x> / |x|^2, as a diagonal h_res.
+        """Return a diagonal h_res with the scale of the residual in each head, 1 - e <h, x> / |x|^2.
 
-        The rows that it scales are the heads, (heads, dim / heads); <h, x> and |x|^2 are taken as given.
+        Its rows are the heads, (heads, dim / heads). <h, x> and |x|^2 are treated as constants.
         """
         (gate,) = carry.coefficients
         scale = residual_scale(state, y, gate, eps=self.eps)

@@ -2,7 +2,7 @@
 
     Z_i = (1 + w_i) norm(X_i),   x = mean_i G_i Z_i,   X_i <- X_i + p_i F(x)
 
-Like `qwen4_exp` in transformers. The norm is part of the read, one for each stream: the sublayer has no other norm.
+This is `qwen4_exp` in transformers. The norm is part of the read, one for each stream; the sublayer has no other norm.
 """
 
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     weight_std      standard deviation of the initial D, U and B, with start="published"
     head            the readout: "gated", a normalised gated read of its own (Qwen4-Exp), or "mean" of the streams
     start           "published": w = 0, and D, U, B are drawn (Qwen4-Exp); "residual": U and B are 0, and 1 + w is 2 on
-                    average, which makes up for gates of 1/2, so that the stream computes exactly the plain residual
-                    if the head is "mean"; each sublayer prefers one stream, because streams that start equal and are
-                    read equally stay equal
+                    average, which compensates the gates of 1/2, so that the stream computes exactly the plain residual
+                    if the head is "mean". Each sublayer then prefers one stream, because streams that start equal and
+                    are read equally stay equal
     """
 
     title = "Gated residual"
@@ -96,7 +96,7 @@ class GatedRead(SelfStarting):
         hidden = self.down(z.flatten(-2)) / n
         if is_plain(self.up, Projection):
             return self.scheme.derive(_gated_mean, z, hidden, self.up.weight), z
-        # An adapter, which may draw random numbers, or a map whose weights come with a call: sharded or offloaded.
+        # An adapter, which may draw random numbers, or a map with sharded or offloaded weights, which a call brings.
         return _gated(z, self.up(F.silu(hidden))), z
 
     def normalised(self, streams: Tensor) -> Tensor:

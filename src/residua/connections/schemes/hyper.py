@@ -25,11 +25,11 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
     The paper calls the weights DHC with `dynamic`, SHC without. It also starts the output maps of the sublayers sqrt(n)
     times as large (section 4); this is left to your model.
 
-    num_streams     n; with 1 there is nothing to mix, but the weights still scale
+    num_streams     n; a single stream is not mixed, but the weights still scale it
     head            the readout: "sum" of the streams (the paper) or "mean"
-    start           "published": each sublayer reads one stream, and all are written alike; "mirrored": each reads the
-                    mean of the streams, and they are written with weights in pairs around 1, so that the mean is the
-                    plain residual although the streams differ
+    start           "published": each sublayer reads one stream, and all are written alike; "mirrored": each sublayer
+                    reads the mean of the streams, and the write weights lie in symmetric pairs around 1, so that the
+                    mean is the plain residual although the streams differ
     """
 
     title = "Hyper-connections"
@@ -66,10 +66,10 @@ class HyperConnection(WeightedConnection):
             n, middle = len(self.beta), (len(self.beta) - 1) // 2
             with torch.no_grad():
                 self.alpha[:, 0] = 1 / n
-                rest = self.alpha[middle : n - middle, 0]  # one or two streams make up for the rounding of the others
+                rest = self.alpha[middle : n - middle, 0]  # one or two streams compensate the rounding of the others
                 rest.fill_((1 - 2 * self.alpha[:middle, 0].sum(dtype=torch.float64).item()) / len(rest))
                 self.beta.copy_(1 + SPREAD * (n > 1) * torch.linspace(-1, 1, n, device="cpu"))
-                self.beta[: n // 2] = 2 - self.beta[n - n // 2 :].flip(0)  # in pairs around 1 to the last bit
+                self.beta[: n // 2] = 2 - self.beta[n - n // 2 :].flip(0)  # symmetric around 1 to the last bit
 
     def coefficients(self, streams: Tensor) -> MixingCoefficients:
         alpha, beta = self.weights(streams)

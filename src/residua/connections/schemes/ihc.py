@@ -27,15 +27,15 @@ from residua.errors import NotNegative, Range
 
 @dataclass(frozen=True)
 class IndependentHyperConnections(ProductionHyperConnections):
-    """iHC: streams that are never mixed. Starts near the pre-norm residual, within about `weight_std` * `scale_init`.
+    """iHC: streams that are never mixed. Its start is within about `weight_std` * `scale_init` of the residual.
 
     magnitude       the write weights lie between 0 and this number
     gate_eps        the constant added to every read and write weight
     head            the readout: "sigmoid", its own weights from all streams (Hy4), or "mean"
-    start           "published": W is drawn, every stream is read with 1/n and written with 1 (Hy4); "residual": W is 0
-                    and the biases make up for `gate_eps`, so that the stream computes exactly the plain residual; each
-                    sublayer prefers one stream; "mirrored": W is 0, each sublayer reads the mean of the streams, and
-                    they are written with weights in pairs around 1: the plain residual, in streams that differ
+    start           "published": W is drawn, every stream is read with 1/n and written with 1 (Hy4). "residual": W is 0
+                    and the biases compensate `gate_eps`, so that the stream computes exactly the plain residual; each
+                    sublayer prefers one stream. "mirrored": W is 0, each sublayer reads the mean of the streams, and
+                    the write weights lie in symmetric pairs around 1: the plain residual, in streams that differ
     """
 
     title = "Independent hyper-connections"

@@ -34,7 +34,7 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     """JPmHC. The mean of the streams starts as the pre-norm residual. The streams differ after the first write.
 
     In the paper one linear map makes the n streams and another reads them out. Here the embedding is repeated and the
-    streams are averaged, as in the other schemes.
+    readout is the mean of the streams, as in the other schemes.
 
     alpha           factor on W: how far it rotates the streams
     iterations      "iterative": number of fixed-point iterations, starting from I + alpha W
@@ -66,9 +66,9 @@ class JacobianConnection(MixingConnection):
 
     W and b start as in `Router`, so that the mean of the streams is the residual, while the streams differ.
 
-    The sublayer sees the mean of the rows of H_pre X, and every column of H_post gets the same output, so only two
-    vectors of these matrices matter: h_pre, the mean of the rows of H_pre, which sums to 1, and h_post, the row sums of
-    H_post, which sum to n.
+    The sublayer reads the mean of the rows of H_pre X, and all columns of H_post multiply the same output. Only two
+    vectors therefore matter: h_pre, the mean of the rows of H_pre, which sums to 1, and h_post, the row sums of H_post,
+    which sum to n.
 
     If the streams start as copies, the first of `count` sublayers has no H_pre, because all averages of equal streams
     are the same. The last has no H_post, because the mean of the streams grows by y for any H_post.

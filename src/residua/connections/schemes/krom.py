@@ -30,9 +30,9 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     num_streams     n, a power of 2
     scale_init      initial factor on the token-dependent part of all logits
     head            the readout: "sum" of the streams (the authors' code) or "mean"
-    start           "published": read and write prefer stream `index` mod n, by logits of 1 against -1; "residual": all
-                    streams are written with 1 and the reads sum to 1, so that the stream computes exactly the plain
-                    residual if the head is "mean"
+    start           "published": sublayer i prefers to read and write stream i mod n, by logits of 1 against -1;
+                    "residual": all streams are written with 1 and the read weights sum to 1, so that the stream
+                    computes exactly the plain residual if the head is "mean"
     """
 
     title = "KromHC"
@@ -60,7 +60,7 @@ class KroneckerConnection(MixingConnection):
 
         h_pre = sigmoid(z_pre),   h_post = 2 sigmoid(z_post),   h_res = kronecker_mixture(softmax(z_res)[:, 0])
 
-    where z_res has a row for each of the log2(n) factors, with a logit each for the identity and the swap.
+    where z_res has a row of two logits, for the identity and the swap, for each of the log2(n) factors.
     """
 
     def __init__(self, scheme: KroneckerHyperConnections, dim: int, index: int, norm: nn.Module, *, norm_eps: float):

@@ -2,10 +2,10 @@
 
     x <- r x + z x0,   x <- x + p F(norm(x)),   at the end x <- x - b x_mid
 
-x0 is the embedding, or its expansion by `expand`, x_mid the state in the middle of the stack (backout). With its
-options it is the residual of nanochat and of modded-nanogpt, ReZero (arXiv 2003.04887), LayerScale (2103.17239) and
-DeepNorm (2203.00555): the cheap baseline that every other scheme has to beat. With `gate`, the output of a sublayer is
-written by the gated orthogonal update (gated_orthogonal.py).
+x0 is the embedding, or its expansion by `expand`; x_mid is the state in the middle of the stack (backout). The options
+give the residual of nanochat and of modded-nanogpt, ReZero (arXiv 2003.04887), LayerScale (2103.17239) and DeepNorm
+(2203.00555): the cheap baseline that every other scheme has to beat. With `gate`, the output of a sublayer is written
+by the gated orthogonal update (gated_orthogonal.py).
 """
 
 from collections.abc import Mapping
@@ -57,23 +57,23 @@ class Lambdas(SingleStreamScheme):
     modded-nanogpt: `r=1.0488, r_every="sublayer", z=0.0, p=1.0, when="write"`. ReZero: `r=None, z=None, p=0.0`.
     LayerScale: `r=None, z=None, p=0.0001, per_feature=True`. DeepNorm: `r=None, z=None, norm="post"`.
 
-    r, r_last      start of the scale of the state at the first and the last place, linear in between; r=None: no such
+    r, r_last      initial scale of the state at the first and the last place, linear in between; r=None: no such
                    scale; r_last=None: as r
     r_every        places of r: before the first sublayer of each "block" of two, or at each "sublayer"
-    z, z_last      start of the scale of the embedding at the first and the last place, linear in between; z=None: the
+    z, z_last      initial scale of the embedding at the first and the last place, linear in between; z=None: the
                    embedding is not kept; z_last=None: as z
-    z_every        places of z, as those of r
+    z_every        places of z, as `r_every`
     when           "read": a sublayer reads r x + z x0; "write": it reads x, and r x + z x0 + p h is written
-    p              start of the scale of a sublayer's output; None: no such scale
-    per_feature    a number for each feature in place of one for the state
+    p              initial scale of a sublayer's output; None: no such scale
+    per_feature    whether a scale is a vector with a number for each feature, in place of a single number
     bias           True: r (x + s) + p (h + t) is written, as in ZAYA1, with vectors s and t that are learned for each
-                   sublayer and start at 0; with when="write", r_every="sublayer" and p
-    backout        start of b; x_mid is the state after block L // 2 of L, counted from 0, or before the last sublayer
+                   sublayer and start at 0; needs when="write", r_every="sublayer" and p
+    backout        initial b; x_mid is the state after block L // 2 of L, counted from 0, or before the last sublayer
                    if that comes first; None: no backout
     norm           "pre": before a sublayer; "post": DeepNorm, x <- norm(alpha x + p h) with the constant alpha =
                    num_sublayers^(1/4), without r, z and backout; the sublayers' own small start is up to the model
-    gate           "token": p h is written less the share e of its part along r x + z x0, e = tanh(w . c + b) of
-                   the normalised context c, 0 at the start, with when="read"; "none": all of p h
+    gate           "token": the share e of the component of p h along r x + z x0 is not written; e = tanh(w . c + b)
+                   of the normalised context c, 0 at the start; needs when="read". "none": all of p h is written
     """
 
     title = "Scaled plain residual"
@@ -216,9 +216,10 @@ class ScaledConnection(CompressingConnection):
         return scaled(x, r) if z is None else scaled_sum((x, others[0]), (r, z))
 
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing | None:
-        """Return the scales as a matrix on the rows x and x0; None for scales of features, biases and "post".
+        """Return the scales as a matrix on the rows x and x0.
 
-        x_mid is not a row, because it is only a copy of the state for the readout.
+        None with scales for each feature, with biases, and with norm="post". x_mid is not a row, because it is only a
+        copy of the state for the readout.
         """
         scheme = self.scheme
         if scheme.per_feature or scheme.bias or scheme.norm == "post":

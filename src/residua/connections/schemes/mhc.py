@@ -36,15 +36,16 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
                     n pieces, as in the comparison code of arXiv 2605.06729; the state is (batch, seq, dim). The
                     sublayers then see one mixture of the pieces, repeated n times, a bottleneck of dim / n features.
                     It does not start as the residual; do not judge the papers' mHC by it
-    mixing          "sinkhorn": `iterations` of alternate row and column scaling (mHC), doubly stochastic up to its
-                    convergence; "permutations": a mixture of all n! permutations (mHC-lite), exact, n at most 5
+    mixing          "sinkhorn": `iterations` of alternate row and column scaling (mHC), doubly stochastic as far as
+                    they converge; "permutations": a mixture of all n! permutations (mHC-lite), exact, n at most 5
     iterations      "sinkhorn": number of pairs of scalings
-    order           "sinkhorn": the sums that each pair divides by first, "rows" or "columns". The others are 1 at the
-                    end. Megatron-LM and Liger-Kernel divide by rows first, equation 9 of the paper by columns
+    order           "sinkhorn": whether each pair divides first by the sums of "rows" or of "columns"; the sums that it
+                    divides by last are exactly 1 at the end. Megatron-LM and Liger-Kernel divide by rows first,
+                    equation 9 of the paper by columns
     scale_init      initial factor on the token-dependent part of all logits
-    start           how reads start, with layout="copies": "prefer": logits of 2 and -2, whose sigmoids sum to 1.24 for
-                    four streams, which the norm before a sublayer undoes up to its eps; "residual": they sum to 1, so
-                    that the stream computes exactly the plain residual whatever the norms are
+    start           how reads start, with layout="copies". "prefer": logits of 2 and -2; the read weights of four
+                    streams sum to 1.24, a factor that the norm before a sublayer removes up to its eps. "residual":
+                    the read weights sum to 1, so that the stream computes exactly the plain residual for any norms
     """
 
     title = "Manifold-constrained hyper-connections"
@@ -98,9 +99,10 @@ class ManifoldConnection(MixingConnection):
     the diagonal are in the ratio 1 : e^-6.
 
     Mappings that cannot change anything are omitted, because their parameters would be dead. The first of `count`
-    sublayers has no h_pre: its streams are equal, so the norm undoes it. The first sublayer has no h_res, because
-    mixing equal streams changes nothing. The last has none, because only the mean of the streams is read after it, and
-    mixing keeps the mean. (One of the two holds only up to the remaining error of Sinkhorn's iteration.)
+    sublayers has no h_pre, because its streams are equal and the norm removes the scale. It has no h_res, because
+    mixing equal streams changes nothing. The last sublayer has no h_res, because only the mean of the streams is read
+    after it, and mixing keeps the mean. (Rows or columns of h_res sum to 1 only up to the error of Sinkhorn's
+    iteration, and one of these two reasons holds only so far.)
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class ManifoldConnection(MixingConnection):
         if scheme.mixing == "sinkhorn":
             res = [offset if i == j else 0.0 for i in range(n) for j in range(n)]
         else:
-            # An entry off the diagonal is the sum of (n - 1)! equal weights; on it one of them is the first weight.
+            # Each entry off the diagonal sums (n - 1)! equal weights. On the diagonal one of these is the first weight.
             res = [math.log(math.factorial(n - 1) * math.expm1(offset) + 1)] + [0.0] * (math.factorial(n) - 1)
         biases = [*[pre] * self.selects, [0.0] * n, *[res] * self.mixes]
         self.state_norm = Scale(1.0, dim) if split else None

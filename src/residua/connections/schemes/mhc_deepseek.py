@@ -29,18 +29,19 @@ from residua.ops import guarded_sinkhorn, hyper_read
 
 @dataclass(frozen=True)
 class DeepSeekHyperConnections(ProductionHyperConnections):
-    """mHC of DeepSeek-V4 (`head="sigmoid"`) and GLM-5.3 (`head="mean"`). Starts by averaging the streams, not as the
-    residual: C starts near 1/n everywhere, and the streams are read with 1/2 each.
+    """mHC of DeepSeek-V4 (`head="sigmoid"`) and GLM-5.3 (`head="mean"`). Does not start as the residual.
+
+    At the start C is near 1/n everywhere, so it averages the streams, and each stream is read with weight 1/2.
 
     iterations      pairs of divisions of C by its row and column sums; the first division is a softmax
-    gate_eps        the constant added to the read weights, to the softmax, and to every sum that C is divided by
+    gate_eps        a constant that is added to the read weights, to the softmax, and to every sum that divides C
     head            the readout: "sigmoid", its own weights from all streams (DeepSeek-V4), or "mean" (GLM-5.3); with
                     pre="previous" the h_pre of the last sublayer reads out
     pre             the h_pre that reads for a sublayer: its "own", or that of the "previous" one (DeepSeek-V4.1), where
                     the first sublayer reads stream 0, and the state holds the streams and the x that was read
     start           "published": W is drawn and the biases are 0 (both models in transformers); "residual": W is 0, C is
-                    near the identity, each sublayer prefers one stream, and the biases make up for what `gate_eps`
-                    takes from the state, so that the stream computes exactly the plain residual
+                    near the identity, each sublayer prefers one stream, and the biases compensate the shrinkage of the
+                    state by `gate_eps`, so that the stream computes exactly the plain residual
     """
 
     title = "mHC of DeepSeek-V4 and GLM-5.3"
@@ -57,7 +58,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
 
     def __post_init__(self):
         super().__post_init__()
-        exact = self.start == "published" or self.gate_eps <= 1e-5  # a larger one needs weights that no sigmoid has
+        exact = self.start == "published" or self.gate_eps <= 1e-5  # a larger eps needs weights that no sigmoid reaches
         require_option(self, "gate_eps", exact, "at most 1e-5 with start='residual'")
         require_option(self, "head", self.pre == "own" or self.head == "sigmoid", "'sigmoid' with pre='previous'")
 
@@ -86,7 +87,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
         if self.pre == "own":
             return super().assemble(dim, num_sublayers, norm, norm_eps)
         connections = [SinglePassConnection(self, dim, i, norm(i), norm_eps=norm_eps) for i in range(num_sublayers)]
-        return Stream(FirstStream(self.expander(dim)), connections, LastOf())  # the x that the last sublayer has read
+        return Stream(FirstStream(self.expander(dim)), connections, LastOf())  # reads the last connection's x
 
     def connection(self, dim: int, index: int, norm: nn.Module, norm_eps: float) -> "DeepSeekConnection":
         return DeepSeekConnection(self, dim, index, norm, norm_eps=norm_eps)
@@ -135,9 +136,10 @@ class DeepSeekConnection(MixingConnection):
 
 
 class SinglePassConnection(DeepSeekConnection):
-    """`pre="previous"`: the state is the streams and the x that was read from them, (batch, seq, dim).
+    """`pre="previous"`: the state is the streams, and x read from them, (batch, seq, dim).
 
-    h_pre, computed from the streams before the write, reads the streams after it: for the next sublayer or the readout.
+    h_pre is computed from the streams before the write. It reads the streams after the write, for the next sublayer or
+    for the readout.
     """
 
     def read(self, state: State, memory: Memory | None = None) -> tuple[Tensor, Carry]:

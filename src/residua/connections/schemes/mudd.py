@@ -1,10 +1,11 @@
-"""MUDD, multiway dynamic dense connections (arXiv 2502.12170): DenseFormer's average by token, one each for q, k, v, r.
+"""MUDD, multiway dynamic dense connections (arXiv 2502.12170): averages over depth per token, for q, k, v and r.
 
     X_q, X_k, X_v, X_r = sum_j w_c[j] X_j,   w = W_2 gelu(W_1 rms(X_i)) + a,   X_{i+1} = MLP(attention(...) + X_r)
 
-Block i of attention and MLP reads the outputs X_0 (the embedding) to X_i of all blocks so far: attention takes its
-queries, keys and values from three of the averages, and adds to the fourth. The trimmed form of modded-nanogpt has
-averages of a few outputs only near the end of the stack, with gates on the kept part and the written part.
+Block i of attention and MLP reads X_0 (the embedding) to X_i, the outputs of all blocks so far. Attention takes its
+queries, keys and values from three averages, and its output is added to the fourth, the residual r. The trimmed form
+in modded-nanogpt has averages only near the end of the stack, over a few outputs, and gates the residual and the
+sublayer's output.
 """
 
 from dataclasses import dataclass
@@ -45,18 +46,19 @@ class MultiwayDynamicDense(BlocksScheme):
 
     The sublayers 2, 4, 6, ..., attention, get three inputs (queries, keys, values), unless ways="r".
 
-    ways             "qkvr": one average each for queries, keys, values and the residual; "vr": for values and the
-                     residual, while queries and keys read the last output; "r": one for all
-    layers           None: averages begin every block but the first, and read out; k: only the last k of these
+    ways             "qkvr": one average each for queries, keys, values and the residual; "vr": one each for values and
+                     the residual, while queries and keys read the last output; "r": one average for all
+    layers           None: there are averages before every block but the first, and in the readout; k: only at the
+                     last k of these places
     sources          None: averages take all outputs; a list: only these (0 is the embedding, j the output of block j)
                      and the last output
-    write_gate      whether both sublayers of a block that begins with averages write g_1 x + g_2 y, by gates for each
-                     token that start at 1: those of attention come from the map of the averages, those of the MLP from
-                     one of the same kind
+    write_gate      whether both sublayers of a block that begins with averages write g_1 x + g_2 y, with gates for
+                     each token that start at 1. The map of the averages also computes the gates of attention; the MLP
+                     has its own map for its gates
     prepost_norm     sources are normalised (a gain each) before they are averaged, the average for the residual is
                      normalised again (a gain that starts at 0.001), and the last output is added to every average; the
-                     publication needs it for deep and narrow models
-    hidden_multiple  the hidden width, ways times sources, is rounded up to the next multiple; 1 leaves it
+                     paper needs this for deep and narrow models
+    hidden_multiple  the hidden width, ways times sources, is rounded up to a multiple of this number
     readout_multiple  factor on the hidden width of the readout, which has one way
     """
 
@@ -84,15 +86,15 @@ class MultiwayDynamicDense(BlocksScheme):
         require_option(self, "sources", distinct, "numbers of outputs from 0, each once, or null")
 
     def averages_after(self, block: int, blocks: int) -> bool:
-        """Return whether there are averages after the first `block` of `blocks` blocks."""
+        """Return whether there are averages after the first `block` blocks, in a stack of `blocks` blocks."""
         return block > 0 and (self.layers is None or block > blocks - self.layers)
 
     def taken(self, block: int) -> list[int]:
-        """Return the outputs that averages after `block` blocks take, with the latest output at the end."""
+        """Return the indices of the outputs in the averages after `block` blocks; the last output comes last."""
         return [j for j in range(block) if self.sources is None or j in self.sources] + [block]
 
     def hidden(self, weights: int) -> int:
-        """Return the hidden width of a map with this many outputs."""
+        """Return the hidden width of a map that computes `weights` numbers."""
         multiple = self.hidden_multiple
         return weights if multiple == 1 else (weights // multiple + 1) * multiple
 
@@ -136,11 +138,11 @@ class WriteGates(DynamicWeights):
 
 
 class MultiwayAverage(DynamicWeights):
-    """The averages over the `taken` of n outputs, `ways` of them, by weights from the last output.
+    """`ways` averages over the outputs `taken`, with weights computed from the last output.
 
-    A tuple of n tensors (batch, seq, dim) -> `ways` tensors (batch, seq, dim), the residual's last; the
-    outputs that the stream continues with (normalised if asked); the weights (batch, seq, ways, taken) in at least
-    float32; and the gates (batch, seq, 2), or None unless `gated`.
+    A tuple of n tensors (batch, seq, dim) -> `ways` tensors (batch, seq, dim), the residual's last; the outputs with
+    which the state continues (normalised if asked); the weights (batch, seq, ways, taken) in at least float32; and the
+    gates (batch, seq, 2), or None unless `gated`.
     """
 
     def __init__(

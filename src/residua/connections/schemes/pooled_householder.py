@@ -37,11 +37,11 @@ class PooledHouseholderCoefficients(NamedTuple):
 class PooledHouseholder(Scheme):
     """The "DDL" of the comparison in arXiv 2605.06729. It is not Deep Delta Learning, which writes beta k v^T.
 
-    The state is erased along a direction k of a pooled context, and the sublayer's output is added, not written along
-    k. Deep Delta Learning is `ddl`.
+    The state is erased along a direction k that is computed from a pooled context. The sublayer's output is added, not
+    written along k. Deep Delta Learning is `ddl`.
 
-    context     input of k and beta: the "cumulative" mean of the tokens so far, each "token", or the "sequence"
-                (as published; every token then depends on later ones)
+    context     input of k and beta: the "cumulative" mean of the tokens so far, the "token", or the mean of the
+                "sequence" (as published; every token then depends on later ones)
     beta_init   beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6. 1, as published, is a
                 projection, which erases the component along k
     """

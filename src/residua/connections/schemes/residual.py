@@ -26,7 +26,7 @@ class ResidualCoefficients(NamedTuple):
 
 
 class ResidualConnection(CompressingConnection):
-    """state + sublayer(norm(state)), state: (batch, seq, dim), which the sublayer may read through a convolution."""
+    """state + sublayer(norm(x)), state: (batch, seq, dim); x is the state, or a causal convolution of it."""
 
     def __init__(self, norm: nn.Module, compress: nn.Module):
         super().__init__(compress)

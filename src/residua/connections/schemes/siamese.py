@@ -28,15 +28,15 @@ class SiameseCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class SiameseNorm(Scheme):
-    """SiameseNorm. Does not start as the residual: a sublayer sees a bounded stream as much as the plain one.
+    """SiameseNorm. Does not start as the residual: a sublayer sees the bounded stream X too, with equal weight.
 
     Both streams start as the embedding. Y is the plain residual stream. X is replaced by norm_x(X) before every
     sublayer. The output of a sublayer is added to both. l is the block of two sublayers, from 0.
 
     depth_scaling     divides the update of X by sqrt(2 (l + 1)) ("code"), sqrt(l + 1) ("paper") or nothing
                       ("none")
-    normalised_input  True: a sublayer sees norm(norm_x(X) + norm_y(Y)); False: norm_x(X) + norm(Y), where the norm
-                      before a sublayer, such as a model's own, is that of Y
+    normalised_input  True: a sublayer sees norm(norm_x(X) + norm_y(Y)); False: it sees norm_x(X) + norm(Y), where
+                      norm is the norm before the sublayer, such as a model's own
     start             start of the gains of norm_x: "published", 1; "residual", 0, so that X has no effect at first
     head              the readout: "norms", norm_x(X) + norm_y(Y); "stream", norm_x(X) + Y
     """
@@ -48,7 +48,7 @@ class SiameseNorm(Scheme):
         "the recipe of OLMo 3, together with another change (`ArchSpace-Collection/SiameseNorm-DepthAttention`)."
     )
     paper = "arXiv 2602.08064"
-    # The pre-norm case of the paper, norm_x = 0, if there is no second norm between Y and a sublayer.
+    # The paper's pre-norm case, norm_x = 0. It requires that only one norm lies between Y and a sublayer.
     residual_start = {"normalised_input": False, "start": "residual", "head": "stream"}
 
     depth_scaling: Literal["code", "paper", "none"] = "code"

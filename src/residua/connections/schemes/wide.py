@@ -2,9 +2,9 @@
 
     x = sum_i s(a_i) X_i,   X_i <- rho_i X_i + 2 s(b_i) F(norm(x)),   s = sigmoid
 
-The streamwise wide residual that NVIDIA proposes for Megatron-LM (pull request 6716). At the start all streams are read
-alike, and the write weights lie in pairs around 1. The mean of the streams is therefore the plain residual, although
-the streams differ.
+This is the streamwise wide residual that NVIDIA proposes for Megatron-LM (pull request 6716). At the start all streams
+are read alike, and the write weights lie in symmetric pairs around 1. The mean of the streams is therefore the plain
+residual, although the streams differ.
 """
 
 from dataclasses import dataclass
