@@ -1,1 +1,1 @@
-"""residua inside other people's programs: one optional module for each, imported where it is used."""
+"""Use residua inside other programs: one module for each program, imported only by its users."""

@@ -1,11 +1,11 @@
-"""Train a Llama of torchtitan with any residual scheme, on as many GPUs as torchtitan takes:
+"""Train a Llama of torchtitan with any residual scheme, on as many GPUs as torchtitan supports:
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module residua.engines.torchtitan --config small \\
         --connection ddl-tc --dataloader.dataset-path data/fineweb-edu
 
-Attention and feed-forward are torchtitan's, bare; `read` and `write` of a connection stand around each. The stream is
-every rank's own: its parameters belong to the root unit of FSDP2, in float32, and under tensor parallelism each rank
-computes all of it. The configurations are the functions at the end of this file; torchtitan finds them by name.
+Attention and feed-forward are torchtitan's modules, each between `read` and `write` of a connection. The parameters of
+the stream belong to the root unit of FSDP2, in float32. Under tensor parallelism each rank computes the whole stream.
+The configurations are the functions at the end of this file; torchtitan finds them by name.
 """
 
 import shutil
@@ -40,18 +40,18 @@ with extra("lab"):
 
 TESTED = (0, 3)
 NEEDED = f"residua works with torchtitan {TESTED[0]}.{TESTED[1]}: pip install 'residua[titan]'"
-"""The tested releases in the words of an error; the extra `titan` has the same range."""
+"""The end of an error for other versions; the extra `titan` has the same range of releases."""
 
 
 def expect_tested(installed: str) -> None:
-    """Raise InputError unless this version of torchtitan is one that was tested."""
+    """Raise InputError unless the `installed` version of torchtitan is a tested one."""
     if tuple(map(int, installed.split(".")[:2])) != TESTED:
         raise InputError(f"torchtitan {installed} is installed, and {NEEDED}")
 
 
 @contextmanager
 def tested() -> Iterator[None]:
-    """Import torchtitan in this context. If it is missing, the ModuleNotFoundError names the tested releases."""
+    """Import torchtitan in this context. If it is missing, raise ModuleNotFoundError with the tested releases."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -92,14 +92,14 @@ class Projections(QKVLinear):
         if isinstance(x, Tensor):
             return super().forward(x)
         weight = self.wq.weight
-        if isinstance(weight, DTensor):  # of a tensor-parallel group, for which torchtitan distributes one input
+        if isinstance(weight, DTensor):  # with tensor parallelism torchtitan distributes only one input
             x = tuple(DTensor.from_local(part, weight.device_mesh, [Replicate()], run_check=False) for part in x)
         maps = (self.wq, self.wk, self.wv)
         return tuple(project(part).unflatten(-1, (-1, self.head_dim)) for project, part in zip(maps, x, strict=True))
 
 
 class AddPenalty(torch.autograd.Function):
-    """Return x unchanged; its backward pass adds the gradient of a penalty to that of torchtitan's loss."""
+    """Return x unchanged; the backward pass adds the gradient of a penalty to the gradient of torchtitan's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, penalty: Tensor) -> Tensor:
@@ -111,23 +111,23 @@ class AddPenalty(torch.autograd.Function):
 
 
 class Part(nn.ModuleList):
-    """Modules of the stream that run together. The stream owns them."""
+    """Modules of the stream that run together, such as the connections of a block. The stream owns them."""
 
     def forward(self, function: Callable, *inputs: Any) -> Any:
-        """Return function(*inputs), which runs these modules: on plain tensors, also under tensor parallelism."""
+        """Return function(*inputs), which calls these modules; their DTensor parameters are used as plain tensors."""
         local = {name: x.to_local() for name, x in self.named_parameters() if isinstance(x, DTensor)}
         return functional_call(self, local, (function, *inputs)) if local else function(*inputs)
 
 
 def as_local(x: Tensor) -> Tensor:
-    """Return a tensor of which each rank of a tensor-parallel group has the whole, as a plain one."""
+    """Return a replicated DTensor as a plain tensor; other tensors unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 class Block(TransformerBlock):
-    """The two sublayers of a layer, and the part of the stream around them, which is not a submodule of it.
+    """The two sublayers of a layer, and a reference to the part of the stream around them (not a submodule).
 
-    share: of a micro-batch of this rank in the tokens of a step.
+    share: the fraction of a step's tokens that are in one micro-batch of this rank.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -161,11 +161,11 @@ class Block(TransformerBlock):
 
 
 class ResidualLlama(Llama3Model):
-    """torchtitan's Llama over a stream: the state goes from block to block in place of the hidden states."""
+    """torchtitan's Llama with a residual stream: blocks pass on the state in place of hidden states."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Llama3Model.Config):
-        """connection, output_init: as everywhere in residua; compute: the dtype of autocast, None for float32."""
+        """connection, output_init: as in `ModelFields`; compute: the dtype of autocast, None for float32."""
 
         connection: Any = "ddl"
         output_init: Any = "sqrt_depth"
@@ -198,7 +198,7 @@ class ResidualLlama(Llama3Model):
         self.lm_head.init_std = fields.embedding_init_std
 
     def verify_module_protocol(self) -> None:
-        """Do nothing: connections are plain modules, which `init_states` initialises."""
+        """Do nothing: connections do not follow torchtitan's protocol; `init_states` initialises them."""
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         super().init_states(buffer_device=buffer_device)
@@ -232,8 +232,8 @@ def parallelize(
 ) -> ResidualLlama:
     """Apply tensor parallelism to the sublayers, activation checkpointing, torch.compile and FSDP2 to the model.
 
-    A block is a unit of FSDP2 in the narrow dtype. The stream belongs to the root unit, in float32: gates and mappings
-    need it, and a connection that is replayed finds its parameters whole.
+    A block is a unit of FSDP2 in the narrow dtype. The stream belongs to the root unit, in float32, because gates and
+    mappings need float32, and the replay of a write needs unsharded parameters.
     """
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)
@@ -243,13 +243,13 @@ def parallelize(
                 module.register_parameter(name, nn.Parameter(whole))
     blocks = model.layers
     rows = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
-    step = max(rows, training.global_batch_size)  # negative: one micro-batch of each rank
+    step = max(rows, training.global_batch_size)  # a negative size means one micro-batch per rank
     for block in blocks.values():
         block.share = training.local_batch_size / step
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
-        # A block's code is compiled anew for every form of the state, which grows with depth in some schemes.
+        # A block's code is compiled once for every structure of the state, which grows with depth in some schemes.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
 
@@ -263,23 +263,23 @@ def parallelize(
         for dtype in ("float32", training.mixed_precision_param)
     )
     reshard = get_fsdp_reshard_after_forward_policy(parallelism.fsdp_reshard_after_forward, pp_enabled=False)
-    ends = [model.tok_embeddings, model.norm, model.lm_head]  # the first and the last have one weight
+    ends = [model.tok_embeddings, model.norm, model.lm_head]  # the first and the last share their weight
     fully_shard(ends, mp_policy=narrow, reshard_after_forward=False, mesh=mesh)
     for block in blocks.values():
         fully_shard(block, mp_policy=narrow, reshard_after_forward=reshard, mesh=mesh)
     fully_shard(model, mp_policy=wide, mesh=mesh)
     disable_fsdp_gradient_division(model)
-    # A block may return a view, in which FSDP2 fears a change in place. A connection changes no state in place.
+    # A block may return a view, which FSDP2 refuses because of in-place changes. Connections change nothing in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     return model
 
 
 class PreparedDataLoader(BaseDataLoader):
-    """The batches of `residua train`: every window of a prepared folder once per epoch, by (seed, step) alone."""
+    """The batches of `residua train`: every window of a prepared folder once per epoch, determined by seed and step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """dataset_path: a folder that `residua prepare` wrote; seed: decides the order of its windows."""
+        """dataset_path: a folder that `residua prepare` wrote; seed: determines the order of its windows."""
 
         seed: int = 0
 
@@ -301,7 +301,7 @@ class PreparedDataLoader(BaseDataLoader):
             yield {"input": inputs, "positions": self.positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many windows all ranks have taken, which does not depend on their number."""
+        """Return the number of windows that all ranks together have consumed, so that another number can resume."""
         return {"windows": self.windows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -319,13 +319,13 @@ LAYER = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-"""The matrices of a layer here, and in the Llama of transformers."""
+"""The names of a layer's matrices: in torchtitan, and in the Llama of transformers."""
 ENDS = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class ConvertedLlama(StateDictAdapter):
-    """Names of parameters here and in a Llama of transformers that `residua.convert` rebuilt over the same scheme."""
+    """Maps parameters to a Llama of transformers that `residua.convert` rebuilt over the same scheme, and back."""
 
     def __init__(self, model_config: ResidualLlama.Config, hf_assets_path: str | None):
         super().__init__(model_config, hf_assets_path)
@@ -342,7 +342,7 @@ class ConvertedLlama(StateDictAdapter):
         return state_dict
 
     def describe(self, folder: str | Path) -> None:
-        """Write the configuration and the tokenizer, which `AutoModelForCausalLM` needs in addition to the weights."""
+        """Write the configuration and the tokenizer, which are needed besides the weights to open the folder."""
         converted_configuration(self.model_config).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if self.tokenizer and (source := Path(self.tokenizer) / file).is_file():
@@ -350,7 +350,7 @@ class ConvertedLlama(StateDictAdapter):
 
 
 def names_in_transformers(config: ResidualLlama.Config) -> dict[str, str]:
-    """Return the name of every parameter in the converted Llama, by its name here."""
+    """Map the name of every parameter here to its name in the converted Llama."""
     with torch.device("meta"):
         stream = ResidualLlama(config).stream
     depth = len(config.layers)
@@ -394,7 +394,7 @@ def converted_configuration(config: ResidualLlama.Config) -> Any:
 
 
 def decay_matrices(optimizers: OptimizersContainer, model_parts: list[nn.Module], parallel_dims: Any) -> None:
-    """Leave weight decay to the weights of linear maps and embeddings: gains, biases and taps need not be small."""
+    """Decay only the weights of linear maps and embeddings, because gains, biases and taps need not be small."""
     modules = [module for part in model_parts for module in part.modules()]
     matrices = {id(module.weight) for module in modules if isinstance(module, (*LINEAR_MAPS, nn.Embedding))}
     for optimizer in optimizers:
@@ -409,7 +409,7 @@ def decay_matrices(optimizers: OptimizersContainer, model_parts: list[nn.Module]
 
 
 class FolderCheckpoints(CheckpointManager):
-    """torchtitan's checkpoints; its last one for transformers (`last_save_in_hf`) has a configuration beside it."""
+    """torchtitan's checkpoints; with `last_save_in_hf` the last one becomes a complete transformers folder."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -418,7 +418,7 @@ class FolderCheckpoints(CheckpointManager):
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *args: Any, **options: Any) -> Any:
         saved = super().dcp_save(state_dict, checkpoint_id, *args, **options)
         if options.get("to_hf") and torch.distributed.get_rank() == 0:
-            shutil.rmtree(Path(checkpoint_id) / "sharded")  # the parts of each rank, which are in the whole file too
+            shutil.rmtree(Path(checkpoint_id) / "sharded")  # each rank's shards, whose content is in the whole file too
             self.sd_adapter.describe(checkpoint_id)
         return saved
 
@@ -436,16 +436,16 @@ class ResidualTrainer(Trainer):
         def __post_init__(self) -> None:
             Trainer.Config.__post_init__(self)
             scheme, checkpoint = resolve(self.connection), self.checkpoint
-            if checkpoint.enable and checkpoint.last_save_in_hf:  # a folder of transformers
+            if checkpoint.enable and checkpoint.last_save_in_hf:  # writes a transformers folder
                 model = self.model_spec.model
                 with torch.device("meta"):
                     expect_one_input(scheme.build(model.dim, 2 * len(model.layers)))
-            prepared = isinstance(self.dataloader, PreparedDataLoader.Config)  # others pack documents into rows
+            prepared = isinstance(self.dataloader, PreparedDataLoader.Config)  # other loaders pack documents into rows
             require(prepared, "dataloader", "a PreparedDataLoader", self.dataloader)
             parallelism = self.parallelism
             backend, sequence = parallelism.spmd_backend, parallelism.enable_sequence_parallel
             require(backend == "partial_dtensor", "parallelism.spmd_backend", "partial_dtensor", backend)
-            # torch 2.13 compiles the gradient of a part for that of the whole.
+            # torch 2.13 then uses the gradient of a shard as that of the whole tensor.
             if parallelism.tensor_parallel_degree > 1:
                 require(not self.compile.enable, "compile.enable", "false with tensor parallelism", True)
             require(
@@ -464,13 +464,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "medium": {"dim": 1024, "layers": 24, "heads": 8, "hidden_dim": 2730, "vocab": 50304},
     "llama_1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden_dim": 8192, "vocab": 128256},
 }
-"""Sizes by name: one for trying, the two of arXiv 2601.00417, and Llama 3.2 1B's."""
+"""Sizes by name: one for tests, the two of arXiv 2601.00417, and that of Llama 3.2 1B."""
 
 
 def llama(
     *, dim: int, layers: int, heads: int, hidden_dim: int, vocab: int, kv_heads: int | None = None, attention: str
 ) -> ResidualLlama.Config:
-    """Return the configuration of a model with tied embeddings, which starts its matrices like `residua.models`."""
+    """Return the configuration of a model with tied embeddings, initialised as in `residua.models`."""
     later = {"weight": skip_param_init}
     norm = RMSNorm.Config(normalized_shape=dim, param_init={"weight": nn.init.ones_})
     blocks = []
@@ -513,7 +513,10 @@ def model_registry(flavor: str, attn_backend: str = "flex") -> ModelSpec:
 
 
 def training(flavor: str, *, rows: int, length: int, lr: float, warmup: int, **step: int) -> ResidualTrainer.Config:
-    """Return a configuration: micro-batches of `rows` sequences of `length` tokens; `step`: other options."""
+    """Return a training configuration with micro-batches of `rows` sequences of `length` tokens.
+
+    step: further fields of torchtitan's `TrainingConfig`.
+    """
     spec = model_registry(flavor)
     cross_entropy = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
     adamw = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -532,7 +535,7 @@ def training(flavor: str, *, rows: int, length: int, lr: float, warmup: int, **s
 
 
 def debug() -> ResidualTrainer.Config:
-    """Ten steps of a model that trains anywhere."""
+    """Ten steps of a tiny model, for tests on any machine."""
     return training("debug", rows=2, length=64, lr=1e-3, warmup=2, steps=10)
 
 
@@ -547,5 +550,5 @@ def medium() -> ResidualTrainer.Config:
 
 
 def llama_1b() -> ResidualTrainer.Config:
-    """The sizes of Llama 3.2 1B."""
+    """A model with the sizes of Llama 3.2 1B."""
     return training("llama_1b", rows=4, length=4096, lr=3e-4, warmup=2000, global_batch_size=512, steps=100_000)

@@ -1,7 +1,7 @@
-"""Serve converted models with vLLM: the plug-in that it loads in each of its processes.
+"""Serve converted models with vLLM: the plug-in that vLLM loads in each of its processes.
 
-`vllm serve FOLDER` opens a folder of `save_pretrained`. This file teaches vLLM to know such folders and to refuse some
-before it starts; `vllm_model.py` has the models that it runs.
+`vllm serve FOLDER` opens a folder of `save_pretrained`. This file registers such folders with vLLM, and refuses models
+that it cannot run before it starts. The models themselves are in `vllm_model.py`.
 """
 
 import logging
@@ -24,7 +24,7 @@ from residua.conversion.flow import Swapped, swap
 from residua.errors import extra
 
 TESTED = ((0, 32), (0, 33))
-"""The minor releases of vLLM that were tested, the last only in its Python code. Older ones are refused."""
+"""The tested minor releases of vLLM; only the Python code of the last one was tested. Older releases are refused."""
 
 LANGUAGE_MODEL = f"{ARCHITECTURE}ForCausalLM"
 LOOKING_BACK = f"{ARCHITECTURE}LookingBackForCausalLM"
@@ -32,12 +32,12 @@ LOOKING_BACK = f"{ARCHITECTURE}LookingBackForCausalLM"
 
 
 def register() -> None:
-    """Teach this process of vLLM the configuration and the architecture of converted models."""
+    """Register the configuration and the architectures of converted models in this process of vLLM."""
     with extra("vllm"):
         from vllm import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    # By name: a process that forks must not import the class, which starts CUDA.
+    # By name, because importing the class initialises CUDA, which a process that forks later must not do.
     for architecture in (LANGUAGE_MODEL, LOOKING_BACK, f"{ARCHITECTURE}Model"):
         name = "LookingBackForCausalLM" if architecture == LOOKING_BACK else "ConvertedForCausalLM"
         ModelRegistry.register_model(architecture, f"residua.engines.vllm_model:{name}")
@@ -45,11 +45,11 @@ def register() -> None:
 
 
 class Check:
-    """The functions that vLLM calls with its configuration before it starts, found by the name of the architecture."""
+    """The checks of the configuration that vLLM runs before it starts; it finds them by the architecture's name."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Choose the class of models whose schemes read earlier tokens: for it vLLM keeps states of each request."""
+        """Select `LOOKING_BACK` if the scheme reads earlier tokens; vLLM then keeps states for each request."""
         config = model_config.hf_config
         if config.architectures != [LANGUAGE_MODEL] or not window_in(config):
             return
@@ -57,18 +57,18 @@ class Check:
         info, architecture = model_config.registry.inspect_model_cls([LOOKING_BACK], model_config)
         model_config._model_info, model_config._architecture = info, architecture
         if set(getattr(config, "layer_types", ()) or ()) == {"full_attention"}:
-            config.layer_types = None  # if all are of this type, vLLM keeps no states
+            config.layer_types = None  # vLLM keeps no states if all are full attention
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Raise NotImplementedError, which vLLM shows unchanged, for a configuration that it cannot run rightly."""
+        """Raise NotImplementedError, which vLLM shows unchanged, for a configuration that vLLM cannot run correctly."""
         from vllm import __version__
 
         expect_tested(__version__)
         config = vllm_config.model_config.hf_config
         expect_served(config, is_moe=vllm_config.model_config.is_moe)
         if config.architectures == [LOOKING_BACK]:
-            vllm_config.cache_config.enable_prefix_caching = False  # it needs Triton and was tried on no GPU
+            vllm_config.cache_config.enable_prefix_caching = False  # needs Triton, untested on GPUs
             vllm_config.model_config.enforce_eager = True
             logger = logging.getLogger("vllm.residua")
             logger.info("Prefix caching and compilation are off for a scheme that reads earlier tokens")
@@ -84,7 +84,7 @@ class Check:
 
 
 def expect_tested(installed: str) -> None:
-    """Raise NotImplementedError for a vLLM older than tested, and warn of a newer or unnumbered one."""
+    """Raise NotImplementedError if vLLM is older than the tested releases; warn if it is newer or has no number."""
     numbers = re.match(r"(\d+)\.(\d+)", installed)
     version = tuple(map(int, numbers.groups())) if numbers else None
     if version in TESTED:
@@ -97,9 +97,9 @@ def expect_tested(installed: str) -> None:
 
 
 def expect_served(config: Any, *, is_moe: bool = False) -> None:
-    """Raise NotImplementedError for the configuration of a converted model that vLLM cannot run rightly.
+    """Raise NotImplementedError if vLLM would compute wrong results for this configuration of a converted model.
 
-    vLLM packs the tokens of all requests into one row. It keeps only the earlier tokens that `Filter`s read.
+    vLLM packs the tokens of all requests into one row, and keeps only the earlier tokens that a `Filter` reads.
     """
     if config.architectures not in ([LANGUAGE_MODEL], [LOOKING_BACK]):
         raise NotImplementedError(f"vLLM serves converted language models, got {', '.join(config.architectures)}")
@@ -108,13 +108,13 @@ def expect_served(config: Any, *, is_moe: bool = False) -> None:
     stream = stream_in(config)
     if not all(getattr(part, "causal", True) for part in stream.parts) or not reads_by_filters(stream):
         raise NotImplementedError(
-            f"vLLM cannot serve {name_of(scheme_in(config))}, which reads other tokens than its short convolutions do; "
+            f"vLLM cannot serve {name_of(scheme_in(config))}, which reads other tokens by more than short convolutions; "
             "use residua.load(folder)"
         )
 
 
 def reads_by_filters(stream: Stream) -> bool:
-    """Return whether each part of a stream on the meta device reads earlier tokens by one of `FILTERS`, or none."""
+    """Return whether every part of a stream reads earlier tokens only by one of `FILTERS`, if at all."""
     memories = [FilterMemory() if window_of(part) else None for part in stream.parts]
     if not any(memories):
         return True
@@ -135,22 +135,22 @@ def scheme_in(config: Any) -> Scheme:
 
 
 def stream_in(config: Any) -> Stream:
-    """Return a stream of two sublayers of that scheme, without memory for its parameters."""
+    """Return a stream of this scheme with two sublayers, on the meta device."""
     with torch.device("meta"):
         return scheme_in(config).build(config.hidden_size, 2)
 
 
 def window_in(config: Any) -> int:
-    """Return how many earlier tokens the connections of a converted model read at most."""
+    """Return the largest number of earlier tokens that a connection of a converted model reads."""
     return max(map(window_of, stream_in(config).parts))
 
 
 FILTERS = (TokenConv, TokenCompress, Smear)
-"""The modules that read earlier tokens, for each of which vLLM keeps a state of every request."""
+"""The classes of modules that read earlier tokens; vLLM keeps one state per request for each such module."""
 
 
 class Filter(Swapped):
-    """One of `FILTERS` that lets its memory call it, once for each request."""
+    """Mixin for one of `FILTERS`: the module's memory calls it once for each request."""
 
     def forward(self, x: Tensor, memory: Any = None) -> State:
         read: Any = super().forward  # type: ignore[misc]
@@ -158,30 +158,30 @@ class Filter(Swapped):
 
 
 def make_filters(parts: Iterable[nn.Module]) -> None:
-    """Move the filters in parts of a stream to `Filter`."""
+    """Add the mixin `Filter` to the filters in the parts of a stream."""
     for module in {id(module): module for part in parts for module in part.modules()}.values():
         if isinstance(module, FILTERS):
             swap(module, Filter)
 
 
 class FilterMemory:
-    """The memory of a part (`connections.Memory`) in which only filters read earlier tokens.
+    """The `Memory` of a part in which only filters read earlier tokens.
 
-    kv_cache: one tensor, (pages, numbers), float32: a page is the state of a filter for one request.
+    kv_cache: a tuple of one tensor (pages, numbers) in float32; a page is the state of a filter for one request.
     """
 
     keeps, padding, documents = True, None, None
     kv_cache: tuple[Tensor, ...] = ()
-    calls = 0  # of filters, with rows without requests
+    calls = 0  # calls of filters with rows that belong to no request
 
     def batch(self) -> Any:
-        """Return vLLM's description of the requests that have tokens in this call; None for a row without requests."""
+        """Return vLLM's metadata of the requests in this call; None if the row belongs to no request."""
         return None
 
     def each(self, read: Callable[[Tensor, Any], State], x: Tensor) -> State:
-        """Return read(x, memory) of a row of tokens, (1, tokens, ...), called for each request by itself.
+        """Return read(x, memory) for a row of tokens, (1, tokens, ...), computed separately for each request.
 
-        The tokens of requests with one new token come first, then those of prompts; vLLM may fill the row up.
+        Requests with one new token come first, then prompts. vLLM may pad the end of the row.
         """
         batch = self.batch()
         if batch is None:
@@ -220,9 +220,9 @@ class FilterMemory:
 
 
 class RequestMemory:
-    """The memory of a filter (`connections.Memory`) for some requests with equally many new tokens.
+    """The `Memory` of a filter for several requests with the same number of new tokens.
 
-    states: (requests, numbers), float32, the state of each request; None at the start.
+    states: (requests, numbers), float32, the state of each request; None for new requests.
     """
 
     keeps, padding, documents = True, None, None
@@ -247,6 +247,6 @@ class RequestMemory:
         self.states = rows[:, -1].flatten(1)
 
     def write(self, pages: Tensor, places: Tensor) -> None:
-        """Write the states into pages, (all pages, numbers), at places: (requests,)."""
+        """Write the states into `pages`, (all pages, numbers), at the indices `places`: (requests,)."""
         assert self.states is not None
         pages[places, : self.states.shape[1]] = self.states.to(pages.dtype)

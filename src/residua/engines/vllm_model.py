@@ -27,11 +27,11 @@ from residua.engines.vllm import FilterMemory, make_filters, window_in
 class ConvertedForCausalLM(TransformersForCausalLM):
     """A converted language model."""
 
-    supports_pp = False  # a stage hands on one tensor of hidden states
+    supports_pp = False  # a pipeline stage can only pass on one tensor of hidden states
     supports_eagle3 = False  # it reads hidden states between layers
 
     def recursive_replace(self) -> None:
-        """Replace modules of transformers by vLLM's, but none of the connections and no norm that reads the stream."""
+        """Replace modules of transformers by vLLM's, except the connections and their norms."""
         with kept(self.model):
             super().recursive_replace()
 
@@ -57,7 +57,7 @@ class LookingBackForCausalLM(ConvertedForCausalLM):
 
     @property
     def _from_config_kwargs(self) -> dict[str, Any]:
-        """Return the arguments for transformers to build its model, with the types of layers that `Check` took out."""
+        """Return the arguments with which transformers builds its model, with the layer types that `Check` removed."""
         options = super()._from_config_kwargs
         config = copy(options["config"])
         if getattr(config, "layer_types", ()) is None:
@@ -76,9 +76,9 @@ class LookingBackForCausalLM(ConvertedForCausalLM):
 
 
 class PartStates(FilterMemory, MambaBase):
-    """The memory of one part of a stream, whose states vLLM keeps: a page for each request.
+    """The memory of one part of a stream. vLLM keeps its states, one page for each request.
 
-    name: by which vLLM knows it; it must contain one number, which no other part has.
+    name: its unique name in vLLM, which must contain exactly one number.
     """
 
     mamba_type = MambaAttentionBackendEnum.SHORT_CONV
@@ -96,13 +96,13 @@ class PartStates(FilterMemory, MambaBase):
         return (torch.float32,)
 
     def batch(self) -> Any:
-        """Return None also while vLLM measures its memory."""
+        """As in the base class; None also while vLLM profiles its memory use."""
         return (get_forward_context().attn_metadata or {}).get(self.name)
 
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Take the connections and the norms that they apply out of a model for a while."""
+    """Remove the connections and their norms from a model in this context."""
     parts = [
         (parent, name, child)
         for parent in model.modules()

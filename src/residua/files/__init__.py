@@ -1,1 +1,1 @@
-"""Durable writing, and reading that is bounded: the files of the library itself."""
+"""Read files with bounded time and memory, and write them durably."""

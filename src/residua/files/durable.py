@@ -1,8 +1,8 @@
-"""Write files so that a kill or a power cut leaves either the old content or the new, never half of it.
+"""Write files so that a kill or a power cut leaves either the old content or the new content, never a part.
 
-New content goes into `.NAME.RANDOM.partial` in the same folder and takes the name in one step. The next holder of the
-folder removes the partial files of a killed writer, see `folder.hold`; the next writer of a folder removes its partial
-folders, see `unfinished`.
+New content is written to `.NAME.RANDOM.partial` in the same folder, which is then renamed in one step. Partial files of
+a killed writer are removed by the next process that holds the folder (`folder.hold`), partial folders by the next
+writer of the same folder (`unfinished`).
 """
 
 import errno
@@ -27,17 +27,17 @@ except ImportError:  # on Windows
 
 
 def unlinked(path: Path) -> Path:
-    """Return `path`, a file or folder inside the folder of a run, a study or a sweep, before it is written to.
+    """Return `path` if it is not a link. Call this before writing inside the folder of a run, a study or a sweep.
 
-    Somebody else may have made that folder, so a link in it is never followed for writing. The folder itself may be a
-    link, and so may the checkpoints of a run, if they name it.
+    Somebody else may have made the folder, so links in it are never followed for writing. The folder itself may be a
+    link. A run's folder of checkpoints may be a link if its target names the run.
 
     Raises:
-        InputError: it is a link.
+        InputError: `path` is a link.
     """
     if path.is_symlink():
         raise InputError(
-            f"{path}: must not be a link, as its content would land elsewhere, got one to {os.readlink(path)}; "
+            f"{path}: must not be a link, because writing would change its target, got one to {os.readlink(path)}; "
             "remove it, or put a copy in its place"
         )
     return path
@@ -56,12 +56,13 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for the new content of `path`, which takes its place when the body ends; after an error the old
-    content stays.
+    """Open a file for the new content of `path`, which replaces the old content at the end of the context.
+
+    After an error the old content stays.
 
     Raises:
         InputError: `path` is a link.
-        OSError: the content cannot be written, or `path` is a folder or a device, which stay.
+        OSError: the content cannot be written, or `path` is a folder or a device.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "must be a file, got a folder or a device", str(path))
@@ -76,8 +77,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and str(error.filename) in ("None", str(temporary)):
-            error.filename = str(path)  # a failed write names no file, and a user does not know ours
-            del error.filename2  # None would be shown
+            error.filename = str(path)  # name the user's file in place of our partial file
+            del error.filename2  # otherwise the message ends with "-> None"
         raise
     _settle(path)
 
@@ -91,14 +92,15 @@ def _settle(path: Path) -> None:
 
 
 def partial(path: Path) -> Path:
-    """Return a new name for an unfinished `path`, in the same folder; `remove_partials` knows its form."""
+    """Return a new partial name for `path`, in the same folder; `remove_partials` recognises such names."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished folder its name, in one step if there is no folder of that name.
+    """Move a finished folder to `path`, in one step if nothing is there.
 
-    Hidden files that a folder has, such as those of git, stay in it. Raises OSError, also if it has other files.
+    If `path` is a folder with hidden files, such as those of git, they stay. Raises OSError, also if there are other
+    files.
     """
     if path.is_dir():
         if not is_new(path):
@@ -112,18 +114,18 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def is_new(path: Path) -> bool:
-    """Return whether nothing has this name yet, or a folder with only hidden files, as file managers and git make."""
+    """Return whether `path` does not exist, or is a folder with only hidden files, as git and file managers make."""
     return not path.exists() or (path.is_dir() and all(entry.name.startswith(".") for entry in path.iterdir()))
 
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Make an empty folder that takes the name `path` when the body ends; after a failure nothing stays.
+    """Make an empty folder that is renamed to `path` at the end of the context, or removed after an error.
 
-    Unfinished folders of this name that killed processes left are removed.
+    Unfinished folders for `path` that killed processes left are removed first.
 
-    Raises OSError, also if `path` exists and is not a new folder, and for errors of the system that safetensors and
-    tokenizers raise as types of their own.
+    Raises OSError, also if `path` exists and `is_new` is false, and in place of the exceptions of safetensors and
+    tokenizers for system errors.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
@@ -138,14 +140,14 @@ def unfinished(path: Path) -> Iterator[Path]:
             publish(temporary, path)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            number = re.search(r"\(os error (\d+)\)", str(error))  # as Rust writes it
+            number = re.search(r"\(os error (\d+)\)", str(error))  # Rust's format
             if number is not None and not isinstance(error, (OSError, ValueError, RuntimeError)):
                 raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
             raise
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove unfinished folders of the name `path` that no process holds, as far as this system tells."""
+    """Remove unfinished folders for `path` that no process has locked, on systems that can lock folders."""
     form = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
     with suppress(OSError):
         for stale in [entry for entry in path.parent.iterdir() if form.fullmatch(entry.name)]:
@@ -157,8 +159,10 @@ def _remove_abandoned(path: Path) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Lock a folder until the body or this process ends; yield whether it could be locked. Some network file systems,
-    and Windows, lock no folders."""
+    """Lock a folder in this context, and yield whether this succeeded.
+
+    Windows and some network file systems cannot lock folders.
+    """
     if fcntl is None:
         yield False
         return
@@ -175,13 +179,13 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove the partial files of killed writers in `folder`; the caller must be its only writer. Raises OSError."""
+    """Remove the partial files of killed writers in `folder`. The caller must be the only writer. Raises OSError."""
     for stale in folder.glob(f".*.{'[0-9a-f]' * 8}.partial"):
         remove(stale)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all in it, if there is one. Raises OSError."""
+    """Remove a file, a link, or a folder with its content, if it exists. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -189,9 +193,9 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk. Raises OSError."""
+    """Wait until a file's content, or a folder's list of entries, is on the disk. Raises OSError."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folder, and writes names at once
+        return  # Windows cannot open folders, and writes entries at once
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)

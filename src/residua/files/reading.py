@@ -1,7 +1,7 @@
-"""Read JSON and YAML files of any origin: return plain data, or raise an InputError that names the file.
+"""Read untrusted JSON and YAML files: return plain data, or raise an InputError that names the file.
 
-Nothing in a file is executed: YAML is read as by `yaml.safe_load`. Time and memory are bounded: only files are opened,
-and no document may be larger or deeper than those that people write.
+Nothing in a file is executed: YAML is read as by `yaml.safe_load`. Time and memory are bounded: only regular files are
+opened, and the size and depth of documents are limited.
 """
 
 import errno
@@ -17,20 +17,20 @@ from typing import Any
 from residua.errors import InputError, extra, require
 
 LARGEST = 2**26
-"""The most characters of a JSON file: enough for an index with half a million shards."""
+"""The largest JSON file, in characters: enough for an index with half a million shards."""
 LARGEST_YAML = 2**20
-"""The most characters of a YAML document, which people write, before and after its aliases are written out."""
+"""The largest YAML document, in characters, before and after the expansion of aliases. People write these by hand."""
 LARGEST_MODEL_FILE = 2**30
-"""The most bytes of a text in a folder of transformers, such as tokenizer.json."""
+"""The largest text file in a transformers folder, such as tokenizer.json, in bytes."""
 DEEPEST = 100
-"""The most mappings and lists around a value."""
+"""The deepest nesting of mappings and lists."""
 
 
 def regular(path: Path) -> Path:
-    """Return the path of a file before it is opened: a pipe would wait for ever, and a device may have no end.
+    """Return `path` if it is a regular file. Opening a pipe could wait for ever, and a device may have no end.
 
     Raises:
-        OSError: there is no such file, or it is a folder, a pipe or a device.
+        OSError: the file does not exist, or is a folder, a pipe or a device.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -41,10 +41,10 @@ def regular(path: Path) -> Path:
 
 
 def expect_regular(folder: Path) -> None:
-    """Check a folder of transformers, which opens the files that it finds there.
+    """Check the files of a transformers folder before transformers opens them.
 
     Raises:
-        InputError: a pipe or a device has a name in it, or a text is larger than any real one.
+        InputError: the folder contains a pipe or a device, or a text file above `LARGEST_MODEL_FILE`.
     """
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.exists() and not path.is_dir():
@@ -57,10 +57,10 @@ def expect_regular(folder: Path) -> None:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """Return the path of a file that another file of `folder` names.
+    """Return the path of an entry of `folder`; its `name` comes from a file.
 
     Raises:
-        InputError: `name` is not the name of an entry of the folder, as "../x" and "/x" are not.
+        InputError: `name` leads outside the folder, such as "../x" and "/x".
     """
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
     require(plain, f"a file named in {folder}", "in this folder", name)
@@ -73,7 +73,7 @@ def read_text(path: str | os.PathLike[str], what: str = "text", *, pipe: bool = 
     pipe: also accept a pipe such as /dev/stdin; set it only for a path that the user names on the command line.
 
     Raises:
-        InputError: there is no such file, it is a folder, or it is not UTF-8. `what` names what was expected.
+        InputError: the file does not exist, is a folder, is not UTF-8, or is too long. `what`: the expected content.
     """
     path = Path(path)
     try:
@@ -98,7 +98,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str, source: object) -> Any:
-    """Return the value of a JSON text. Raises InputError for anything else; `source` names it in the message."""
+    """Return the value of a JSON text. Raises InputError for invalid text; `source` is its name in the message."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -123,11 +123,11 @@ def _expect_shallow(value: Any, source: object) -> None:
 def parse_yaml(text: str, source: object) -> Any:
     """Return the value of a YAML document of plain values.
 
-    Numbers are those of YAML 1.2: 3e-4 is one, and 1:30, which YAML 1.1 takes for 90, is text, as a date is.
+    Numbers are as in YAML 1.2: 3e-4 is a number. Dates are text, and so is 1:30, which is 90 in YAML 1.1.
 
     Raises:
-        InputError: it is not YAML, holds a tag of another language or a key twice, or is larger or deeper than the
-            documents that people write. `source` names it in the message.
+        InputError: the text is not YAML, has a language-specific tag or a duplicate key, or is too long or too deep.
+            `source` is its name in the message.
     """
     with extra("lab"):
         import yaml
@@ -149,7 +149,7 @@ def write_yaml(value: Any) -> str:
 
 def _reason(error: Exception) -> str:
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-    if problem:  # an error of PyYAML prints several lines
+    if problem:  # str() of PyYAML's error has several lines
         return f"{problem}, line {mark.line + 1}" if mark else str(problem)
     return " ".join(str(error).split())
 
@@ -160,7 +160,7 @@ def _expect_small(size: int) -> None:
 
 
 DROPPED = ("timestamp", "binary", "set", "omap", "pairs")
-"""Kinds of values of YAML that JSON lacks."""
+"""The YAML types that JSON lacks."""
 
 
 @cache
@@ -173,7 +173,7 @@ def _loader() -> Any:
             self._extents: dict[int, tuple[int, int]] = {}
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            """Return the next node. Count its characters and levels with all aliases in it written out."""
+            """Return the next node, and count its characters and levels as if aliases were expanded."""
             alias = self.check_event(yaml.AliasEvent)
             node = super().compose_node(parent, index)
             if id(node) not in self._extents:
@@ -203,7 +203,7 @@ def _loader() -> Any:
 
         def construct_yaml_int(self, node: Any) -> int:
             number = int(super().construct_yaml_int(node))
-            str(number)  # Python refuses a number of thousands of digits here, and otherwise where an error shows it
+            str(number)  # raises here for thousands of digits, not later in a message
             return number
 
     numbers = {

@@ -32,7 +32,7 @@ def read_tensors(path: str | os.PathLike[str], what: str, advice: str) -> tuple[
 def undamaged(source: object, what: str, advice: str = "") -> Iterator[None]:
     """Turn every error of reading and checking tensors in this context into an InputError.
 
-    source, what: the file or folder, and its expected kind; advice: the end of the message, what to do.
+    source: the file or folder; what: its expected kind; advice: the remedy, at the end of the message.
 
     Raises:
         InputError: reading or checking the content failed.

@@ -30,7 +30,7 @@ SAMPLE_TOKENS = 80
 
 @dataclass(frozen=True)
 class Demonstration:
-    """The comparison, the paths of its pictures and of the explorer's page, and each model's text after `PROMPT`."""
+    """The comparison, the paths of its pictures and the explorer's page, and each model's continuation of `PROMPT`."""
 
     comparison: Comparison
     pictures: list[Path]
@@ -42,8 +42,8 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
     """Train the runs that are missing in `out`, and compare all of them.
 
     Args:
-        out: a folder. Runs that were begun resume; finished ones stay as they are.
-        steps: training steps of each run; None as in the recipes.
+        out: a folder. Runs that it already holds resume; finished runs stay as they are.
+        steps: training steps of each run; None for the recipes' own.
 
     Raises:
         InputError: `out` holds runs with other settings.
@@ -74,7 +74,7 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
     jobs = []
     for name, config in configs.items():
         config = replace(config, data=replace(config.data, path=str(data.folder)))
-        if begun[name]:  # more steps would continue a schedule that has ended
+        if begun[name]:  # with more steps, a finished schedule would continue
             steps_there = begun[name].get("train.steps")
             expected = f"{steps_there}, as in {place_of(out, name) / 'config.yaml'}, or --out a new folder"
             require(config.train.steps == steps_there, "--steps", expected, config.train.steps)

@@ -1,7 +1,7 @@
-"""One experiment from its parts.
+"""One experiment, put together from its parts.
 
 `run` goes from the configuration to the last row: folder, data, model, batches, evaluation, training, in this order.
-`open_run` opens its model later, for `evaluate`, `trace_model` and everything else that reads a run.
+`open_run` opens the trained model later, for `evaluate`, `trace_model` and everything else that reads a run.
 """
 
 import copy
@@ -59,19 +59,19 @@ from residua.models.cache import documents_apart
 with extra("lab"):
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-# An embedding with a multiple of 64 rows is faster on accelerators; rows beyond the tokenizer's are never labels.
+# An embedding with a multiple of 64 rows is faster on accelerators. The additional rows are never labels.
 VOCABULARY_MULTIPLE = 64
 GPT2_VOCABULARY = 50257
 LONGEST_WINDOW = 1024
-"""Tokens of a window for the loss of a model whose training is not known, unless its context is shorter."""
+"""The longest window in tokens for the loss of a model whose training is unknown; a shorter context limits it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenModel:
     """An opened model, in evaluation mode, and the tokenizer that made its training tokens.
 
-    `folder` is that of its run, or a folder of transformers; then there is no `step`. `bfloat16` says whether the model
-    was trained under autocast; it computes in this precision here too.
+    folder: the folder of the run, or a transformers folder; step: None for the latter. bfloat16: whether the model was
+    trained under autocast; it then computes in the same precision here.
     """
 
     model: PreTrainedModel
@@ -82,12 +82,12 @@ class OpenModel:
 
     @property
     def window(self) -> int | None:
-        """The number of tokens of the windows that it was trained on, if all had one length that is known."""
+        """The number of tokens in a training window; None if it is unknown or not the same for all windows."""
         return None
 
     @property
     def evaluation(self) -> tuple[int, int, bool]:
-        """The tokens of a window and the rows of a batch for a loss on a text, and whether documents are masked."""
+        """The settings for the loss on a text: tokens per window, rows per batch, and whether documents are masked."""
         return min(context_of(self.model) or LONGEST_WINDOW, LONGEST_WINDOW), 8, False
 
     @property
@@ -96,11 +96,11 @@ class OpenModel:
 
     @property
     def trained_on(self) -> Mapping[str, Any]:
-        """The facts of its training data, none if they are not known."""
+        """The facts of the training data; empty if unknown."""
         return {}
 
     def excerpt(self, tokens: int | None) -> list[int]:
-        """Return the ids of the first held-out tokens. Raises InputError for a model that has none."""
+        """Return the ids of the first held-out tokens. Raises InputError for a model without held-out data."""
         raise InputError(f"{self.folder}: this model has no validation text of its own")
 
     def precision(self) -> torch.autocast:
@@ -110,13 +110,13 @@ class OpenModel:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRun(OpenModel):
-    """An opened run: `model` has the weights after step `step`, those of `checkpoint`."""
+    """An opened run: `model` has the weights of `checkpoint`, after step `step`."""
 
     step: int
     config: RunConfig
     checkpoint: Checkpoint
     place: Path
-    """The folder of the data; it may have moved since."""
+    """The folder of the training data; it may have moved since."""
 
     @property
     def window(self) -> int | None:
@@ -137,9 +137,9 @@ class OpenRun(OpenModel):
         return facts
 
     def is_own(self, place: str | Path) -> bool:
-        """Return whether a folder holds the training data of the model, and not another text."""
+        """Return whether a folder holds the training data of the model."""
         if not (Path(place) / "index.json").is_file():
-            return not Path(place).exists()  # for the error that opening it gives
+            return not Path(place).exists()  # a missing folder counts, so that opening it raises the error
         found = PreparedData.open(place).fingerprint
         return self.checkpoint.settings.get("data.fingerprint", found) == found
 
@@ -160,7 +160,10 @@ class OpenRun(OpenModel):
         return data
 
     def excerpt(self, tokens: int | None) -> list[int]:
-        """As for a model: `train.sequence_length` tokens if None; with document masks those of the first document."""
+        """Return the ids of the first held-out tokens; with document masks, only those of the first document.
+
+        tokens: their number; None for `train.sequence_length`.
+        """
         held_out, end_of_text = self.data.validation, _end_of_text(self.config, self.data)
         length = self.config.train.sequence_length if tokens is None else tokens
         ids: list[int] = held_out.window(0, min(length, len(held_out))).tolist()
@@ -181,25 +184,25 @@ def run(
     Args:
         config: all settings that affect the numbers.
         folder: a new or empty folder; with `resume`, the folder of a run, which continues at its newest checkpoint.
-        progress: whether to show the progress, or a function to call instead with each step that is logged.
+        progress: whether to show the progress, or a function that is called with each logged step instead.
 
     Returns:
         The row of the last step from `residua.lab.training.train`: `val_loss`, `interrupted` and others.
 
     Raises:
         InputError: the folder, the data and the configuration do not fit together.
-        RunError: training or writing failed; the older checkpoints stay.
+        RunError: training or writing failed; older checkpoints stay.
     """
     with ExitStack() as stack:
         stack.enter_context(threads(config.train.threads))
         ranks = stack.enter_context(join(config.train.device))
-        has_digest = getattr(config.model, "base_sha256", None) is not None  # otherwise it is computed just now
+        has_digest = getattr(config.model, "base_sha256", None) is not None  # otherwise `resolved` computes it
         begun = None
         with ranks.raise_together():
             shard = BatchShard.of(config.train, ranks)
             if ranks.first:
                 config = resolved(config)
-                again = ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file()  # torchrun starts it again
+                again = ranks.restarts > 0 and (Path(folder) / "config.yaml").is_file()  # after a restart by torchrun
                 run_folder = stack.enter_context(claim(folder, asdict(config), resume=resume or again))
                 begun = config, run_folder, _prepare_data(config.data, run_folder, progress=progress is True)
         config, run_folder, data = ranks.gather(begun)[0]
@@ -232,7 +235,7 @@ def run(
 
 
 def _say_epochs(config: RunConfig, data: PreparedData) -> None:
-    """Say so if a run will see its text more than once."""
+    """Print a line if a run will see its text more than once."""
     train = config.train
     tokens = train.steps * train.batch_size * train.gradient_accumulation * train.sequence_length
     if tokens > len(data.train):
@@ -240,7 +243,7 @@ def _say_epochs(config: RunConfig, data: PreparedData) -> None:
 
 
 def _end_of_text(config: RunConfig, data: PreparedData) -> int | None:
-    """Return the token before each document, if document masks keep them apart."""
+    """Return the token that precedes each document, if document masks separate documents; otherwise None."""
     return data.eos_token_id if config.train.document_masks else None
 
 
@@ -262,18 +265,18 @@ def resolved(config: RunConfig) -> RunConfig:
         description = describe(model.scheme)
     else:
         description = model.architecture.connection
-    if "package" in description:  # says which package to install before the run is opened elsewhere
+    if "package" in description:  # config.yaml then names the package that opening the run needs
         model = replace(model, connection=description)
     return replace(config, model=model, data=data)
 
 
 def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> PreparedData:
-    """Open the data of a run, or prepare them in its folder. Save their tokenizer there before the first step."""
+    """Open the data of a run, or prepare them in its folder. Save the tokenizer in the folder before the first step."""
     if config.path is not None:
         data = PreparedData.open(_place_of_data(config, run.path))
     else:
         if not run.resume:
-            remove(run.path / "data")  # left by a run that ended before its first step, perhaps with other settings
+            remove(run.path / "data")  # left by an attempt that ended before its first step, maybe with other settings
         data = open_or_prepare(config, run.path / "data", progress=progress)
     if not saved_steps(run.path):
         with writable(run.tokenizer, "a place for the tokenizer of the run"):
@@ -300,9 +303,9 @@ def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> Prep
 
 
 def _further_validation(config: DataConfig, data: PreparedData) -> dict[str, PreparedData]:
-    """Open the second held-out text of a run, if any, under the prefix that its results get.
+    """Open the second held-out text of a run, if any; the key is the prefix of its results.
 
-    Raises InputError unless the tokenizer of `data` made its tokens.
+    Raises InputError if it was prepared with another tokenizer than `data`.
     """
     if config.further_validation is None:
         return {}
@@ -318,7 +321,7 @@ def _further_validation(config: DataConfig, data: PreparedData) -> dict[str, Pre
 def _model_to_train(
     config: RunConfig, tokenizer: PreTrainedTokenizerFast, run: RunFolder, ranks: Ranks, *, verify: bool
 ) -> ResiduaForCausalLM | PreTrainedModel:
-    """Build the model of a run. Keep the configuration of a converted one in its folder before the first step."""
+    """Build the model of a run; write the configuration of a converted model into the folder before the first step."""
     begun = bool(saved_steps(run.path))
     model = build_model(config, tokenizer, run.model if begun else None, verify_base=verify)
     if isinstance(config.model, BaseModelConfig):
@@ -327,7 +330,7 @@ def _model_to_train(
                 remove(run.model)
                 with unfinished(run.model) as model_folder:
                     model.config.save_pretrained(model_folder)
-        model.config.get_text_config().use_cache = False  # a cache would be filled in every step
+        model.config.get_text_config().use_cache = False  # otherwise every step would fill a cache
     return model
 
 
@@ -336,11 +339,11 @@ def build_model(
 ) -> ResiduaForCausalLM | PreTrainedModel:
     """Build the model of a run in its state before the first step. No global random state changes.
 
-    From scratch, its weights depend only on `train.seed`. Without `model.vocab_size`, use the vocabulary of the data's
-    tokenizer, rounded up to a multiple of 64. With a base, its weights are the base's.
+    From scratch, the weights depend only on `train.seed`. If `model.vocab_size` is null, it is the vocabulary of the
+    data's tokenizer, rounded up to a multiple of 64. With `model.base`, the weights are the base's.
 
-    kept: where the run keeps the configuration of its model, if a checkpoint will be loaded. A base is then not needed,
-        unless it is frozen and thus not in the checkpoint.
+    kept: the folder of the model's configuration in the run, if a checkpoint will be loaded. The base is then not
+        needed, unless it is frozen and therefore not in the checkpoint.
     verify_base: read the weights of the base once more to compare their digest.
 
     Raises:
@@ -387,19 +390,19 @@ def _built_on_base(
 
 
 def _base_of(config: BaseModelConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, Path]:
-    """Return the model and the tokenizer of a base, and the folder of the latter."""
+    """Return the model and the tokenizer of a base, and the folder of the tokenizer."""
     folder = Path(config.base)
     if not is_run(folder):
         return open_base(folder, config.connection, config.start), load_tokenizer(folder), folder
     opened = open_run(folder, device="cpu")
-    opened.model.requires_grad_(True)  # also what was frozen there
+    opened.model.requires_grad_(True)  # also parameters that were frozen in the base's run
     vars(opened.model).pop("kept_elsewhere", None)
     model = open_base(folder, config.connection, config.start, opened.model)
     return model, opened.tokenizer, RunFolder(folder).tokenizer
 
 
 def _parent(config: RunConfig) -> dict[str, Any] | None:
-    """Return the facts of the model from whose weights a run began: the folder's name, digest, and step if a run."""
+    """Return the facts of the base of a run: the folder's name, the digest, and the step if it is a run; or None."""
     if not isinstance(config.model, BaseModelConfig):
         return None
     folder = Path(config.model.base)
@@ -408,9 +411,9 @@ def _parent(config: RunConfig) -> dict[str, Any] | None:
 
 
 def model_config(config: RunConfig) -> PreTrainedConfig:
-    """Return the configuration of the model that `build_model` will make, as far as known before preparation.
+    """Return the configuration of the model that `build_model` will make, as far as known before data are prepared.
 
-    Raises InputError for a base that cannot be used.
+    Raises InputError if the base cannot be used.
     """
     if isinstance(config.model, BaseModelConfig):
         base = config.model
@@ -419,14 +422,14 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
         model, _, _ = _base_of(base)
         if isinstance(model, ResiduaForCausalLM):
             return model.config
-        return ConvertedConfig.from_dict(json.loads(model.config.to_json_string()))  # it says how it was converted
+        return ConvertedConfig.from_dict(json.loads(model.config.to_json_string()))  # also records the conversion
     return ResiduaConfig(**{**asdict(config.from_scratch), "vocab_size": expected_vocabulary(config)})
 
 
 def expected_vocabulary(config: RunConfig) -> int:
-    """Return the number of rows of the embedding that `build_model` will make, as far as known before preparation.
+    """Return the number of rows in the embedding that `build_model` will make, as far as known before preparation.
 
-    It comes from prepared data if `data.path` is given, else from the size of the tokenizer to train, else from GPT-2.
+    It is that of the prepared data in `data.path`, or of the tokenizer to be trained, or else of GPT-2.
     """
     model = config.from_scratch
     if model.vocab_size is not None:
@@ -445,14 +448,14 @@ def open_run(
     device: str = "auto",
     data: str | Path | None = None,
 ) -> OpenRun:
-    """Open the model of a run, at the checkpoint of step `checkpoint`, or else at its newest complete one.
+    """Open the model of a run at a checkpoint.
 
-    "best" means the saved checkpoint with the lowest validation loss. The data of the run are opened on
-    first use: those in the folder `data`, or else at their old place, absolute or relative to the run.
+    checkpoint: its step; "best" for the lowest validation loss; None for the newest complete checkpoint. data: the
+    folder of the training data, which are opened on first use; None for the place where they were, absolute or relative
+    to the run.
 
     Raises:
-        InputError: the folder is not a run, it has no such checkpoint, or its tokenizer is not the one that made its
-            tokens.
+        InputError: the folder is not a run, has no such checkpoint, or its tokenizer is not that of its training data.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
@@ -476,14 +479,17 @@ def open_run(
 
 
 def _relative_place(folder: Path, data: Path) -> str | None:
-    """Return the relative path from a run's folder to its data, so that both can move; None across Windows drives."""
+    """Return the relative path from a run's folder to its data, so that both can move together.
+
+    None if they are on different Windows drives.
+    """
     with suppress(ValueError):
         return Path(os.path.relpath(data.resolve(), folder.resolve())).as_posix()
     return None
 
 
 def _place_of_data(config: DataConfig, folder: Path) -> Path:
-    """Return the folder of a run's data: the configured one, or if that is gone, its place relative to the run."""
+    """Return the folder of a run's data: as configured, or relative to the run if the configured folder is missing."""
     configured = folder / "data" if config.path is None else Path(config.path)
     facts = RunFolder(folder).facts
     if configured.exists() or not facts.is_file():
@@ -504,7 +510,7 @@ def open_model(
     device: str = "auto",
     data: str | Path | None = None,
 ) -> OpenModel:
-    """Open the model of a run, as `open_run` does, or the one in a folder of transformers, which has no checkpoints.
+    """Open the model of a run, as `open_run` does, or the model in a transformers folder, without checkpoints.
 
     Raises InputError as `open_run` and `opening.read_model` do.
     """
@@ -520,7 +526,10 @@ def open_model(
 def _evaluator(
     config: RunConfig, texts: Mapping[str, PreparedData], ranks: Ranks = ALONE
 ) -> Callable[[torch.nn.Module], dict[str, float]]:
-    """Return a function that measures a model on the held-out part of each of the `texts`; results get its prefix."""
+    """Return a function that evaluates a model on the held-out part of each text.
+
+    texts: the data by the prefix for the names of the results.
+    """
     size = config.train.batch_size, config.train.sequence_length
     batches = {prefix: HeldOutBatches(data.validation, *size) for prefix, data in texts.items()}
 
@@ -553,7 +562,7 @@ def evaluate_on(opened: OpenModel, text: Text) -> dict[str, float]:
 
 
 def losses_by_document(opened: OpenRun) -> dict[str, dict[str, list[Any]]]:
-    """Return the `document_losses` of an opened run on its held-out text, "", and on "further_", if it has that."""
+    """Return the `document_losses` of an opened run: "" for the held-out text, "further_" for a second one, if any."""
     config = opened.config
     size, masked = (config.train.batch_size, config.train.sequence_length), config.train.document_masks
     texts = {"": opened.data} | _further_validation(config.data, opened.data)
@@ -570,11 +579,11 @@ def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | N
     """Trace the connections of an opened model, with the logit lens after every sublayer if it has a head.
 
     Args:
-        prompt: the text to run, an end-of-text token if it is empty; None for the beginning of a run's validation data.
-        tokens: the largest number of tokens; None means `train.sequence_length`, or the whole prompt.
+        prompt: the text to run; "" for an end-of-text token; None for the beginning of the run's validation data.
+        tokens: the largest number of tokens; None for the whole prompt, or `train.sequence_length` without one.
 
     Raises:
-        InputError: there are no tokens, or more than the model's context holds.
+        InputError: there are no tokens, or more than fit into the model's context.
     """
     require(tokens is None or tokens >= 1, "tokens", "at least 1", tokens)
     model, tokenizer = opened.model, opened.tokenizer

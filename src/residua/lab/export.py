@@ -26,11 +26,11 @@ from residua.lab.records.terminal import printable
 
 PACKAGE = Path(__file__).parents[1]
 MODEL_MODULE = "residua.models.transformer"
-# transformers needs one file with the classes; other modules are named by their dotted name with underscores.
+# transformers needs one file with all classes. Other modules get their dotted name, with underscores, as file name.
 FILES = {MODEL_MODULE: "modeling_residua", "residua.models.configuration": "configuration_residua"}
 CLASSES = {"AutoConfig": "ResiduaConfig", "AutoModel": "ResiduaModel", "AutoModelForCausalLM": "ResiduaForCausalLM"}
 OPTIONAL = {"triton"}
-"""Packages that a copied module imports but that may not be installed."""
+"""Packages that copied modules import only if they are installed."""
 
 CONVERTED_CODE = "modeling_residua_converted"
 CONVERTED_CLASSES = {"AutoConfig": "ConvertedConfig"}
@@ -39,8 +39,8 @@ from residua.conversion.configuration import ConvertedConfig
 
 __all__ = ["ConvertedConfig"]
 """
-"""The remote code of a converted model. It runs its family's code in transformers, which cannot be copied, so it needs
-residua; transformers stops and names a missing package."""
+"""The remote code of a converted model. The model runs its family's code in transformers, which cannot be copied, so
+residua must be installed; otherwise transformers raises an error that names it."""
 
 
 def export(
@@ -50,8 +50,8 @@ def export(
 
     The folder holds model.safetensors, config.json, generation_config.json, the tokenizer and README.md, the model
     card. With `remote_code` it also holds code, so that
-    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works without this package; for a converted
-    model it works wherever this package is installed. Otherwise `residua.load(folder)` opens it.
+    `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works without residua; for a converted model
+    residua must be installed. Without `remote_code`, `residua.load(folder)` opens it.
 
     Raises:
         InputError: `run` is not a run or has no such checkpoint; `folder` is not empty or is the working directory.
@@ -70,7 +70,7 @@ def export(
 
 
 def loading(folder: str | Path, *, remote_code: bool) -> tuple[str, str]:
-    """Return the code that loads a model written with or without `remote_code`: an import, and a call."""
+    """Return the Python code that loads an exported model: an import, and a call."""
     place = json.dumps(str(folder))
     if not remote_code:
         return "import residua", f"residua.load({place})"
@@ -80,9 +80,9 @@ def loading(folder: str | Path, *, remote_code: bool) -> tuple[str, str]:
 
 @contextmanager
 def model_folder(place: Path) -> Iterator[Path]:
-    """Make a folder for a saved model, which takes its place when the body ends; after a failure nothing stays.
+    """Yield a folder to save a model in, which is renamed to `place` at the end, or removed after an error.
 
-    Raises RunError if it cannot be written.
+    Raises RunError if the folder cannot be written.
     """
     try:
         with unfinished(place) as temporary, quiet():
@@ -92,19 +92,19 @@ def model_folder(place: Path) -> Iterator[Path]:
                 file.chmod(mode)  # safetensors makes files readable only by their owner
     except OSError as error:
         reason = error.strerror or first_line(error)
-        raise RunError(f"{place}: cannot write the model: {reason}; nothing of it was left there") from error
+        raise RunError(f"{place}: cannot write the model: {reason}; no partial files were left there") from error
 
 
 def add_code(folder: Path) -> None:
     """Add to the folder of a saved model the code that `trust_remote_code=True` runs.
 
     Raises:
-        InputError: the model is not a converted one, and its scheme is another package's.
+        InputError: the model is not converted, and its scheme belongs to another package.
         OSError: the folder cannot be written.
     """
     config = folder / "config.json"
     settings = read_json(config)
-    if package := settings.get("connection", {}).get("package"):  # its class is not a Scheme of the copied code
+    if package := settings.get("connection", {}).get("package"):  # not derived from the copied Scheme
         raise InputError(
             f"remote code needs a scheme of residua, got {settings['connection']['scheme']!r} of the package "
             f"{package!r}, which is not copied; export without it, and load the model where residua and {package} are "
@@ -116,15 +116,15 @@ def add_code(folder: Path) -> None:
         entry, classes, code = FILES[MODEL_MODULE], CLASSES, model_code()
     for name, text in code.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    # All classes are in one file: for a second file transformers would load another copy of everything.
+    # All classes are in one file, because transformers would load a second copy of all modules for a second file.
     settings["auto_map"] = {auto: f"{entry}.{name}" for auto, name in classes.items()}
     config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def model_code() -> dict[str, str]:
-    """Return the modules that the model needs as texts by file name: flat, with relative imports, for transformers.
+    """Return the source of all modules that the model needs, by file name: flat, with relative imports.
 
-    They follow from the imports of `MODEL_MODULE`. Only their import lines change.
+    The modules are found by following imports from `MODEL_MODULE`. Only their import lines are changed.
     """
     files: dict[str, str] = {}
     queue = [MODEL_MODULE]
@@ -162,7 +162,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
         *((key, cell(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
     ]
     settings = write_yaml(settings).rstrip()
-    # Longer than any fence in the settings.
+    # Longer than any run of backticks in the settings.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
     imports, call = loading(name, remote_code=remote_code)
     complete = remote_code and not isinstance(opened.model.config, ConvertedConfig)
@@ -194,7 +194,7 @@ The settings of the run:
 
 
 def converted_card(base: str | Path, connection: str, *, name: str, remote_code: bool) -> str:
-    """Return the text of README.md in the folder of a model that was converted and not trained."""
+    """Return the text of README.md for a model that was converted but not trained."""
     imports, call = loading(name, remote_code=remote_code)
     return f"""{_front_matter(base, None)}
 # {_markdown(name)}
@@ -211,7 +211,7 @@ model = {call}
 
 
 def _requirement(remote_code: bool) -> str:
-    """Return the paragraphs that say how to install residua, and how to open a folder without remote code."""
+    """Return the paragraphs of a card on installing residua, and on opening a folder without remote code."""
     address = repository()
     command = f"pip install 'residua[lab] @ git+{address}'" if address else "pip install 'residua[lab]'"
     text = f"\nThis model needs residua:\n\n    {command}\n"
@@ -224,14 +224,14 @@ def _requirement(remote_code: bool) -> str:
 
 
 def base_name(folder: str | Path) -> str:
-    """Return the name of the model in a folder: OWNER/NAME in a cache of the hub, else the name of the folder."""
+    """Return the name of the model in a folder: OWNER/NAME in the hub's cache, otherwise the folder's name."""
     path = Path(folder).resolve()
     owner = re.fullmatch(r"models--([^/]+?)--(.+)", path.parts[-3]) if path.parent.name == "snapshots" else None
     return "/".join(owner.groups()) if owner else path.name
 
 
 def _front_matter(base: str | Path | None, dataset: str | None) -> str:
-    """Return the front matter of a card: the base and its license, if it is known, and the data set of the hub."""
+    """Return the front matter of a card: the base model and its license, if known, and the data set on the hub."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
     if base is not None:
         lines.append(f"base_model: {json.dumps(base_name(base))}")
@@ -242,7 +242,7 @@ def _front_matter(base: str | Path | None, dataset: str | None) -> str:
 
 
 def _license(card: Path) -> list[str]:
-    """Return the line of the license in the front matter of a card, if there is one."""
+    """Return the line with the license in the front matter of a card, or an empty list."""
     try:
         text = read_text(card)
     except InputError:
@@ -253,10 +253,10 @@ def _license(card: Path) -> list[str]:
 
 
 def _settings(opened: OpenRun, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run with the data that it was trained on, and without paths of the machine."""
+    """Return the settings of a run with the facts of its training data, without local paths."""
     settings = asdict(opened.config)
     settings["data"].pop("path")
-    for key in ("source", "tokenizer", "vocab_size", "validation_fraction"):  # a prepared folder has its own
+    for key in ("source", "tokenizer", "vocab_size", "validation_fraction"):  # a prepared folder has its own values
         settings["data"][key] = data.get(key, settings["data"][key])
     places = [(settings["model"], "base"), (settings["data"], "tokenizer"), (settings["data"], "further_validation")]
     for section, key in places:
@@ -277,7 +277,7 @@ def _connection(opened: OpenRun) -> str:
 
 
 def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Yield tokens, seconds and the last validation up to `step`, from metrics.jsonl."""
+    """Yield names and values of the tokens, seconds and last validation up to `step`, from metrics.jsonl."""
     rows = [row for row in jsonlines.read_metrics(run / "metrics.jsonl") if row["step"] <= step]
     latest = {key: value for row in rows for key, value in row.items()}
     names = {
@@ -297,13 +297,13 @@ def _file(module: str) -> str:
 
 
 def _source(module: str) -> Path | None:
-    """Return the file of a module of this package, or None. Nothing is imported: a module may need triton."""
+    """Return the file of a module of this package, or None. Nothing is imported, because a module may need triton."""
     path = PACKAGE.joinpath(*module.split(".")[1:])
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
 def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the import statements that must change, anywhere in the module."""
+    """Yield the import statements that must change, at any depth in the module."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             top = node.module.partition(".")[0]
@@ -318,7 +318,7 @@ def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
 def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
     """Return the lines that replace an import, and the modules of this package that they need."""
     if isinstance(node, ast.Import) or node.module.partition(".")[0] != "residua":
-        # transformers refuses a model with an import that fails, unless it is in a try statement.
+        # transformers refuses code with a failing import, unless the import is inside a try statement.
         return ["try:", textwrap.indent(ast.unparse(node), "    "), "except ImportError:", "    raise"], []
     names: dict[str, list[str]] = {}  # by the module that defines them
     lines: list[str] = []
@@ -326,7 +326,7 @@ def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
     for alias in node.names:
         inner = f"{node.module}.{alias.name}"
         if _source(inner) is not None:
-            # `from . import name` would be shorter, but transformers copies only files that are named after a dot.
+            # Not `from . import name`, because transformers only copies files whose name follows a dot.
             name = alias.asname or alias.name
             lines += [f"from .{_file(inner)} import __name__ as {name}", f"{name} = __import__('sys').modules[{name}]"]
             modules.append(inner)

@@ -74,7 +74,7 @@ def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) ->
         after = (wide_streams.unsqueeze(-3) * wide_taps).sum(-2)
         after = after if sums is None else after + F.pad(sums, (0, 0, 0, 1))
         return after[..., 0, :].to(streams.dtype), after[..., 1:, :]
-    x = _read(wide_streams, wide_taps, ahead=False)  # first tokens: the bits of `causal_read`
+    x = _read(wide_streams, wide_taps, ahead=False)  # same bits as `causal_read`
     parts = [_read(wide_streams, wide_taps[s : s + 1], ahead=False) for s in range(1, kernel)]
     if sums is not None:
         reach = min(x.shape[1], kernel - 1)
@@ -87,11 +87,12 @@ def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) ->
 
 
 def smear(x: Tensor, scale: Tensor, gate: Tensor, documents: Tensor | None = None) -> Tensor:
-    """x[t] + s sigmoid(w . u[t]) x[t-1], u = the first features of x / rms(x): nanochat's look back by one token.
+    """x[t] + s sigmoid(w . u[t]) x[t-1], u = the first features of x / rms(x): nanochat's smear of the previous token.
 
     x: (..., seq, dim), scale: () or (1,), s. gate: (features,), w, with features <= dim. nanochat normalises its
-    embeddings, so that u is a part of x. The eps of rms is the machine epsilon, as in nanochat. Returns (..., seq, dim)
-    in the dtype of `x`; computed in at least float32. Raises ValueError if the axes of `documents` differ.
+    embeddings, so that u is a slice of x. The eps of rms is the machine epsilon, as in nanochat. Returns
+    (..., seq, dim) in the dtype of `x`; computed in at least float32. Raises ValueError if the axes of `documents`
+    differ.
     github.com/karpathy/nanochat, gpt.py at 92d63d4.
     """
     if documents is not None:
@@ -106,7 +107,7 @@ def smear(x: Tensor, scale: Tensor, gate: Tensor, documents: Tensor | None = Non
     return torch.addcmul(wide, share.unsqueeze(-1), before).to(x.dtype)
 
 
-# The gradients are written out because autograd would keep and copy every shifted slice. Inputs are saved in their own
+# Gradients are explicit because autograd would keep and copy every shifted slice. Inputs are saved in their own
 # dtype and widened again in the backward pass.
 
 
@@ -211,7 +212,7 @@ def _expand(x: Tensor, taps: Tensor, documents: Tensor | None, *, ahead: bool) -
 def _read(streams: Tensor, taps: Tensor, documents: Tensor | None = None, *, ahead: bool) -> Tensor:
     """sum_{s, j} taps[s, j] X[t - s, j], or X[t + s, j] with `ahead`: (..., seq, streams, dim) -> (..., seq, dim)."""
     length = streams.shape[-3]
-    if transformed() or _exporting():  # neither takes sums in place or slices as long as the sequence
+    if transformed() or _exporting():  # neither supports in-place sums, or slices as long as the sequence
         sums = [(streams * tap).sum(-2) for tap in taps.unbind()]
         shifts = [_shifted(x, s + 1, documents, ahead=ahead)[s] for s, x in enumerate(sums)]
         return torch.stack(shifts).sum(0).squeeze(-2)
@@ -229,7 +230,7 @@ def _read(streams: Tensor, taps: Tensor, documents: Tensor | None = None, *, ahe
 
 def _correlate(x: Tensor, streams: Tensor, kernel: int, documents: Tensor | None, *, ahead: bool) -> Tensor:
     """Return sum_t x[t - s] X[t, j], or x[t + s] with `ahead`, over tokens and sequences: (kernel, streams, dim)."""
-    # All products share one buffer, because allocating takes longer than multiplying; further derivatives need each.
+    # All products share one buffer, because allocation takes longer than the product. Second derivatives need each one.
     products = None if torch.is_grad_enabled() or batched(x) or batched(streams) else torch.empty_like(streams)
     shifts = _shifted(x, kernel, documents, ahead=ahead)
     rows = (torch.mul(shifted, streams, out=products) for shifted in shifts)

@@ -19,7 +19,7 @@ K_NORMS: tuple[str, ...] = get_args(KNorm)
 
 
 def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
-    """Return the direction k of a raw direction k~ with length n = |k~|; every `k_norm` keeps n = 0 harmless.
+    """Normalise a raw direction k~ of length n = |k~| to the direction k. Every `k_norm` is finite at n = 0.
 
     `rms`    k = k~ / sqrt(n^2 + eps^2)       arXiv 2601.00417v2 section 4.1; |k| < 1, and k~ = 0 gives k = 0
     `add`    k = k~ / (n + eps)               arXiv 2601.00417v1 appendix A.1
@@ -71,13 +71,13 @@ class _Unit(Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         k, scale, ratio = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative these must be functions of k
+        if torch.is_grad_enabled():  # second derivatives need these as functions of k
             scale, ratio = _inverse_norm(at_least_float32(k), *ctx.options)
         return _through_unit(grad.to(scale.dtype), k * scale, scale, ratio).to(k.dtype), None, None
 
 
 class _DeltaWrite(Function):
-    """The additive form with its gradient written out: fewer passes over the state than autograd would make.
+    """The additive form with an explicit gradient, which makes fewer passes over the state than autograd.
 
     With G = dL/dX', r = v - k^T X and p = k^T G (one number per value channel):
     dX = G - beta k p^T, dv = beta p, dbeta = p . r, dk = beta (G r - X p).
@@ -94,7 +94,7 @@ class _DeltaWrite(Function):
         written, scale, ratio, wide_beta, error = _written(state, k, v, beta, k_norm, eps)
         ctx.dtypes = state.dtype, k.dtype, v.dtype, beta.dtype
         ctx.k_norm = k_norm, eps
-        # Large tensors are kept in their own dtype: a number of a bfloat16 state takes two bytes, not four.
+        # Large tensors are kept in their own dtype, so that a bfloat16 state takes two bytes per number, not four.
         again = (v, beta) if recompute_every == 1 else ()  # for a second derivative
         saved = (state, k, scale, ratio, wide_beta, error, *again)
         save_state(ctx, *saved, replay=_replay, every=recompute_every)
@@ -105,9 +105,9 @@ class _DeltaWrite(Function):
         state, raw, scale, ratio, beta, error, *again = release(ctx)
         if not again:
             expect_first_derivative()
-        elif torch.is_grad_enabled():  # for a second derivative these must be functions of the inputs
+        elif torch.is_grad_enabled():  # second derivatives need these as functions of the inputs
             _, scale, ratio, beta, error = _written(state, raw, *again, *ctx.k_norm)
-        # State and gradient are widened where they are read: a compiler would keep widened copies of twice the bytes.
+        # State and gradient are widened at each use, because a compiler would keep widened copies of twice the size.
         k = _direction(raw, scale, error.dtype)
         needs_state, needs_k, needs_v, needs_beta, *_ = ctx.needs_input_grad
         readout = (grad * k.unsqueeze(-2)).sum(-1)
@@ -134,7 +134,7 @@ class _DeltaWrite(Function):
 def _written(
     state: Tensor, k: Tensor, v: Tensor, beta: Tensor, k_norm: KNorm | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Return X', and the wide tensors that its gradient needs: both results of `_inverse_norm`, beta and r."""
+    """Return X', and the wide tensors for its gradient: both results of `_inverse_norm`, beta and r."""
     wide_state, wide_k, wide_v, wide_beta = promote(state, k, v, beta)
     scale, ratio = (None, None) if k_norm is None else _inverse_norm(wide_k, k_norm, eps)
     wide_k = wide_k if scale is None else wide_k * scale
@@ -180,9 +180,9 @@ def delta_write(
     """X' = X + beta k (v^T - k^T X): erase the component of X along k, write v there (arXiv 2601.00417, additive form).
 
     state: (..., value_channels, dim), k: (..., dim), v: (..., value_channels), beta: (...,), equal leading sizes; other
-    shapes raise ValueError. k is used as it is: `unit(k)` gives the paper's operator, and so does `k_norm`, the norm of
-    `unit`, without rounding in between. Computed in at least float32; returns the shape and dtype of `state`. The same
-    map as `delta_operator(k, beta) @ X + beta k v^T`, without forming the operator.
+    shapes raise ValueError. Without `k_norm`, k is used as it is; pass `unit(k)` for the paper's operator. With
+    `k_norm`, k is first normalised as by `unit`, without rounding in between. Computed in at least float32; returns the
+    shape and dtype of `state`. Equals `delta_operator(k, beta) @ X + beta k v^T`, without forming the operator.
 
     The backward pass needs X. With `recompute_every` = m > 1, only every m-th state along a chain of writes is kept.
     The others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.recompute`). Second
@@ -196,7 +196,7 @@ def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: fl
     """X' = (I - beta k k^T / (k^T k + eps)) X + beta k v^T with the raw k (arXiv 2601.00417v1 eq. 2.2).
 
     Shapes and dtypes as in `delta_write`. Only the erased part is normalised, so it equals `delta_write` only
-    for |k| = 1. eps also keeps k = 0 harmless: it leaves the state as it is.
+    for |k| = 1. With k = 0 the state is unchanged, because of eps.
     """
     expect_write(state, k, v, beta)
     wide_state, wide_k, wide_v, wide_beta = promote(state, k, v, beta)

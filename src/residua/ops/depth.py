@@ -22,11 +22,11 @@ def depth_read(
 
     sources: n >= 1 tensors (..., dim) of one shape; query u: (dim,), in AttnRes the query times the gain of the norm of
     the keys. Returns x: (..., dim) in the dtype of the sources, and the weights a: (..., n) in at least float32, which
-    take no gradient. Computed in at least float32. The backward pass keeps the sources as they are, never a stack of
-    them, and 2 n numbers for each token. Raises ValueError for other shapes. arXiv 2603.15031.
+    are detached. Computed in at least float32. The backward pass keeps the sources, never a stack of them, and 2 n
+    numbers for each token. Raises ValueError for other shapes. arXiv 2603.15031.
 
     heads             above 1: a softmax for each group of dim / heads features, and weights (..., heads, n), so that
-                      n heads + n numbers are kept. The mean is over all features. arXiv 2607.27230
+                      n heads + n numbers are kept per token. The mean is over all features. arXiv 2607.27230
     normalise_values  the values are normalised as the keys are, x = sum_i a_i V_i / sqrt(mean(V_i^2) + eps), and x is
                       in at least float32: the form of Inkling-2 (`inkling2` in transformers)
     """
@@ -52,7 +52,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 
 def _for_heads(x: Tensor, heads: int, *, axis: int) -> Tensor:
-    """Return x with an axis for the heads if there are several."""
+    """Return x with an axis for the heads at `axis` if there are several heads."""
     return x if heads == 1 else x.unsqueeze(axis)
 
 
@@ -95,7 +95,7 @@ class _DepthRead(Function):
     def backward(ctx, grad: Tensor, _: Tensor):
         query, logits, scales, *sources = release(ctx)
         heads, normalise_values = ctx.heads, ctx.normalise_values
-        if torch.is_grad_enabled():  # the gradient will be differentiated, and saved tensors have no history
+        if torch.is_grad_enabled():  # for second derivatives; saved tensors have no history
             logits, scales = _logits(query, heads, ctx.eps, sources)
         grad, u, logits, scales = promote(grad, query, logits, scales)
         dim = query.shape[0]
@@ -138,7 +138,7 @@ def depth_mix(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
 
     sources: n >= 1 tensors (..., dim) of one shape; weights: (..., n), whose leading axes broadcast against the axes of
     the sources. Returns (..., dim) in the dtype of the sources; computed in at least float32. The backward pass keeps
-    the weights and the sources as they are, never a stack of them. Raises ValueError for other shapes.
+    the weights and the sources, never a stack of them. Raises ValueError for other shapes.
     """
     _expect(sources)
     weights = expand_leading("weights", weights, sources[0].shape[:-1], (len(sources),), "(..., sources)")

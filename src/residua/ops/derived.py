@@ -1,4 +1,4 @@
-"""Results that the backward pass recomputes from tensors that it keeps anyway.
+"""Recompute results in the backward pass from tensors that are kept anyway.
 
 A function of a state of several streams, such as its norm, is as large as the state. With `derive` the backward
 pass computes it again, in the same operations, from a state that may be recomputed itself (`ops.recompute`).
@@ -19,9 +19,8 @@ from residua.ops.transforms import Function, applied
 def derive(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), which is recomputed for the backward pass instead of kept.
 
-    The function must be deterministic, without random numbers, and must take every tensor that needs a gradient as an
-    argument. Inputs that can be recomputed are not kept either. The gradient can be differentiated again unless it
-    needs the replay of a write.
+    The function must be deterministic, and must take every tensor that needs a gradient as an argument. Inputs that can
+    be recomputed are not kept either. The gradient is differentiable, unless it needs the replay of a write.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # a compiler decides which tensors to keep
         return function(*inputs)
@@ -46,7 +45,7 @@ class _Derived(Function):
         twice, needs = torch.is_grad_enabled(), ctx.needs_input_grad[1:]
         inputs = release(ctx)
         with torch.enable_grad(), ctx.precision():
-            # Views: one input may have been computed from another, and no gradient may pass between them here.
+            # Detached views: one input may have been computed from another, and no gradient may flow between them here.
             inputs = [x.view_as(x) if twice else x.detach().requires_grad_(need) for x, need in zip(inputs, needs)]
             result = ctx.function(*inputs)
         leaves = [x for x, need in zip(inputs, needs) if need]
@@ -60,7 +59,7 @@ def _under(precision: Callable[[], AbstractContextManager], function: Callable[.
 
 
 def _precision(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes a context with the current autocast, which a backward pass does not inherit."""
+    """Return a function that makes a context with the current autocast state, because backward does not inherit it."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind):  # the meta device has none
         return nullcontext

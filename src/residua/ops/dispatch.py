@@ -14,7 +14,7 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def choose(implementation: Implementation, state: Tensor, *others: Tensor | None) -> Literal["reference", "triton"]:
-    """Return the implementation that runs for these tensors; None among them is ignored.
+    """Return the implementation to run for these tensors; None among them is ignored.
 
     "reference" is the plain PyTorch definition. "triton" is the kernel. The kernels take only tensors on a CUDA device,
     in float32, bfloat16 or float16, with 1 to 16 streams or rows in the second-to-last axis of `state`. "auto" is
@@ -40,7 +40,7 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
         return "reference"
     if transformed():
         raise ValueError(
-            "implementation='triton': kernels have no rules for torch.func and forward mode: use 'auto' or 'reference'"
+            "implementation='triton': kernels do not support torch.func and forward mode; use 'auto' or 'reference'"
         )
     from residua.ops.kernels.launch import INTERPRETED
 

@@ -27,9 +27,9 @@ def gated_delta(
     writing; k is the `rms` form of `unit`. e = 0 and w = 1 add h to every channel, to the last bit. e acts on the
     component of a channel along h: e = 1 replaces it, e = 2 reflects it, e < 0 enlarges it.
     state X: (..., value_channels, dim), y = h: (..., dim); erase e and write w: (..., value_channels, groups), whose
-    leading axes may be 1 or missing, and value_channels 1 if all channels share a gate. Each of the `groups` equal
-    groups of features has its own k and gates. For a state (..., dim) the gates are (..., groups). Without w, w = 1;
-    without e, e = 0. Computed in at least float32; returns the shape and dtype of the state. The backward pass keeps
+    leading axes may be 1 or missing, and value_channels 1 if all channels share a gate. The features are cut into
+    `groups` equal groups, each with its own k and gates. For a state (..., dim) the gates are (..., groups). None means
+    w = 1, e = 0. Computed in at least float32; returns the shape and dtype of the state. The backward pass keeps
     every `recompute_every`-th X, as in `delta_write`, and h. Raises ValueError for other shapes.
     """
     single = state.dim() == y.dim()
@@ -93,7 +93,7 @@ class _GatedDelta(Function):
         received = dot(g, h)
         scale = None if write is None else write.to(h.dtype)
         if erase is not None:
-            if torch.is_grad_enabled():  # for a second derivative these must be functions of the state and y
+            if torch.is_grad_enabled():  # second derivatives need these as functions of the state and y
                 along, squared = _products(state, y, erase, ctx.eps)
             x, e = _wide_parts(state, y, erase, write)[0], erase.to(h.dtype)
             ratio = along / squared

@@ -17,7 +17,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, *, reco
 
     x: (..., dim), weight: (dim,) or None for 1; gains keep their precision if x is narrower. Computed in at least
     float32; returns the shape and dtype of `x`. With `recompute` the backward pass recomputes the result instead of
-    keeping it, and x too if possible. Without it, x is still recomputed if it was not kept. Every bit is the same.
+    keeping it, and x too if possible. Without `recompute`, only an x that was not kept is recomputed. Neither changes
+    any bit.
     """
     compiling = torch.compiler.is_compiling()
     if (recompute or not is_kept(x)) and torch.is_grad_enabled() and not compiling and not transformed():
@@ -31,7 +32,7 @@ def _rms_norm_again(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     weights = [] if weight is None else [weight]
     if x.dtype != at_least_float32(x).dtype:
         return derive(partial(rms_norm, eps=eps), x, *weights)
-    # In two steps, as PyTorch computes it: the gradient of x is then summed in the same order.
+    # In the same two steps as in PyTorch, so that the gradient of x is summed in the same order.
     scale = derive(lambda x: torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps), x)
     return derive(_scaled, x, scale, *weights)
 
@@ -69,7 +70,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     """Return w (x - mean) / sqrt(variance + eps) + b over the last axis, in at least float32 (arXiv 1607.06450).
 
     x: (..., dim), weight and bias: (dim,). Returns (..., dim) in the widest dtype, at least float32. The backward pass
-    keeps x, in its own dtype, but not the result (a linear map that follows may keep that).
+    keeps x, in its own dtype, but not the result (a linear map that follows may keep the result).
     """
     return applied(_LayerNorm, x, weight, bias, new_symbol(eps))
 
@@ -77,7 +78,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 class _LayerNorm(Function):
     @staticmethod
     def plain(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        # PyTorch's own (2.13) has a wrong second derivative in forward mode.
+        # PyTorch's own layer norm (2.13) has a wrong second derivative in forward mode.
         x, weight, bias = promote(x, weight, bias)
         x = x - x.mean(-1, keepdim=True)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight + bias
@@ -131,7 +132,7 @@ class _NarrowRMSNorm(Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative the scale must be a function of x
+        if torch.is_grad_enabled():  # second derivatives need the scale as a function of x
             scale = torch.rsqrt(at_least_float32(x).square().mean(-1, keepdim=True) + ctx.eps)
         grad, wide_x, wide_weight = promote(grad, x, weight)
         normed, through = wide_x * scale, grad * wide_weight

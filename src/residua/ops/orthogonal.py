@@ -19,12 +19,12 @@ CayleyStart = Literal["linear", "identity"]
 
 
 def _sheared(u: Tensor, v: Tensor) -> Tensor:
-    """w = v - s u with the s that makes w . u = 0: u w^T - w u^T = u v^T - v u^T for every s.
+    """Return w = v - s u with the s that makes w . u = 0. For any s, u w^T - w u^T = u v^T - v u^T.
 
-    Computed from v, mu^2 = |u|^2 |v|^2 - (u . v)^2 and A^2 lose their digits to cancellation if u and v are almost
+    With v in place of w, mu^2 = |u|^2 |v|^2 - (u . v)^2 and A^2 would lose digits to cancellation if u and v are almost
     parallel. The operator does not depend on s, so no gradient has to flow through s.
     """
-    for _ in range(2):  # the second pass removes the rest of u that rounding left
+    for _ in range(2):  # the second pass removes the remainder that rounding left
         with torch.no_grad():
             s = dot(u, v) / dot(u, u).clamp_min(torch.finfo(u.dtype).tiny)
         v = v - s.unsqueeze(-1) * u
@@ -117,12 +117,12 @@ def cayley_transform(w: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def iterative_cayley(w: Tensor, alpha: float = 0.1, steps: int = 2, start: CayleyStart = "linear") -> Tensor:
-    """`steps` times Y <- I + alpha/2 W (I + Y), whose fixed point is `cayley_transform(w, alpha)`.
+    """Iterate Y <- I + alpha/2 W (I + Y) `steps` times; the fixed point is `cayley_transform(w, alpha)`.
 
     Y starts from I + alpha W (`linear`, arXiv 2602.18308) or from I (`identity`, the reflection experiment of
-    arXiv 2605.06729). The result is orthogonal in the limit of many steps. They converge only for alpha mu < 2, with
-    i mu the largest eigenvalue of W. w: (..., n, n), skew. Returns the same shape and dtype; computed in at least
-    float32.
+    arXiv 2605.06729). The result is orthogonal in the limit of many steps. The iteration converges only for
+    alpha mu < 2, where i mu is the largest eigenvalue of W. w: (..., n, n), skew. Returns the same shape and dtype;
+    computed in at least float32.
     """
     expect_shape("w", w, (*w.shape[:-1], w.shape[-2]), "(..., n, n)")
     wide = at_least_float32(w)

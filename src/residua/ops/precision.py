@@ -1,4 +1,4 @@
-"""Gates and mappings are computed in at least float32, whatever the model's dtype."""
+"""Compute gates and mappings in at least float32, whatever the model's dtype."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -19,7 +19,7 @@ def promote(*tensors: Tensor) -> list[Tensor]:
     """Return all tensors in the widest of their dtypes, at least float32."""
     dtype = tensors[0].dtype
     if dtype in (torch.float32, torch.float64) and all(x.dtype == dtype for x in tensors):
-        return list(tensors)  # for one token, promote_types takes as long as an operation
+        return list(tensors)  # a shortcut, because promote_types takes as long as an operation on one token
     dtype = torch.float32
     for x in tensors:
         dtype = torch.promote_types(dtype, x.dtype)
@@ -27,15 +27,15 @@ def promote(*tensors: Tensor) -> list[Tensor]:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner product over the features, (..., d) -> (...): as a sum, which a compiler can fuse."""
+    """Return the inner product over the features, (..., d) -> (...), as a sum of products that a compiler can fuse."""
     return (a * b).sum(-1)
 
 
 def new_symbol(x: float) -> float:
-    """Return x as a new symbol for a compiler.
+    """Return x as a new symbol for torch.compile.
 
-    Dynamo treats a number as a symbol once it has seen it with two values, and (torch 2.13) cannot pass one symbol to
-    more than one autograd function.
+    Dynamo makes a number symbolic once it has seen two values of it. In torch 2.13 it cannot pass one symbol to several
+    autograd functions.
     """
     return x * 1.0 if torch.compiler.is_compiling() else x
 
@@ -53,8 +53,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 _AS_IT_IS = nullcontext()
 
-FEW = 8  # outputs of a linear map: up to this many, compiled sums of products cost less than a matrix product
-FEW_TOKENS = 8  # of several streams: up to this many, in eager mode, fewer operations matter more than fewer bytes
+FEW = 8  # up to this many outputs of a linear map, compiled sums of products cost less than a matrix product
+FEW_TOKENS = 8  # up to this many tokens, in eager mode, the number of operations matters more than that of bytes
 
 
 def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -64,8 +64,8 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     Returns (..., out_features) in float32, or float64 if x or weight is float64.
     """
     if torch.compiler.is_compiling() and weight.shape[0] <= FEW and torch.is_grad_enabled():
-        # A compiler fuses sums into the loops around them; for a product it would write a widened copy of x. (For a
-        # single token in generation, a product is faster.)
+        # A compiler fuses sums into neighbouring loops; for a matrix product it would write a widened copy of x. (For a
+        # single token in generation, a matrix product is faster.)
         wide_x, wide_weight = promote(x, weight)
         y = torch.stack([(wide_x * wide_weight[i]).sum(-1) for i in range(weight.shape[0])], -1)
         return y if bias is None else y + bias.to(y.dtype)

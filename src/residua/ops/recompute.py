@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 
 from residua.ops.transforms import Unrecorded
 
-# FSDP2 inserts the first of these nodes without changing the tensor, so a chain of writes is followed through it, and
-# through a view of another shape.
+# A chain of writes is followed through these nodes. FSDP2 inserts the first one without changing the tensor; the others
+# are views of another shape.
 PASSES_THROUGH = ("RegisterPostBackwardFunctionBackward", "ViewBackward0")
 
 
@@ -34,15 +34,15 @@ def save_state(
     """Save tensors for the backward pass of the function of `ctx`, except inputs that other nodes can recompute.
 
     tensors: the first `inputs` are the function's first tensor arguments, each None if `backward` does not need it
-    replay: returns the first result of the function, given `tensors`; readers of the result then need not keep it
-    every: how many writes of a chain share one kept state; None for a reader and for a cheap function
+    replay: returns the first result of the function from `tensors`, so that readers of the result need not keep it
+    every: the number of writes in a chain per kept state; None for a reader and for a cheap function
 
     Sets these attributes of the node:
         shapes: of the inputs to recompute; () in a compiled graph, which keeps every tensor that it needs
         age: the number of writes to replay for its result
         replay: None if readers must keep the result
         recomputed: the result, once it has been recomputed
-        opened: the saved tensors, once they have been read
+        opened: the saved tensors, once they have been unpacked
         checkpoint: the activation checkpoint in which the function ran
     """
     if isinstance(ctx, Unrecorded):
@@ -69,8 +69,8 @@ def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
     needed: whether to recompute each input; all by default.
 
     Raises:
-        RuntimeError: the gradient is to be differentiated again and needs the replay of a write, but a recomputed state
-            has no history.
+        RuntimeError: a second derivative is required and needs the replay of a write; a recomputed state has no
+            history.
     """
     ctx.recomputed = None
     saved = _loaded(ctx, needed)
@@ -79,7 +79,7 @@ def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
 
 
 def _loaded(node: Any, needed: Sequence[bool] = ()) -> list[Any]:
-    if node.opened is None:  # activation checkpointing hands saved tensors out only once
+    if node.opened is None:  # activation checkpointing unpacks saved tensors only once
         node.opened = node.saved_tensors
     saved = list(node.opened)
     for i, shape in enumerate(node.shapes):
@@ -94,7 +94,7 @@ def is_kept(x: Tensor) -> bool:
 
 
 def cut(state: Any) -> Any:
-    """Return the same state, a tensor or a pytree, as the start of a new chain of writes, so that it is kept."""
+    """Return the state, a tensor or a pytree, as the start of a new chain of writes; it will be kept."""
     return tree_map(lambda x: x[...], state)
 
 
@@ -106,26 +106,26 @@ def expect_first_derivative() -> None:
 
 def _maker(x: Tensor | None, every: int | None = None) -> Any:
     """Return the node that made x and can recompute it by fewer than `every` writes; None if x must be kept."""
-    if x is None or torch.compiler.is_compiling():  # a compiler sees no graph, and decides which tensors to keep
+    if x is None or torch.compiler.is_compiling():  # a compiler has no graph of nodes, and keeps tensors itself
         return None
-    if x.grad_fn is None or x._version:  # changed in place since it was written, unseen by autograd
+    if x.grad_fn is None or x._version:  # no history, or changed in place since
         return None
     node = _behind((x.grad_fn, x.output_nr))
     if getattr(node, "replay", None) is None or (every is not None and node.age >= every):
         return None
-    # Reading the saved tensors of a node in another checkpoint would run its layer again, and the weights of that layer
-    # may be sharded by then.
+    # Unpacking the saved tensors of a node in another checkpoint would run that layer again, with weights that may
+    # already be sharded.
     return node if node.checkpoint in (None, _checkpoint()) else None
 
 
 def _checkpoint() -> Any:
-    """Return the hook by which the current activation checkpoint takes saved tensors; None outside of one."""
+    """Return the pack hook of the current activation checkpoint; None outside of a checkpoint."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def _recomputed(node: Any) -> Tensor:
-    """Return the recomputed result of a node, with a history if the gradient is to be differentiated."""
+    """Return the recomputed result of a node, with a history if a second derivative is required."""
     if torch.is_grad_enabled():
         if node.age:
             expect_first_derivative()
@@ -136,7 +136,7 @@ def _recomputed(node: Any) -> Tensor:
 
 
 def _behind(edge: tuple[Any, int]) -> Any:
-    """Return the node whose first output this edge is, past nodes that only pass it on; None if there is none."""
+    """Return the node whose first output is the tensor of this edge, skipping `PASSES_THROUGH`; None if none."""
     node, output = edge
     while node is not None and node.name() in PASSES_THROUGH:
         node, output = node.next_functions[output]

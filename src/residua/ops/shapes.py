@@ -1,4 +1,4 @@
-"""Check shapes that PyTorch would silently broadcast to another result."""
+"""Check shapes that PyTorch would otherwise broadcast silently, with a wrong result."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 def expect_shape(name: str, x: Tensor, expected: Sequence[int], meaning: str) -> None:
-    """Raise ValueError unless x has exactly the `expected` shape; `meaning`: "(..., dim)" or "the shape of ..."."""
+    """Raise ValueError unless x has exactly the `expected` shape.
+
+    meaning: the shape in words, "(..., dim)" or "the shape of ...".
+    """
     if tuple(x.shape) != tuple(expected):
         wanted = f"have {meaning}," if meaning.startswith("the shape of") else f"be {meaning} ="
         raise ValueError(f"{name} must {wanted} {tuple(expected)}, got {tuple(x.shape)}")

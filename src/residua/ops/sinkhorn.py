@@ -16,18 +16,19 @@ from residua.ops.shapes import expect_shape
 from residua.ops.transforms import Function, applied
 
 Order = Literal["rows", "columns"]
-"""The sums that `sinkhorn` divides by first; the other sums are 1 at the end."""
+"""The sums that `sinkhorn` divides by first; the sums of the other kind are 1 at the end."""
 
 
 def sinkhorn(
     logits: Tensor, iterations: int = 20, *, order: Order = "rows", implementation: Implementation = "reference"
 ) -> Tensor:
-    """exp(L) scaled to row and column sums of 1: each iteration divides by the row sums, then by the column sums.
+    """Scale exp(L) to row and column sums of 1: each iteration divides by the row sums, then by the column sums.
 
-    In the log domain, L <- L - logsumexp(L, rows), L <- L - logsumexp(L, columns): logits of any size stay finite.
-    At the end the columns sum to 1, and the rows sum to 1 up to the remaining error. With order="columns" it divides by
-    the column sums, then by the row sums, and the rows are exact: M <- T_r(T_c(M)), arXiv 2512.24880 equation 9
-    (20 iterations). logits: (..., n, n); returns the same shape and dtype, computed in at least float32.
+    It runs in the log domain, L <- L - logsumexp(L, rows), L <- L - logsumexp(L, columns), so that logits of any size
+    stay finite. At the end the columns sum to 1, and the rows only up to the remaining error. With order="columns" each
+    iteration divides by the column sums, then by the row sums, and the rows are exact: M <- T_r(T_c(M)), arXiv
+    2512.24880 equation 9 (20 iterations). logits: (..., n, n); returns the same shape and dtype, computed in at least
+    float32.
     `implementation`: the plain definition or the Triton kernel, see `ops.dispatch.choose`.
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
@@ -41,7 +42,7 @@ def sinkhorn(
         from residua.ops.kernels.sinkhorn import sinkhorn as kernel
 
         return kernel(logits, iterations)
-    # With the tokens last in memory, each sum over rows or columns is a few additions of long vectors.
+    # With the tokens on the last axis, each sum over rows or columns is a few additions of long vectors.
     log = at_least_float32(logits).movedim((-2, -1), (0, 1)).contiguous()
     return applied(_Sinkhorn, log, iterations).movedim((0, 1), (-2, -1)).to(logits.dtype)
 
@@ -49,7 +50,7 @@ def sinkhorn(
 class _Sinkhorn(Function):
     """logits: (n, n, ...). A step takes L to L' = L - logsumexp(L), and its gradient G' to G = G' - exp(L') sum(G').
 
-    Written out because autograd takes twice the time and keeps every step; here the backward pass recomputes the steps.
+    Autograd would take twice the time and keep every step; this backward pass recomputes the steps.
     """
 
     @staticmethod
@@ -83,12 +84,12 @@ def _normalised(log: Tensor, iterations: int) -> list[Tensor]:
 
 
 def guarded_sinkhorn(logits: Tensor, iterations: int = 20, *, eps: float = 1e-6) -> Tensor:
-    """softmax(L) + eps by rows, divided by (column sums + eps); then iterations - 1 times rows and columns likewise.
+    """Divide softmax(L) + eps by (column sums + eps); then divide by rows and columns, iterations - 1 more times.
 
-    The form of DeepSeek-V4 and GLM-5.3 (`deepseek_v4` and `glm5_next` in transformers). The softmax is the first
-    division by row sums, so with eps = 0 it is `sinkhorn`; with eps the columns sum to s / (s + eps) at the end, 1e-6
-    below 1. The models mix with its transpose, X'[o] = sum_i C[i, o] X[i]. logits: (..., n, n); returns the same shape
-    and dtype, computed in at least float32. The backward pass keeps only the logits and recomputes the iterations.
+    The form of DeepSeek-V4 and GLM-5.3 (`deepseek_v4` and `glm5_next` in transformers). The softmax, by rows, is the
+    first division by row sums, so eps = 0 gives `sinkhorn`. With eps > 0 the columns sum to s / (s + eps) at the end,
+    1e-6 below 1. The models mix with the transpose, X'[o] = sum_i C[i, o] X[i]. logits: (..., n, n); returns the same
+    shape and dtype, computed in at least float32. The backward pass keeps only the logits and recomputes the rest.
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
     if iterations < 1:
@@ -124,7 +125,7 @@ class _GuardedSinkhorn(Function):
 
 
 def _divided(logits: Tensor, iterations: int, eps: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Return the softmax over rows (axis 1), and divisor and result of every division, column sums (axis 0) first."""
+    """Return the softmax over rows (axis 1), and (divisor, result) of every division, column sums (axis 0) first."""
     rows = logits.softmax(1)
     matrix, steps = rows + eps, []
     for i in range(2 * iterations - 1):
@@ -140,7 +141,7 @@ def kronecker_mixture(weights: Tensor) -> Tensor:
     weights: (..., K), the p_k in [0, 1], the weights of the identity. Returns (..., 2^K, 2^K) in the dtype of
     `weights`, computed in at least float32. arXiv 2601.21579 (KromHC).
     """
-    # Entry (i, j) is the product over k of p_k where i and j agree in bit k, else of 1 - p_k.
+    # Entry (i, j) is a product over k, with the factor p_k if i and j agree in bit k, and 1 - p_k otherwise.
     wide = at_least_float32(weights)
     matrix = wide.new_ones(*wide.shape[:-1], 1, 1)
     for p in wide.unbind(-1):

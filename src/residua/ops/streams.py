@@ -1,4 +1,4 @@
-"""Read a sublayer input from several streams of the residual state, mix the streams, write to them."""
+"""Read a sublayer's input from several streams of the residual state, mix the streams, and write to them."""
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,9 @@ def _read(streams: Tensor, weights: Tensor) -> Tensor:
         return (wide_streams * wide_weights).sum(-2).to(streams.dtype)
     x = wide_streams[..., 0, :] * wide_weights[0]
     for j in range(1, weights.shape[0]):
-        # One stream at a time: a sum over streams would write all its products to memory first. Not with `unbind`: a
-        # compiler keeps its results next to the streams, whose memory they share, and inductor (torch 2.13) may
-        # overwrite the streams before the backward pass reads those results.
+        # One stream at a time: a sum over streams would write all products to memory first. No `unbind`, because a
+        # compiler keeps its results, which share memory with the streams, and inductor (torch 2.13) may overwrite these
+        # before the backward pass reads the results.
         x.addcmul_(wide_streams[..., j, :], wide_weights[j])
     return x.to(streams.dtype)
 
@@ -61,10 +61,10 @@ class _StreamRead(Function):
 
 
 def channel_taps(conv: Tensor, read: Tensor, *, causal: bool = False) -> Tensor:
-    """Fold a zero-padded convolution over the streams and the read vector after it into one weight c[j] per stream.
+    """Fold a zero-padded convolution over the streams, followed by a read vector, into one weight c[j] per stream.
 
     y[a] = sum_i conv[i] X[a + i - p], x = sum_a read[a] y[a], so c[j] = sum_a read[a] conv[j - a + p], where
-    p = (kernel - 1) // 2 centres the kernel, or p = kernel - 1 lets it see only streams up to a (`causal`).
+    p = (kernel - 1) // 2 centres the kernel. With `causal`, p = kernel - 1, so that y[a] sees only streams up to a.
 
     conv: (kernel, dim), read: (streams,). Returns (streams, dim) in the wider of the two dtypes, at least float32.
     Raises ValueError if the kernel is longer than the number of streams.
@@ -74,8 +74,8 @@ def channel_taps(conv: Tensor, read: Tensor, *, causal: bool = False) -> Tensor:
         raise ValueError(f"conv must be a kernel of at most {num_streams} taps, one for each stream, got {kernel}")
     conv, read = promote(conv, read)
     shift = kernel - 1 if causal else (kernel - 1) // 2
-    # Row j of the windows holds read[j - i + shift] for every tap i, last tap first. A matrix product, because a
-    # compiler would recompute a sum for every token that the weights are used on.
+    # Row j of the windows holds read[j - i + shift] for every tap i, last tap first. This is a matrix product because a
+    # compiler would fuse a sum, and recompute it for every token.
     windows = F.pad(read, (kernel - 1 - shift, shift)).unfold(0, kernel, 1)
     return _product(windows, conv.flip(0))
 
@@ -147,8 +147,8 @@ def hyper_write(
     return applied(_HyperWrite, streams, y, matrix, weights, recompute_every)
 
 
-# The gradients are written out so that large tensors are saved in their own dtype: widened copies of bfloat16 streams
-# would take three times the memory. Matrices with fewer axes than the streams are expanded: PyTorch would otherwise
+# Gradients are explicit so that large tensors are saved in their own dtype: widened copies of bfloat16 streams would
+# take three times the memory. Matrices with fewer axes than the streams are expanded, because PyTorch would otherwise
 # copy the streams into another layout for one large product, which is slower.
 
 
@@ -186,7 +186,7 @@ class _HyperWrite(Function):
 
     @staticmethod
     def forward(ctx, streams: Tensor, y: Tensor, h_res: Tensor | None, h_post: Tensor, recompute_every: int) -> Tensor:
-        # Without a matrix only a replay needs the streams.
+        # Without h_res only a replay needs the streams.
         before = None if h_res is None and recompute_every == 1 else streams
         save_state(ctx, before, y, h_res, h_post, inputs=2, replay=_hyper_written, every=recompute_every)
         return _hyper_written(streams, y, h_res, h_post)

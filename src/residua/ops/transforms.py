@@ -1,7 +1,7 @@
-"""Autograd functions whose gradients are written out, and the transforms that need plain operations instead.
+"""Autograd functions with explicit gradients, and their replacement by plain operations inside transforms.
 
-A written-out gradient saves memory and time in training. `torch.func` (vmap, grad, jacrev, jvp, hessian) and forward
-mode derive their own rules from operations that they know, so inside them the plain operations run instead.
+An explicit gradient saves memory and time in training. `torch.func` (vmap, grad, jacrev, jvp, hessian) and forward mode
+need operations that they can differentiate themselves, so inside them the plain operations run instead.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 
 class Function(torch.autograd.Function):
-    """An autograd function with `plain`: the same map in operations that autograd and `torch.func` know."""
+    """An autograd function with a method `plain`: the same map in operations that `torch.func` can transform."""
 
     @staticmethod
     def plain(*args: Any) -> Any:
@@ -21,25 +21,24 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> Any:
-        """Return autograd's own key; in compiled autograd, first read the tensors of a node that may be replayed.
+        """Return autograd's own key, and unpack the saved tensors of a node that may be replayed (`ops.recompute`).
 
         Compiled autograd asks for the key when it records the backward pass of an eager forward pass. It frees saved
-        tensors before the recorded graph runs. In an activation checkpoint they can be read only once. `ops.recompute`
-        describes the replay.
+        tensors before the recorded graph runs. In an activation checkpoint they can be unpacked only once.
         """
         if getattr(ctx, "replay", None) is not None and ctx.checkpoint is None and ctx.opened is None:
             ctx.opened = ctx.saved_tensors
         return torch.autograd.Function._compiled_autograd_key(ctx)
 
     if torch.__version__.startswith("2.11."):
-        # pytorch/pytorch#180642: if a compiled forward pass has two names for its result, the result silently gets no
-        # gradient. `x.to(dtype)` of a tensor that has this dtype already is such a result; a view of it is not.
+        # pytorch/pytorch#180642: if the result of a compiled forward pass is also another variable, it silently gets no
+        # gradient. `x.to(dtype)` returns x itself if x already has this dtype; a view of it is a separate tensor.
         def __init_subclass__(cls, **options: Any) -> None:
             super().__init_subclass__(**options)
             if "forward" in vars(cls):
                 method = vars(cls)["forward"]
 
-                def viewed(first: Any, *args: Any) -> Any:  # the context, or the class before it
+                def viewed(first: Any, *args: Any) -> Any:  # `first`: the context, or the class
                     result = method.__func__(first, *args)
                     return tree_map(lambda x: x[...], result) if torch.compiler.is_compiling() else result
 
@@ -47,7 +46,7 @@ class Function(torch.autograd.Function):
 
 
 class Unrecorded:
-    """The context of a function that runs without gradients and keeps nothing."""
+    """A stand-in for the context of a function that runs without gradients; it keeps nothing."""
 
     needs_input_grad: tuple[bool, ...] = ()
 
@@ -58,9 +57,9 @@ class Unrecorded:
 
 
 def applied(function: type[Function], *args: Any) -> Any:
-    """Return `function` of args: in its `plain` form inside a transform, and unrecorded if autograd needs no record.
+    """Apply `function`: in its `plain` form inside a transform, and outside autograd if no input needs a gradient.
 
-    In generation, recording one function takes longer than several operations on the token.
+    In generation, `Function.apply` takes longer than several operations on one token.
     """
     if transformed():
         return function.plain(*args)
@@ -77,7 +76,7 @@ def transformed() -> bool:
 
 
 def batched(x: Tensor) -> bool:
-    """Return whether x is one of a batch of gradients (`torch.autograd.grad(is_grads_batched=True)`) or transformed."""
+    """Return whether x is inside a transform, or in a batch of gradients (`grad(..., is_grads_batched=True)`)."""
     if torch.compiler.is_compiling():
         return False
     return transformed() or torch._C._functorch.is_legacy_batchedtensor(x)

@@ -1,4 +1,4 @@
-"""Updates of a state without streams: sums with learned scales, and sums with a gated share along the state."""
+"""Updates of a single stream: a sum with learned scales, and a sum without a gated share of the update."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def scaled_sum(terms: Sequence[Tensor], scales: Sequence[Tensor | None]) -> Tens
         expect_shape("terms", term, terms[0].shape, "the shape of the first")
         if scale is not None and scale.dim():
             expect_shape("scales", scale, terms[0].shape[-1:], "() or (dim,)")
-    if torch.compiler.is_compiling():  # it fuses the sum, and fails if a function gets one tensor twice
+    if torch.compiler.is_compiling():  # it fuses the sum, and fails if one tensor is passed twice
         return _ScaledSum.plain(*terms, *scales)
     return applied(_ScaledSum, *terms, *scales)
 
@@ -54,7 +54,7 @@ class _ScaledSum(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         count = len(ctx.dtypes)
-        saved = ctx.saved_tensors  # read once: activation checkpointing hands saved tensors out only once
+        saved = ctx.saved_tensors  # activation checkpointing unpacks saved tensors only once
         terms, scales = saved[:count], saved[count:]
         grad_terms: list[Tensor | None] = []
         grad_scales: list[Tensor | None] = []
@@ -76,13 +76,13 @@ class _ScaledSum(Function):
 
 
 def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """x' = x + h - e (<h, x> / (|x|^2 + eps)) x: the sum without the share e of h along x.
+    """x' = x + h - e (<h, x> / (|x|^2 + eps)) x: the sum x + h without the share e of h's component along x.
 
-    e = 1 is the orthogonal update (arXiv 2505.11881), e = 0 the plain sum to the last bit, e = -1 doubles that share.
-    state x and y = h: (..., dim); gate e: (..., groups), whose leading axes may be 1 or missing: each of the `groups`
-    equal groups of features has its own projection and gate. Computed in at least float32; returns (..., dim) in the
-    dtype of the state. The backward pass keeps x and h in their own dtype, and two numbers for each group of a token.
-    Raises ValueError for other shapes.
+    e = 1 is the orthogonal update (arXiv 2505.11881), e = 0 the plain sum to the last bit; e = -1 doubles this part.
+    state x and y = h: (..., dim); gate e: (..., groups), whose leading axes may be 1 or missing. The features are cut
+    into `groups` equal groups, each with its own projection and gate. Computed in at least float32; returns (..., dim)
+    in the dtype of the state. The backward pass keeps x and h in their own dtype, and two numbers for each group of a
+    token. Raises ValueError for other shapes.
     """
     expect_shape("y", y, state.shape, "the shape of the state")
     gate = expand_leading("gate", gate, state.shape[:-1], gate.shape[-1:], "(..., groups)")

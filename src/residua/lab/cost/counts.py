@@ -20,13 +20,13 @@ with extra("lab"):
 
 
 def on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Build the model with shapes and no numbers. options: passed to `from_config`."""
+    """Build the model on the meta device. options: passed to `from_config`."""
     with torch.device("meta"):
         return new_model(config, **options)
 
 
 def step_on_meta(config: PreTrainedConfig, length: int, counting: AbstractContextManager[Any]) -> None:
-    """Run forward and backward over one sequence with eager attention, inside a mode that counts operations."""
+    """Run forward and backward over one sequence with eager attention, inside `counting`, which counts operations."""
     model = on_meta(config, attn_implementation="eager").train()
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     with counting:
@@ -46,7 +46,7 @@ def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str,
     """Count the matrix products of one token in a training step, forward and backward, in FLOPs.
 
     matrices     linear maps of the sublayers and the head, as in the plain residual
-    attention    7 T d in each layer for a causal mask that skips what it hides: 2 forward, 5 backward
+    attention    7 T d in each layer if the kernel skips masked pairs: 2 forward, 5 backward
     connections  the maps that the scheme adds
 
     PyTorch's counter runs over one sequence on the meta device. `elementwise` counts all other arithmetic.
@@ -62,7 +62,7 @@ def products_per_token(config: PreTrainedConfig, *, sequence_length: int) -> flo
     return _products(config, sequence_length) + CAUSAL * _attention(config, sequence_length)
 
 
-# Products of attention, forward + backward: 2 + 5 if the causal mask skips what it hides, 4 + 8 if eager.
+# Products of attention, forward + backward: 2 + 5 if the kernel skips masked pairs, 4 + 8 if eager.
 CAUSAL, EAGER = 7.0, 12.0
 
 
@@ -82,7 +82,7 @@ def _products(config: PreTrainedConfig, length: int) -> float:
 
 
 class _NoModules(nullcontext):
-    """In place of torch's tracker of modules, whose hooks fail if a backward pass computes gradients inside."""
+    """Replaces torch's tracker of modules, whose hooks fail if a function computes gradients inside its backward."""
 
     parents = frozenset({"Global"})
 
@@ -91,7 +91,7 @@ def elementwise(model: PreTrainedConfig, length: int) -> float:
     """Count the arithmetic of one token in a training step outside matrix products, in FLOPs.
 
     Every operation that is neither a product nor a view counts one for each element of its largest tensor. A rank-one
-    write is of this kind, so leaving it out would flatter it.
+    write consists of such operations, so schemes that use it would look too cheap without them.
     """
     counted = _Elements()
     step_on_meta(model, length, counted)
@@ -99,7 +99,7 @@ def elementwise(model: PreTrainedConfig, length: int) -> float:
 
 
 class _Elements(TorchDispatchMode):
-    """Adds up the elements that operations work on, but for matrix products and views."""
+    """Adds up the elements that operations work on, except matrix products and views."""
 
     PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
     FREE = ("empty", "empty_like", "empty_strided", "detach", "t", "new_empty", "new_empty_strided", "_unsafe_view")

@@ -1,6 +1,6 @@
 """Estimate the cost of a run: its parameters, FLOPs per token, memory per GPU and number of tokens.
 
-Everything is counted, except time: run a few steps on your device and multiply.
+Nothing is measured, so there is no estimate of time: run a few steps on your device and multiply.
 """
 
 import math
@@ -22,12 +22,12 @@ __all__ = ["CostEstimate", "estimate"]
 
 GIB = 2**30
 GPU_MEMORY: Mapping[str, float] = {"h200": 139, "h100": 79, "b200": 179, "a100": 79, "rtx4090": 23.5}
-"""GiB of each GPU that a program can use."""
+"""The memory of each GPU that a program can use, in GiB."""
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """The result of `estimate`. Memory is in bytes per GPU, for each way to keep the states of a scheme."""
+    """The result of `estimate`. Memory is in bytes per GPU, for each value of the option `recompute` of the scheme."""
 
     parameters: Mapping[str, int]
     flops_per_token: Mapping[str, float]
@@ -49,7 +49,7 @@ class CostEstimate:
             way: (*(f"{x / size:.2f}" for x in self.memory[way].values()), f"{self.largest_batch_size[way]}")
             for way in ways
         }
-        if len({*cells.values()}) == 1:  # nothing to recompute, as in a state of one row
+        if len({*cells.values()}) == 1:  # nothing is recomputed, as in a state of one row
             cells = {"all": cells[ways[0]]}
         header = [f"{unit} per GPU", *(f"states: {way}" for way in cells)]
         yield Table(header, [*zip([*parts, "largest batch_size"], *cells.values())])
@@ -62,7 +62,7 @@ class CostEstimate:
 
 
 def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus: int = 1) -> CostEstimate:
-    """Estimate a run of one of our models, from scratch or trained on.
+    """Estimate a run of one of our models, from scratch or with a base.
 
     Raises:
         InputError: the GPU is unknown, the model is a converted one, or a step cannot be divided among this number of

@@ -16,7 +16,7 @@ STATUS = Path("/proc/self/status")
 
 
 def storages_kept(forward: Callable[[], Any], parameters: Iterable[Tensor]) -> int:
-    """Count the bytes of the storages that autograd keeps for `forward`, each once, without those of `parameters`."""
+    """Count the bytes that autograd keeps for `forward`: each storage once, without the storages of `parameters`."""
     excluded = {x.untyped_storage().data_ptr() for x in parameters}
     storages = {}
 
@@ -35,20 +35,20 @@ def storages_kept(forward: Callable[[], Any], parameters: Iterable[Tensor]) -> i
 def peak_of(
     make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], name: str, *, device: str
 ) -> int | None:
-    """Measure the most bytes that `make(*arguments)` and two calls of its result take.
+    """Measure the peak memory of a step, in bytes: `make(*arguments)` returns the step, which is called twice.
 
-    On a CUDA device, the peak of PyTorch's allocations in the second call; on the CPU, the growth of a new process with
-    one thread, or None if the system does not report it: only Linux does.
+    On a CUDA device this is the peak of PyTorch's allocations in the second call. On the CPU it is the growth of a new
+    process with one thread, or None if the system does not report it (only Linux does).
 
     Raises:
-        RunError: the process of `name` ran out of memory.
+        RunError: the process ran out of memory; the message names `name`.
     """
     if device == "cuda":
         return _cuda_peak(make, arguments)
     if not STATUS.exists():
         return None
-    # Every measurement starts from a copy of one process that has only imported the module of `make`, because importing
-    # takes longer than the step.
+    # Every measurement forks a process that has already imported the module of `make`, because the import takes longer
+    # than the step.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([make.__module__])
     try:
@@ -71,7 +71,7 @@ def _cuda_peak(make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...
 
 
 def _process_peak(make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> int:
-    """Measure the largest growth of this process, from before the model to the end of its second step."""
+    """Measure the peak growth of this process, from before the model is made to the end of its second step."""
     torch.set_num_threads(1)
     before = _status("VmRSS")
     step = make(*arguments)
@@ -81,6 +81,6 @@ def _process_peak(make: Callable[..., Callable[[], Any]], arguments: tuple[Any, 
 
 
 def _status(name: str) -> int:
-    """Read a size from the status of this process, in bytes: VmRSS now, VmHWM the largest so far."""
+    """Read a size from the status of this process, in bytes: VmRSS is the current size, VmHWM the peak."""
     lines = STATUS.read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

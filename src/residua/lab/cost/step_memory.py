@@ -18,10 +18,10 @@ from residua.models import ResiduaConfig, ResiduaForCausalLM
 
 
 class Activations(NamedTuple):
-    """Bytes that one micro-batch adds to weights and gradients in eager mode, at the peak of the step.
+    """The bytes that one micro-batch needs in addition to weights and gradients, in eager mode, at the step's peak.
 
-    kept: by the forward pass for the backward pass; casts: bfloat16 copies of weights, made by autocast; logits: logits
-    and the tensors that the loss keeps; temporary: the rest at the peak.
+    kept: tensors that the forward pass keeps for the backward pass; casts: bfloat16 copies of weights, made by
+    autocast; logits: logits and the tensors that the loss keeps; temporary: all others at the peak.
     """
 
     kept: int
@@ -39,11 +39,11 @@ def activation_memory(
     recompute: bool = False,
     fake: bool = True,
 ) -> Activations:
-    """Count the storages alive during a forward and a backward pass, by running it on tensors without data.
+    """Count the bytes alive during a forward and a backward pass, by running them on fake tensors.
 
-    `recompute` keeps only the inputs of layers. `fake=False` runs on real tensors of the CPU and returns the same.
+    recompute: keep only the inputs of layers. fake: False runs on real CPU tensors, with the same result.
     """
-    model = on_meta(config) if fake else ResiduaForCausalLM(config)  # schemes compute their start: no fake tensor can
+    model = on_meta(config) if fake else ResiduaForCausalLM(config)  # fake tensors cannot compute initial values
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
         if fake:
             model.to_empty(device="cpu").tie_weights()
@@ -70,7 +70,7 @@ def activation_memory(
 
 
 class _Live(TorchDispatchMode):
-    """Track the storages that operations allocate: the sizes of live ones, their sum, and its peak."""
+    """Track the storages that operations allocate: the sizes of the live storages, their sum, and its peak."""
 
     def __init__(self, excluded: list[Tensor]):
         super().__init__()

@@ -65,17 +65,17 @@ def measure(
     compiled: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Record]:
-    """Measure the step of every scheme at one size; one record each, complete in itself.
+    """Measure the step of every scheme at one size. Return one self-contained record for each.
 
-    time     of a step, in rounds in which all schemes take turns, so that a busy machine slows all of them: process
-             time of one thread on the CPU, or the device's
-    flops    per token, of the matrix products and of all other arithmetic (`elementwise`)
+    time     time of a step, in rounds in which all schemes take turns, so that a busy machine slows all alike: process
+             time of one thread on the CPU, or device time
+    flops    FLOPs per token of the matrix products and of all other arithmetic (`elementwise`)
     kept     bytes that autograd keeps for the backward pass
-    peak     bytes by which a process grows that makes the model and takes two steps, or the device's allocations in the
-             second; None if not measured
+    peak     growth in bytes of a process that makes the model and takes two steps, or on a GPU the peak of allocations
+             in the second step; None if not measured
 
-    With `compiled` all steps go through `torch.compile`, whatever the runs do, and only their time is measured.
-    `advance` is called after every step in the rounds, the first WARMUP of them included, which do not count.
+    compiled: run all steps through `torch.compile`, whatever the configurations say, and measure only time.
+    advance: called after every step, including those of the first WARMUP rounds, which do not count.
 
     Raises:
         RunError: a step runs out of memory.
@@ -129,7 +129,7 @@ def measure_schemes(
 ) -> list[Record]:
     """Measure the step of a run under the plain residual and under each of these schemes, as `measure` does.
 
-    vectors   kept for the backward pass per token and layer, of the model's width, in the run's precision
+    vectors   the memory kept for the backward pass per token and layer, in vectors of the model's width and precision
 
     Raises:
         InputError: a scheme cannot be built with the sizes of the run.
@@ -150,7 +150,7 @@ def measure_schemes(
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Return the times, and the vectors beyond those of the first scheme, which is the plain residual."""
+    """Return a table of the times, and of the vectors in excess of the first scheme, which is the plain residual."""
     first = records[0]
     rows = []
     for record in records:
@@ -169,7 +169,7 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def rate(config: RunConfig, model: PreTrainedConfig) -> float:
-    """FLOPs a second of the matrix products of a training step, on the run's device."""
+    """Measure the FLOPs per second of the matrix products of a training step on the run's device."""
     device = pick_device(config.train.device)
     with threads(1):
         clock = cuda_clock if device.type == "cuda" else process_clock
@@ -180,5 +180,5 @@ def rate(config: RunConfig, model: PreTrainedConfig) -> float:
 
 
 def many_graphs(count: int) -> AbstractContextManager:
-    """Let `torch.compile` make `count` graphs of the same code; by default it gives up after a few."""
+    """Allow `torch.compile` to make `count` graphs of the same code in this context; by default it stops at a few."""
     return torch._dynamo.config.patch(recompile_limit=4 * count)

@@ -1,4 +1,4 @@
-"""Time several candidates against a baseline, in turns, so that a slow machine slows all of them alike."""
+"""Time several candidates against a baseline, taking turns, so that a busy machine slows all of them alike."""
 
 import statistics
 import time
@@ -25,7 +25,7 @@ class Quartiles(NamedTuple):
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def __format__(self, form: str) -> str:
-        """Return "median [lower, upper]", each number in this form."""
+        """Return "median [lower, upper]", each number formatted by `form`."""
         return f"{self.median:{form}} [{self.lower:{form}}, {self.upper:{form}}]"
 
 
@@ -66,15 +66,15 @@ def compare(
     clock: Clock,
     advance: Callable[[], None] = lambda: None,
 ) -> Timing:
-    """Time every candidate once a round, in rounds whose order is reversed every other time.
+    """Time every candidate once per round, in an order that is reversed in every second round.
 
-    Neighbours in time share the state of the machine; reversing removes the advantage of coming first.
+    Consecutive calls see the same state of the machine. Reversing removes the advantage of the first place.
 
     Args:
         candidates: functions to call, by name; all calls of one candidate must do equal work.
         baseline: the candidate to compare the others with.
-        rounds: how many times to time each.
-        warmup: rounds before these that do not count.
+        rounds: the number of rounds that count.
+        warmup: the number of rounds before these.
         clock: times one call.
         advance: called after every call, warm-up included, outside the measured time.
     """
@@ -96,10 +96,11 @@ def process_clock(call: Callable[[], None]) -> float:
 
 
 def cuda_clock(call: Callable[[], None], before: Callable[[], Any] = lambda: None) -> float:
-    """Measure time on the current CUDA device, from idle or the end of the work of `before`, until all work that `call`
-    launched is done.
+    """Measure the time of the work that `call` launches on the current CUDA device.
+
+    It starts when the device is idle, or has finished the work of `before`.
     """
-    import torch  # imported here, so that the options of `residua cost` do without it
+    import torch  # imported here, so that `residua cost --help` needs no torch
 
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Compute each batch from only (seed, index): there is no state to save and no list of windows in memory."""
+"""Compute each batch only from (seed, index), without a state to save and without a list of windows in memory."""
 
 import hashlib
 import math
@@ -22,11 +22,11 @@ class Batches:
     """Random batches for training: every window of an epoch once, in an order that depends only on (seed, epoch).
 
     An epoch divides the tokens into `windows_per_epoch` windows of `sequence_length` that touch but do not overlap. The
-    start of the first window differs from epoch to epoch, so the windows do too; fewer than 2 * sequence_length tokens
-    at the two ends are left out of each epoch for this.
+    start of the first window differs from epoch to epoch, and so do all windows. Each epoch therefore leaves out fewer
+    than 2 * sequence_length tokens at the two ends.
 
-    With `world_size` ranks of `batch_size` each, the whole batch at `index` depends on world_size * batch_size only:
-    each rank holds consecutive rows of it. Raises InputError if the tokens do not fill one window and its last label.
+    With `world_size` ranks of `batch_size` each, the whole batch at `index` depends only on world_size * batch_size.
+    Each rank returns consecutive rows of it. Raises InputError if the tokens do not fill one window and its last label.
     """
 
     tokens: Tokens
@@ -43,7 +43,7 @@ class Batches:
                 f"sequence_length: {length} needs {length + 1} tokens, the data has {count}; give more text or a "
                 "shorter sequence_length"
             )
-        # One window fewer than fit, where possible, so that the first can start at any of sequence_length places.
+        # One window fewer than would fit, if possible, so that the first can start at any of sequence_length positions.
         self.windows_per_epoch = max(1, (count - length) // length)
         self._first_starts = min(length, count - self.windows_per_epoch * length)
 
@@ -131,5 +131,5 @@ def _hash(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def _aligned(block: np.ndarray) -> tuple[Tensor, Tensor]:
-    # Copies, so that a change to one does not reach the other.
+    # Copies, so that changing inputs does not change labels.
     return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(block[:, 1:].copy())

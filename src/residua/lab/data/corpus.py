@@ -18,9 +18,10 @@ class Document(NamedTuple):
 class Corpus:
     """Documents that can be read repeatedly. Iterating skips documents without a visible character.
 
-    `size` is the number of bytes to read, the unit of progress (estimated for parquet and the hub, 0 if unknown).
-    `read` begins a pass over all documents, blank ones included. `identity` changes when the text does; `facts` go into
-    the records. `local` is False if reading means downloading. `validation_fraction` is held out by default.
+    size: the number of bytes to read, the unit of progress (estimated for parquet and the hub, 0 if unknown).
+    read: starts a pass over all documents, including blank ones. identity: changes whenever the text changes.
+    facts: recorded with a run. local: False if reading means downloading. validation_fraction: the default fraction to
+    hold out.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Corpus:
 
 
 def hashed(documents: Iterable[Document], digest: Any) -> Iterator[Document]:
-    """Yield documents, and add each to a digest of `hashlib`: its text in UTF-8, then a zero byte."""
+    """Yield documents, and update `digest`, from `hashlib`, with each text in UTF-8 and a zero byte after it."""
     for document in documents:
         digest.update(document.text.encode() + b"\0")
         yield document

@@ -1,4 +1,4 @@
-"""Turn documents into token ids, on every core: tokenizers encodes the documents of a group side by side."""
+"""Turn documents into token ids on all cores: tokenizers encodes the documents of a group in parallel."""
 
 import hashlib
 import json
@@ -15,17 +15,17 @@ with extra("lab"):
     from transformers import PreTrainedTokenizerFast
 
 AHEAD = 2
-"""Groups that are encoded while an earlier one is written."""
+"""The number of groups that are encoded while an earlier group is written."""
 
 
 class Encoded(NamedTuple):
-    """A document: its text in UTF-8, the `text_key` of that, and its ids, followed by the end of text."""
+    """A document: its text in UTF-8, the `text_key` of the text, and its ids, with the end-of-text token at the end."""
 
     text: bytes
     key: int
     ids: np.ndarray
     lost: int = 0
-    """Bytes of the text that the ids do not give back."""
+    """The number of bytes of the text that cannot be recovered from the ids."""
 
 
 def text_key(text: bytes) -> int:
@@ -34,9 +34,9 @@ def text_key(text: bytes) -> int:
 
 
 def lost_bytes(text: str, decoded: str) -> int:
-    """Return the UTF-8 bytes of the characters of a text that a decoded one lacks, at least 1 if they differ within.
+    """Return how many UTF-8 bytes of a text are missing in `decoded`, at least 1 if the texts differ.
 
-    Blanks that a tokenizer adds or drops at the ends do not count as a difference.
+    Whitespace that a tokenizer adds or drops at the ends is ignored.
     """
     if text == decoded:
         return 0
@@ -45,7 +45,7 @@ def lost_bytes(text: str, decoded: str) -> int:
 
 
 def _unknown_token(backend: Tokenizer) -> int | None:
-    """Return the id of all texts without an id of their own, if there is one."""
+    """Return the id of the tokenizer's unknown token, if it has one."""
     model = json.loads(backend.to_str())["model"]
     if model.get("unk_token") is None:
         unknown: int | None = model.get("unk_id")
@@ -56,8 +56,8 @@ def _unknown_token(backend: Tokenizer) -> int | None:
 class Encoder:
     """Encode UTF-8 texts with a tokenizer to arrays of `dtype` ("<u2", "<u4").
 
-    It encodes whole texts: no special tokens, truncation or padding. Unless the tokenizer is known to be `lossless`, it
-    measures by decoding which bytes of each text are lost.
+    Texts are encoded whole, without special tokens, truncation or padding. Unless the tokenizer is known to be
+    `lossless`, each text is decoded again to count the bytes that were lost.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, dtype: np.dtype, *, lossless: bool = True):

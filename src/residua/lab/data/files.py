@@ -12,9 +12,9 @@ from residua.lab.data.corpus import Corpus
 from residua.lab.data.formats import PIECE, PROSE, SUFFIXES, file_documents, file_size, has_column, is_text, kind
 
 SIDE_FILES = (".json", ".csv", ".tsv", ".arrow")
-"""Formats of many files other than texts: in a folder with texts, such a file without the column is left out."""
+"""Formats that often hold other data than texts; such files of a folder are left out if they lack the column."""
 MOST_SUFFIXES = 20
-"""Suffixes of files that cannot be read to print."""
+"""The largest number of unreadable suffixes that an error lists."""
 
 
 def open_files(path: Path, text_column: str = "text", longest_document: int = PIECE) -> Corpus:
@@ -24,7 +24,7 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     is cut into documents of about `longest_document` characters (0: not at all). Rows of the other formats have a
     string `text_column`, which may be nested ("meta.text"). Text, JSON and CSV may be compressed (.gz, .zst).
 
-    A file of a folder is left out, and named in `left_out`, if its suffix is another one, if it is one of `SIDE_FILES`
+    A file of a folder is left out, and named in `left_out`, if its suffix is not known, if it is one of `SIDE_FILES`
     without the column, if it is a text file that is not UTF-8, or if it is a pipe or a device.
     """
     if not path.exists():
@@ -32,7 +32,7 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
             f"{path}: no such file or folder; give a path, stdlib for the embedded corpus, fineweb-edu or hf:OWNER/NAME"
         )
     paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts) if path.is_dir() else [path]
-    # A pipe that the user names is read; one in a folder would wait for ever, and a device may have no end.
+    # A pipe is read only if the user names it: one in a folder could wait for ever, and a device may have no end.
     irregular = {file for file in paths if path.is_dir() and file.exists() and not file.is_file()}
     files = [file for file in paths if kind(file) in SUFFIXES and file not in irregular]
     if len(files) > 1:
@@ -74,7 +74,7 @@ def _name(path: Path) -> str:
 
 
 def _listing_hash(path: Path, files: list[Path]) -> str:
-    """Hash names, sizes and modification times: the hash changes with the files, and no file is read."""
+    """Hash the names, sizes and modification times of files, without reading them."""
     digest = hashlib.sha256()
     for file in files:
         status = file.stat()

@@ -1,4 +1,4 @@
-"""Read the documents of one file: prose, rows of JSON, CSV, Arrow or Parquet, and gzip or Zstandard around a text."""
+"""Read the documents of one file: prose, or rows of JSON, CSV, Arrow or Parquet; text may be in gzip or Zstandard."""
 
 import csv
 import gzip
@@ -17,18 +17,18 @@ from residua.files.reading import regular
 from residua.lab.data.corpus import Document
 
 PIECE = 8192
-"""Characters of a document: a longer text file is cut at the last blank line, or line, before this length."""
+"""The longest document in a text file, in characters. Longer files are cut at the last blank line or line before it."""
 COMPRESSED = (".gz", ".zst")
 BLOCK = 2**20
-"""Characters to read at once."""
+"""The number of characters to read at once."""
 EXPANSION = 4
-"""Bytes of text in a compressed byte, roughly, for progress."""
+"""Roughly how many bytes of text a compressed byte holds, for the progress display."""
 ABSENT = object()
-"""The value of a row without the key."""
+"""Stands for the value of a missing key."""
 
 
 class TextRow(NamedTuple):
-    """A row of a file: its place for errors, its value, and the bytes that it takes there (None: those of its text)."""
+    """A row of a file: its place for errors, its value, and its size in the file in bytes (None: that of its text)."""
 
     place: str
     value: Any
@@ -36,14 +36,14 @@ class TextRow(NamedTuple):
 
 
 def kind(file: Path) -> str:
-    """Return the suffix that says how a file is read, without the one of its compression."""
+    """Return the suffix of a file's format, without the suffix of its compression."""
     suffix = file.suffix.lower()
     inner = Path(file.stem).suffix.lower()
     return inner if suffix in COMPRESSED and inner in TEXTS else suffix
 
 
 def file_size(file: Path, column: str) -> int:
-    """Return the bytes of text to read in a file, estimated if it is compressed. Raises InputError."""
+    """Return how many bytes of text there are to read in a file, estimated if compressed. Raises InputError."""
     with reading(file):
         size = regular(file).stat().st_size
         if kind(file) == ".parquet":
@@ -55,10 +55,10 @@ def file_size(file: Path, column: str) -> int:
 
 
 def file_documents(file: Path, column: str, longest: int = PIECE) -> Iterator[Document]:
-    """Yield the documents of a file, an empty one for each row without text.
+    """Yield the documents of a file, with an empty one for each row without text.
 
-    column: the key of the text in a row, also dotted, as in "meta.text" for the text inside "meta".
-    longest: characters of a document of prose, 0 for a whole file.
+    column: the key of the text in a row; "meta.text" is the key "text" inside "meta".
+    longest: the longest document of prose, in characters; 0 for whole files.
 
     Raises InputError if the file does not fit its suffix, or no row has the key.
     """
@@ -75,7 +75,7 @@ def file_documents(file: Path, column: str, longest: int = PIECE) -> Iterator[Do
 
 
 def has_column(file: Path, column: str) -> bool:
-    """Return whether a file can be read and a row in it has a text under the key."""
+    """Return whether a file can be read and one of its rows has a text under the key `column`."""
     try:
         return any(document.text for document in file_documents(file, column))
     except InputError:
@@ -83,7 +83,7 @@ def has_column(file: Path, column: str) -> bool:
 
 
 def is_text(file: Path) -> bool:
-    """Return whether a file of prose is UTF-8 without a zero byte. Raises InputError if it cannot be read."""
+    """Return whether a file is UTF-8 text without zero bytes. Raises InputError if it cannot be read."""
     with reading(file):
         try:
             with _opened(file, None) as stream:
@@ -93,7 +93,7 @@ def is_text(file: Path) -> bool:
 
 
 def pieces(stream: TextIO, longest: int) -> Iterator[str]:
-    """Yield a text in pieces of about `longest` characters, cut at the last blank line, or line; 0 for one piece."""
+    """Yield a text in pieces of about `longest` characters, cut at a blank line or a line end; 0 for one piece."""
     text = ""
     while block := stream.read(longest or -1):
         text += block
@@ -105,7 +105,7 @@ def pieces(stream: TextIO, longest: int) -> Iterator[str]:
 
 
 def field(row: Any, column: str) -> Any:
-    """Return the value of a key in a row, or of dotted keys in the mappings inside it; ABSENT if it has none."""
+    """Return the value of a key in a row; "a.b" is the key "b" inside "a". ABSENT if it is missing."""
     if not isinstance(row, dict):
         return ABSENT
     if column in row:
@@ -116,7 +116,7 @@ def field(row: Any, column: str) -> Any:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Raise InputError for a file that cannot be read, or not as text."""
+    """In this context, turn errors of reading a file, or of decoding its text, into InputError."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -166,7 +166,7 @@ def _row_documents(file: Path, rows: Iterable[TextRow], column: str) -> Iterator
             yield Document("", row.size or 0)
             continue
         try:
-            size = len(text.encode())  # fails for half of a surrogate pair
+            size = len(text.encode())  # raises for half of a surrogate pair
         except (AttributeError, UnicodeEncodeError):
             raise _no_text(row, column) from None
         yield Document(text, size if row.size is None else row.size)
@@ -229,7 +229,7 @@ def _table(delimiter: str) -> Callable[[Path, TextIO], Iterator[TextRow]]:
 
 
 def _next(table: Any) -> list[str] | None:
-    """Return the next row of a table, however long its cells; the limit belongs to the whole process."""
+    """Return the next row of a table, with cells of any length. csv's limit is global, so it is raised only here."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
         return next(table, None)
@@ -239,7 +239,7 @@ def _next(table: Any) -> list[str] | None:
 
 def _parquet_rows(file: Path, column: str) -> Iterator[TextRow]:
     with _parquet(file, column) as parquet:
-        # One row group at a time, so that memory is bounded by the largest.
+        # One row group at a time, so that memory is bounded by the largest row group.
         for number in range(parquet.num_row_groups):
             for rows in parquet.iter_batches(batch_size=256, row_groups=[number], columns=[column]):
                 yield from (TextRow(f"{file}", row) for row in rows.to_pylist())
@@ -250,7 +250,7 @@ def _arrow_rows(file: Path, column: str) -> Iterator[TextRow]:
         import pyarrow
     with _arrow(file), pyarrow.memory_map(str(file)) as source:
         try:
-            batches = pyarrow.ipc.open_stream(source)  # as datasets writes it
+            batches = pyarrow.ipc.open_stream(source)  # the format that `datasets` writes
             schema = batches.schema
         except pyarrow.ArrowInvalid:
             table = pyarrow.ipc.open_file(source)
@@ -283,7 +283,7 @@ def _arrow(file: Path) -> Iterator[None]:
 
 
 def _expect_strings(file: Path, schema: Any, column: str) -> None:
-    """Raise InputError unless a column is of strings, in any way that Arrow keeps them."""
+    """Raise InputError unless a column holds strings, in any of Arrow's string types."""
     import pyarrow
 
     types = {name: part.type for name, part in _leaves(schema)}

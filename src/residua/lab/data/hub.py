@@ -1,4 +1,4 @@
-"""Data sets and tokenizers of the Hugging Face hub. Data sets are streamed, not stored on the disk."""
+"""Data sets and tokenizers from the Hugging Face hub. Data sets are streamed, not stored on disk."""
 
 import re
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from residua.lab.data.corpus import Corpus, Document
 GPT2 = "openai-community/gpt2"
 FINEWEB_EDU = "fineweb-edu"
 SAMPLES = {f"{billions}BT": billions * 10**9 for billions in (10, 100, 350)}
-"""The parts of FineWeb-Edu on the hub, and their tokens of GPT-2; the first is the default."""
+"""The samples of FineWeb-Edu on the hub, and their sizes in tokens of GPT-2; the first is the default."""
 BYTES_PER_TOKEN = 4.7
-"""Roughly, for FineWeb-Edu's text and GPT-2's tokens, for progress and disk space."""
+"""A rough value for FineWeb-Edu and GPT-2's tokenizer, to estimate progress and disk space."""
 VALIDATION_TOKENS = 100_000_000
-"""About so many are held out of FineWeb-Edu: the 0.1B of arXiv:2601.00417."""
+"""The approximate number of held-out tokens of FineWeb-Edu: 0.1B, as in arXiv 2601.00417."""
 
 
 def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
     """Open "fineweb-edu" (`sample` picks a part), or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
 
-    The revision (a commit, tag or branch; by default the newest) is resolved to its commit, and every reading uses that
-    commit. Raises InputError if the hub does not have it, RunError if the hub does not answer.
+    The revision (a commit, tag or branch; by default the newest) is resolved to a commit once, and every pass reads
+    this commit. Raises InputError if the hub does not have it, RunError if the hub does not answer.
     """
     options: dict[str, Any] = {"size": 0}
     if source == FINEWEB_EDU:
@@ -76,7 +76,7 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
 
 
 def download_tokenizer(name: str) -> str:
-    """Return the folder of a tokenizer of the hub, "gpt2" or "hf:OWNER/NAME[@REVISION]", from the cache if possible."""
+    """Download a tokenizer of the hub, "gpt2" or "hf:OWNER/NAME[@REVISION]", if needed; return its local folder."""
     with extra("lab"):
         from huggingface_hub import snapshot_download
 
@@ -95,7 +95,7 @@ def _commit(repository: str, revision: str | None) -> str:
 
 @contextmanager
 def _asking(name: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of the hub: a wrong name or missing access is the user's to mend, anything else may pass.
+    """Turn errors of the hub into InputError for a wrong name or missing access, and into RunError for all others.
 
     errors: further exceptions that a call raises if the hub cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Read a text in the tokens of a model: prepared data of its tokenizer, or a text as it is."""
+"""Read a text in the tokens of a model: data prepared with its tokenizer, or plain text."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 CUTS = ("split", "validation_fraction", "longest_document")
-"""The facts that say how a text was cut into documents; the digest depends on the cuts."""
+"""The facts that determine how a text was cut into documents; the digest depends on the cuts."""
 
 
 class Text(NamedTuple):
     """Tokens to predict.
 
-    bytes   of their text in UTF-8; None if the tokens lose some of it
-    own     whether the model was trained on this text, training part included; None if that is not known
+    bytes   the length of the text in UTF-8; None if the tokens lose part of it
+    own     whether this is the text of the model's training data; None if unknown
     """
 
     name: str
@@ -38,7 +38,7 @@ class Text(NamedTuple):
 
 
 class TokensInMemory(Tokens):
-    """The token ids of a text that is not on the disk as tokens."""
+    """The token ids of a plain text, in memory."""
 
     def __init__(self, ids: "np.ndarray"):
         self.ids = ids
@@ -58,15 +58,15 @@ def open_text(
     text_column: str = "text",
     trained_on: Mapping[str, Any] = MappingProxyType({}),
 ) -> Text:
-    """Return the held-out part of prepared data, or the whole of a file or folder of text in a model's own tokens.
+    """Return the held-out part of prepared data, or a whole file or folder of text, in a model's tokens.
 
     Args:
         folder: the folder of the tokenizer, for errors.
         text_column: the key of the text in rows, if the text is not prepared.
-        trained_on: the facts of the data of the model's run. Long documents are cut as in these.
+        trained_on: the facts of the model's training data. Long documents are cut as they were there.
 
     Raises:
-        InputError: the data are tokens of another tokenizer, or there is no such text.
+        InputError: the data were prepared with another tokenizer, or there is no text at `place`.
     """
     if (place / "index.json").is_file():
         require(text_column == "text", "--text-column", f"left out, as {place} is prepared", text_column)
@@ -83,7 +83,7 @@ def open_text(
 
 
 def _sha256(corpus: Corpus, facts: Mapping[str, Any]) -> str:
-    """Return the digest of a text that is cut into documents as data with these facts."""
+    """Return the digest of a text, cut into documents as the data with these facts were."""
     share, fraction = None, facts.get("validation_fraction")
     if facts.get("split") == "share" and fraction is not None:
         share = share_of(lambda: iter(corpus), fraction, always=True)

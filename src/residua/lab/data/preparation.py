@@ -1,7 +1,7 @@
 """Turn text into tokens on disk: `prepare` writes the folder that `PreparedData` opens.
 
-A large text is written shard by shard. At the end of a shard, progress.json notes the shards that are safely on the
-disk, and the next call with the same arguments continues there.
+A large text is written shard by shard. After each shard, progress.json records the shards that are safely on disk, and
+the next call with the same arguments continues there.
 """
 
 import hashlib
@@ -40,13 +40,16 @@ with extra("lab"):
     from transformers import PreTrainedTokenizerFast
 
 BPE_TEXT = 100_000_000
-"""Approximate bytes of text to train a BPE on: every n-th document of a larger local corpus, the first of the hub's."""
+"""The approximate size of the text to train a BPE on, in bytes.
+
+From a larger corpus, every n-th document is taken if it is local, and the first documents if it is on the hub.
+"""
 
 DEFAULT_ENTRIES = 2048
 MOST_NAMED = 20
-"""Names of files that were left out to print; index.json has all."""
+"""The largest number of left-out files that are printed; index.json lists all."""
 NOTABLE = 0.1
-"""The relative distance of the held-out share from the one asked beyond which a line says so."""
+"""If the held-out fraction differs by more than this from the requested one, relative to it, a line says so."""
 
 
 def prepare(
@@ -65,10 +68,10 @@ def prepare(
 ) -> PreparedData:
     """Tokenize the text of `source` into the new folder `out`.
 
-    The same arguments and text give the same bytes. `out` appears when all of it is written, or not at all. If a long
-    preparation ends early, even by a kill, its whole shards stay in a folder next to `out`, and the same call
-    continues from there: it reads the text again from the start (a data set of the hub is downloaded again) and
-    tokenizes the rest. Memory does not grow with the text.
+    The same arguments and text give the same bytes. `out` appears only when it is complete. If a long preparation ends
+    early, even by a kill, complete shards stay in a folder next to `out`, and the same call continues from there: it
+    reads the text again from the start (a data set of the hub is downloaded again) and tokenizes the rest. Memory does
+    not grow with the text.
 
     Args:
         source: "stdlib" (the documentation inside this Python, about 2 MB), a path, "fineweb-edu" or a data set of the
@@ -77,16 +80,17 @@ def prepare(
         vocab_size: entries of a trained BPE, by default 2048; a short text gives fewer, with a warning.
         tokenizer: "bpe", trained on the training part; "byte", the 256 bytes and the end of text; a folder with a
             tokenizer saved by transformers; "gpt2" or "hf:OWNER/NAME" from the hub.
-        validation_fraction: hold out about this part of the text, chosen by a hash of each document, so that copies
-            of a text stay together. By default 0.05; of fineweb-edu the part that has about 100 million tokens.
-        shard_tokens: tokens in a shard; the last one of a split has fewer.
-        text_column: the column or key of rows and data sets that holds the text, nested if dotted ("meta.text").
-        sample: the part of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
-        split: "documents" sends each document to one side by its own hash; "share" holds out those with the smallest
-            hashes until their bytes are the part that was asked, and cuts the document that is too long. By default
-            the first if it comes within a quarter of the part (and for the hub, and more than a million documents).
-        longest_document: characters of a document; a longer one is cut at a blank line, or a line, before them, and 0
-            cuts none. By default 8192 in text files, and none elsewhere.
+        validation_fraction: the approximate fraction of the text to hold out, chosen by a hash of each document, so
+            that copies of a text stay together. By default 0.05; of fineweb-edu about 100 million tokens.
+        shard_tokens: tokens in a shard; the last shard of a split has fewer.
+        text_column: the column or key of rows and data sets that holds the text; "meta.text" is nested.
+        sample: the sample of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
+        split: "documents" assigns each document by its own hash. "share" holds out the documents with the smallest
+            hashes until their bytes are the requested fraction, and cuts a document that is too long. The default is
+            "documents" for the hub, for more than a million documents, and if it comes within a quarter of the
+            fraction; otherwise "share".
+        longest_document: the longest document, in characters; a longer one is cut at a blank line or a line end. 0 cuts
+            none. By default 8192 in text files, and 0 elsewhere.
         progress: report progress on standard error.
 
     Raises:
@@ -150,7 +154,7 @@ def prepare(
 
 
 def _share(corpus: Corpus, fraction: float, split: Splitting | None) -> HeldOutShare | None:
-    """Return the share of a corpus to hold out, or None if each document goes by its own key."""
+    """Return the share of a corpus to hold out, or None if each document is assigned by its own key."""
     if not corpus.local:
         require(split != "share", "split", f"documents for {corpus.name}, which is downloaded in one pass", split)
     if split == "documents" or not corpus.local:
@@ -166,7 +170,7 @@ def _cut(corpus: Corpus, share: HeldOutShare) -> Callable[[], Iterator[Document]
 
 
 def _remarks(data: PreparedData, corpus: Corpus) -> Iterator[str]:
-    """Yield a line for each thing that the user may not expect."""
+    """Yield a line for each fact about the prepared data that the user may not expect."""
     facts = data.facts
     if corpus.left_out:
         listed = ", ".join(corpus.left_out[:MOST_NAMED])
@@ -229,7 +233,7 @@ def _index(
     for split, part in splits.items():
         if part.tokens < 2:
             raise InputError(
-                f"{corpus.name}: too small: of {documents} document(s) nothing is left for {split}; give more text, or "
+                f"{corpus.name}: too small: none of {documents} document(s) is left for {split}; give more text, or "
                 "cut long documents with --longest-document"
             )
     return {
@@ -257,7 +261,7 @@ def _index(
 
 
 def _leading(texts: Iterable[str], size: int) -> Iterator[str]:
-    """Yield the first texts, until they have `size` bytes."""
+    """Yield the first texts, up to a total of `size` bytes."""
     for text in texts:
         yield text
         size -= len(text.encode())

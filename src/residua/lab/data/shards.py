@@ -39,9 +39,9 @@ FORMAT = "residua tokens"
 DATA_VERSION = 1
 TOKEN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 VERIFY_ON_OPEN = 64_000_000
-"""Bytes of shards up to which `PreparedData.open` also verifies their content."""
+"""The largest total size of shards, in bytes, for which `PreparedData.open` also verifies their content."""
 MAPPED_SHARDS = 256
-"""The most shards of a split that are mapped at a time; each has a file descriptor."""
+"""The largest number of a split's shards that are mapped at a time; each needs a file descriptor."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class SplitFiles:
-    """The documents of a split, the bytes of their text, their tokens, and the whole shards of these."""
+    """The files of a split: the numbers of documents, bytes of text and tokens, and the complete shards."""
 
     documents: Natural = 0
     bytes: Natural = 0
@@ -77,7 +77,7 @@ class SplitFiles:
 class Tokens:
     """The token ids of one split, in shards that are mapped into memory.
 
-    `len(tokens)` is their number, `tokens.window(start, length)` an int64 array of consecutive ones.
+    `len(tokens)` is their number; `tokens.window(start, length)` returns consecutive ids as an int64 array.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype, vocab_size: int | None = None):
@@ -124,7 +124,7 @@ class Tokens:
 
 
 def _most_mapped() -> int:
-    """Return MAPPED_SHARDS, or an eighth of the files that a process may open, if that is less."""
+    """Return MAPPED_SHARDS, or an eighth of the process's limit of open files if this is less."""
     if resource is None:
         return MAPPED_SHARDS
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -135,10 +135,10 @@ def _most_mapped() -> int:
 class PreparedData:
     """A folder that `prepare` wrote.
 
-    `vocab_size` and `eos_token_id` are the tokenizer's. `fingerprint` is a sha256 over everything that determines the
-    tokens: training on two folders with the same fingerprint gives the same model. `facts` describe the data in the
-    records of a run, with the fingerprints of tokens and tokenizer. `validation_bytes` is the length of the validation
-    text in UTF-8, for bits per byte.
+    vocab_size, eos_token_id: of the tokenizer. fingerprint: a sha256 over everything that determines the tokens;
+    training on folders with equal fingerprints gives equal models. facts: describe the data in the records of a run,
+    with the fingerprints of tokens and tokenizer. validation_bytes: the length of the validation text in UTF-8, for
+    bits per byte.
     """
 
     folder: Path
@@ -152,9 +152,10 @@ class PreparedData:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "PreparedData":
-        """Open a prepared folder after checking it: shards of up to `VERIFY_ON_OPEN` bytes whole, larger ones by size.
+        """Open a prepared folder after checking it.
 
-        Raises InputError if a file is missing, cut, edited or of another format.
+        The content of shards is verified if they have up to `VERIFY_ON_OPEN` bytes, otherwise only their size. Raises
+        InputError if a file is missing, truncated, edited or of another format.
         """
         folder = Path(folder)
         with undamaged(folder / "index.json", "an index of prepared data", "prepare the data again"):
@@ -202,7 +203,7 @@ class PreparedData:
         return tokenizer
 
     def verify(self) -> None:
-        """Read every shard. Raises InputError if a sha256 is wrong."""
+        """Verify the content of every shard. Raises InputError if a sha256 differs."""
         for path, sha256, _ in self._files():
             if file_sha256(path) != sha256:
                 raise InputError(
@@ -210,7 +211,7 @@ class PreparedData:
                 )
 
     def _files(self) -> list[tuple[Path, str, int]]:
-        """Return the shards: path, sha256 and bytes of each."""
+        """Return path, sha256 and size in bytes of each shard."""
         return [
             (inside(self.folder, shard.file), shard.sha256, shard.tokens * tokens.dtype.itemsize)
             for tokens in (self.train, self.validation)
@@ -219,7 +220,7 @@ class PreparedData:
 
 
 def read_splits(path: Path, entries: Mapping[str, Any]) -> dict[Split, SplitFiles]:
-    """Return the splits in a JSON file. Raises InputError, with its path, for a wrong value."""
+    """Return the splits described in a JSON file. Raises InputError, with `path`, for an invalid value."""
     try:
         return {split: SplitFiles.read(entries[split]) for split in get_args(Split)}
     except InputError as error:
@@ -227,7 +228,7 @@ def read_splits(path: Path, entries: Mapping[str, Any]) -> dict[Split, SplitFile
 
 
 def _check_counts(path: Path, vocab_size: Any, eos_token_id: Any, splits: Mapping[Split, SplitFiles]) -> None:
-    """Raise InputError for numbers in index.json that no preparation writes."""
+    """Raise InputError if the numbers in index.json are impossible or contradict each other."""
     require(fits(vocab_size, int) and vocab_size >= 1, f"{path}: vocab_size", "at least 1", vocab_size)
     known = fits(eos_token_id, int) and 0 <= eos_token_id < vocab_size
     require(known, f"{path}: eos_token_id", "a token of the vocabulary", eos_token_id)

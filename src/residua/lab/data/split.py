@@ -1,4 +1,4 @@
-"""Hold documents out: send each document of a corpus to training or to validation."""
+"""Hold out documents: assign each document of a corpus to training or to validation."""
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -14,13 +14,13 @@ with extra("lab"):
 
 Split = Literal["train", "validation"]
 Splitting = Literal["documents", "share"]
-"""How documents are held out: each by its own key, or so many that their bytes are the share that was asked."""
+"""How documents are held out: each by its own key, or those with the smallest keys up to a share of the bytes."""
 MOST_KEYS = 1_000_000
-"""Documents whose keys are kept to find a share; of more than these, each goes by its own key."""
+"""The largest number of documents for which a share is computed; of more, each is assigned by its own key."""
 CLOSE_SHARE = 0.25
-"""The relative distance from the asked share up to which documents go by their own keys."""
+"""Documents are assigned by their own keys if the result is within this relative distance of the requested share."""
 UNCUT = 0.05
-"""The relative distance from the asked share up to which no document is cut to meet it."""
+"""No document is cut if whole documents come within this relative distance of the requested share."""
 Item = TypeVar("Item")
 
 
@@ -32,14 +32,14 @@ def split_documents(
     settled: bool = False,
     share: "HeldOutShare | None" = None,
 ) -> Iterator[tuple[Split, Item]]:
-    """Send each document to "train" or "validation" by the `text_key` of its text, about `fraction` to validation.
+    """Assign each document to "train" or "validation" by the `text_key` of its text, about `fraction` to validation.
 
-    The choice does not depend on the other documents, and copies of a text land on the same side. If chance leaves
-    validation empty (few documents), the document with the smallest key goes there, with its copies: until validation
-    has a document, those with the smallest key so far wait.
+    The choice does not depend on the other documents, and copies of a text land on the same side. If few documents
+    leave validation empty by chance, the document with the smallest key goes there, with its copies. Until validation
+    has a document, the documents with the smallest key so far are therefore held back.
 
-    settled: validation has documents from an earlier call, so that none waits.
-    share: decides in place of the fraction.
+    settled: validation has documents from an earlier call, so none is held back.
+    share: the documents to hold out, in place of the fraction.
     """
     if share is not None:
         yield from ((share.side(key(document)), document) for document in documents)
@@ -62,7 +62,7 @@ def split_documents(
 
 
 SHORTEST_TAIL = 64
-"""Bytes of the shortest part of a document to hold out, if whole documents can be in its place."""
+"""The shortest tail of a document that is held out, in bytes, unless there is no other document to hold out."""
 
 
 class Cut(NamedTuple):
@@ -76,9 +76,9 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldOutShare:
-    """The documents to hold out so that their bytes are a share of all: those with a key less than `below`.
+    """The documents to hold out for a share of all bytes: those with a key below `below`, and the tail of `cut`.
 
-    The document that is too long for this is cut, and its tail is held out. Copies of a text stay on one side.
+    A document that would exceed the share is cut, and its tail is held out. Copies of a text stay on one side.
     """
 
     below: int
@@ -90,7 +90,7 @@ class HeldOutShare:
         return "validation" if key < self.below else "train"
 
     def documents(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents, the parts of the one that is cut in its place."""
+        """Yield the documents; the document that is cut is replaced by its two parts."""
         for document in documents:
             if self.cut is not None and _key(document) == self.cut.key:
                 head, tail = document.text[: self.cut.position], document.text[self.cut.position :]
@@ -104,12 +104,12 @@ class HeldOutShare:
 def share_of(
     documents: Callable[[], Iterable[Document]], fraction: float, *, always: bool = False
 ) -> HeldOutShare | None:
-    """Return the documents that hold out a share of the bytes.
+    """Return the documents to hold out for a share of the bytes.
 
-    documents: begins a pass over them; there are two at most.
-    always: also if holding each document out by its own key comes close to the share, for which None is returned.
+    Return None if there are more than MOST_KEYS documents, or if assigning each document by its own key comes close to
+    the share, unless `always` is set.
 
-    There are None for more than MOST_KEYS documents either.
+    documents: a function that starts a pass over the documents; it is called at most twice.
     """
     keys, sizes = array("Q"), array("q")
     for document in documents():
@@ -143,7 +143,7 @@ def share_of(
 
 
 def _cut_position(text: str, tail: int) -> int:
-    """Return the place to cut a text before about `tail` bytes, after a blank line, a line or a word if possible."""
+    """Return the index at which to cut off about `tail` bytes, after a blank line, a line or a word if possible."""
     position = len(text.encode()[:-tail].decode(errors="ignore")) if tail else len(text)
     near = min(position, len(text) - position) // 20
     for end in ("\n\n", "\n", " "):

@@ -1,4 +1,4 @@
-"""The default corpus: the documentation inside every CPython."""
+"""The default corpus: the documentation that is part of every CPython installation."""
 
 import ast
 import importlib
@@ -51,7 +51,7 @@ def open_stdlib() -> Corpus:
         raise InputError(f"source stdlib: this Python was installed without {missing}; give a file or folder of text")
 
     texts = [*_sections(topics), *docstrings, *_c_docs()]
-    # Addresses in C docs differ between processes, and their digits teach nothing.
+    # Addresses in C docs differ between processes and are no use as text.
     texts = [re.sub(r"\bat 0x[0-9A-Fa-f]+", "at 0x...", text) for text in texts]
     documents = [Document(text, len(text.encode())) for text in dict.fromkeys(texts) if len(text) > _SHORTEST]
     python = {"python": f"{platform.python_implementation()} {platform.python_version()}"}
@@ -65,7 +65,7 @@ def open_stdlib() -> Corpus:
 
 
 def _sections(topics: dict[str, str]) -> Iterable[str]:
-    """Return each section of pydoc's topics once: many topics repeat parts of others under other underlines."""
+    """Return each section of pydoc's topics once. Many topics repeat sections with other underlines of the headings."""
     heading = re.compile(r"\n\n+(?=[^\n]+\n([*=~^-])\1{2,}\n)")
     sections: dict[str, str] = {}
     for _, topic in sorted(topics.items()):
@@ -82,7 +82,7 @@ def _source_docs(folder: Path) -> Iterator[str]:
         for source in [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]:
             if source.is_file() and _TESTS.isdisjoint(source.relative_to(folder).parts):
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # the standard library's own invalid escapes
+                    warnings.simplefilter("ignore")  # invalid escapes in the standard library
                     tree = ast.parse(source.read_bytes())
                 yield from _docstrings(tree)
 
@@ -103,7 +103,7 @@ def _c_docs() -> Iterator[str]:
             continue
         yield _doc(module)
         for _, member in sorted(vars(module).items()):
-            # Programs may add names to these modules, and functions of Python lose their docstrings under -OO.
+            # Programs may add names to these modules, and functions written in Python lose their docstrings under -OO.
             if isinstance(member, (type, *_C_MEMBERS)) and (member.__module__ or "").lstrip("_") == name.lstrip("_"):
                 yield _doc(member)
                 if isinstance(member, type):

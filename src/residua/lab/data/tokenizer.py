@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the corpus, plain bytes, or a tokenizer of the user.
+"""Tokenizers: a byte-level BPE trained on the corpus, plain bytes, or the user's own tokenizer.
 
 Each is a `PreTrainedTokenizerFast` with one special token, the end of a text, which also pads (on the left). The
 trained and the byte tokenizer reproduce every Unicode text exactly.
@@ -25,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
 """256 bytes and the end of text."""
 LARGEST_BPE = 1_000_000
-"""Beyond every tokenizer in use. The trainer reserves memory for the whole vocabulary, and aborts if there is none."""
+"""Larger than any tokenizer in use. The trainer allocates the whole vocabulary, and aborts the process if it cannot."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -54,7 +54,7 @@ def check_vocab_size(vocab_size: int) -> None:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer of UTF-8 bytes: the id of a token is the byte itself, 256 is the end of text."""
-    # ByteLevel writes a printable byte as the character of that code and the n-th other byte as character 256 + n.
+    # ByteLevel maps a printable byte to the character with its code, and the n-th other byte to character 256 + n.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     vocab = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
@@ -66,8 +66,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     """Load the tokenizer that transformers saved in `folder`, or "gpt2" or "hf:OWNER/NAME[@REVISION]" from the hub.
 
-    It needs an end-of-text (eos) token, which then also pads. A tokenizer of the hub is downloaded once. Raises
-    InputError if there is no such tokenizer or it cannot be used, RunError if the hub does not answer.
+    The tokenizer must have an end-of-text (eos) token, which then also pads. A tokenizer of the hub is downloaded once.
+    Raises InputError if the tokenizer does not exist or cannot be used, RunError if the hub does not answer.
     """
     if isinstance(folder, str) and (folder == "gpt2" or folder.startswith("hf:")):
         folder = download_tokenizer(folder)
@@ -81,7 +81,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _ = tokenizer.backend_tokenizer.to_str()
-    except Exception as error:  # transformers and tokenizers raise many types
+    except Exception as error:  # transformers and tokenizers raise many kinds
         needed = (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None
         reason = "its tokenizer.model needs: pip install sentencepiece" if needed else first_line(error)
         raise InputError(
@@ -94,7 +94,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a folder that AutoTokenizer reads, the same to the byte with every version of transformers."""
+    """Write a folder for AutoTokenizer, whose bytes do not depend on the version of transformers."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.eos_token,
@@ -108,13 +108,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """Return the sha256 of a saved tokenizer. Raises OSError, and InputError for a file that is larger than any."""
+    """Return the sha256 of a saved tokenizer. Raises OSError, and InputError for a file of an impossible size."""
     expect_regular(folder)
     return file_sha256(folder / "tokenizer.json")
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the largest id plus one: with gaps between the ids this is more than the number of entries."""
+    """Return the largest id plus one. If there are gaps between ids, this exceeds the number of entries."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -125,11 +125,11 @@ def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     Raises InputError if the tokenizer is damaged or has no end-of-text token.
     """
     try:
-        # Its bytes, since tokenizers takes no path that is not UTF-8.
+        # Pass the content, because tokenizers accepts only paths in UTF-8.
         backend = Tokenizer.from_buffer(regular(folder / "tokenizer.json").read_bytes())
         end_of_text = read_json(folder / "tokenizer_config.json")["eos_token"]
         _ = backend.get_vocab()[end_of_text]
-    except Exception as error:  # tokenizers raises Exception itself for content that it cannot use
+    except Exception as error:  # tokenizers raises plain Exception for invalid content
         raise InputError(f"{folder}: not a readable tokenizer ({first_line(error)}); prepare the data again") from None
     return _with_end_of_text(backend, end_of_text)
 

@@ -1,4 +1,4 @@
-"""Write a corpus into shards, document by document, continuing where an earlier call ended."""
+"""Write a corpus into shards, document by document, and continue where an earlier call ended."""
 
 import json
 import shutil
@@ -44,13 +44,13 @@ PROGRESS = "progress.json"
 
 @dataclass
 class Staging:
-    """The folder of an unfinished preparation, and the part of every split that `save` noted, empty at first."""
+    """The folder of an unfinished preparation, and the part of each split that `save` recorded, empty at first."""
 
     folder: Path
     plan: dict[str, Any]
     saved: Mapping[Split, SplitFiles]
     lost: int = 0
-    """Bytes of the saved text that the tokens do not give back."""
+    """The number of bytes of the saved text that cannot be recovered from the tokens."""
 
     def save(self, splits: Mapping[Split, SplitFiles]) -> None:
         parts = {name: asdict(split) for name, split in splits.items()}
@@ -58,7 +58,7 @@ class Staging:
         self.saved = splits
 
     def close(self) -> None:
-        """Print the progress that is kept for the next call, or remove the folder."""
+        """Print how much progress is kept for the next call, or remove the folder if there is none."""
         if not self.saved:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
@@ -68,10 +68,10 @@ class Staging:
 
 @contextmanager
 def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
-    """Yield a folder to write into, which becomes `out` if all goes well; otherwise it stays if it holds progress.
+    """Yield a folder to write into, which is renamed to `out` at the end; after an error it stays if it holds progress.
 
-    The progress of an earlier preparation with the same `plan` is kept. Raises InputError if it has another plan,
-    another process is preparing `out`, or `out` cannot be made; RunError if writing fails.
+    The progress of an earlier preparation with the same `plan` is kept. Raises InputError if that preparation has
+    another plan, another process is preparing `out`, or `out` cannot be made; RunError if writing fails.
     """
     folder = unlinked(out.with_name(f".{out.name}.preparing"))
     with hold(folder, markers=None):
@@ -96,9 +96,9 @@ def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
 
 
 def _read_progress(folder: Path, plan: dict[str, Any]) -> tuple[Mapping[Split, SplitFiles], int]:
-    """Return what an earlier preparation noted, if any, and its lost bytes.
+    """Return the splits that an earlier preparation saved, if any, and the number of its lost bytes.
 
-    Raises InputError if it has another plan.
+    Raises InputError if that preparation has another plan.
     """
     path = folder / PROGRESS
     if not path.exists():
@@ -122,7 +122,7 @@ def _read_progress(folder: Path, plan: dict[str, Any]) -> tuple[Mapping[Split, S
 
 
 UPDATE_SECONDS = 1.0
-"""Time between two updates; a shorter preparation shows nothing."""
+"""The time between two updates of the display; a shorter preparation shows none."""
 
 
 @contextmanager
@@ -153,11 +153,11 @@ def text_progress(
 
 
 ENCODE_TEXT = 1_000_000
-"""Bytes of text to tokenize at once."""
+"""The number of bytes of text to tokenize at once."""
 WRITE_TOKENS = 250_000
-"""Tokens of a split to write at once."""
+"""The number of tokens of a split to write at once."""
 SAVE_TEXT = 64_000_000
-"""Bytes of text, at least, between two notes of progress. A smaller text is written in one go."""
+"""The least number of bytes of text between two saves. A smaller text is written without saving progress."""
 
 
 def write_shards(
@@ -173,20 +173,20 @@ def write_shards(
 ) -> tuple[dict[Split, SplitFiles], dict[str, Any]]:
     """Write the shards of both splits into `stage`, continuing after what it has saved.
 
-    It saves after each shard, with SAVE_TEXT bytes of text or more in between. An interrupted preparation ends with the
-    same bytes as any other: it reads the text from the start and skips the documents that are on the disk.
+    Progress is saved after each shard, at least SAVE_TEXT bytes of text apart. An interrupted preparation continues to
+    the same bytes as an uninterrupted one: it reads the text from the start and skips the saved documents.
 
     Args:
-        dtype: of a token on the disk.
-        share: the documents to hold out, in place of a fraction of the keys.
+        dtype: the dtype of token ids on disk.
+        share: the documents to hold out, in place of `validation_fraction`.
         lossless: whether the tokenizer is known to lose nothing.
 
     Returns:
-        The splits, and facts on the text: its `sha256`, the `lost_share` of its bytes, and if there are any,
-        the `blank_documents` or rows that were left out.
+        The splits, and facts about the text: its `sha256`, the `lost_share` of its bytes, and the number of
+        `blank_documents` that were left out, if any.
 
     Raises:
-        InputError: the text cannot be used, or a shard that was saved is gone or cut.
+        InputError: the text cannot be used, or a saved shard is missing or truncated.
         OSError: writing failed.
     """
     writers = {
@@ -209,7 +209,7 @@ def write_shards(
             stage.lost += document.lost
             unsaved_bytes += len(document.text)
             whole_shards = sum(len(writer.shards) for writer in writers.values())
-            # If validation has a document and training gets the next, none waits: all documents so far are added.
+            # If validation has a document and training gets the next one, no document is held back.
             complete = side == "train" and writers["validation"].documents
             if complete and whole_shards > shards and unsaved_bytes >= SAVE_TEXT:
                 shards, unsaved_bytes = whole_shards, 0
@@ -244,7 +244,8 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[bytes]]:
 class ShardWriter:
     """Write the shards of `split` into `folder`, each of `shard_tokens` tokens except the last.
 
-    saved: the state to continue from, as `state()` returned it. Raises InputError if a shard of it is gone or cut.
+    saved: the state to continue from, as returned by `state()`. Raises InputError if one of its shards is missing or
+    truncated.
     """
 
     def __init__(self, folder: Path, split: Split, dtype: np.dtype, shard_tokens: int, saved: SplitFiles):
@@ -260,7 +261,7 @@ class ShardWriter:
             os.truncate(path, size)  # cuts off tokens that were written later
 
     def add(self, document: Encoded) -> None:
-        """Add a document. A later `write` brings it to the disk."""
+        """Add a document. The next `write` writes it to disk."""
         self._pieces.append(document.ids)
         self.documents += 1
         self.bytes += len(document.text)
@@ -291,7 +292,7 @@ class ShardWriter:
         return SplitFiles(self.documents, self.bytes, self.tokens, tuple(self.shards))
 
     def state(self) -> SplitFiles:
-        """Bring the added documents to the disk, and return the state there, which may end within a shard."""
+        """Sync the added documents to disk, and return the state on disk, which may end within a shard."""
         self.write()
         if self.tokens % self.shard_tokens:
             sync(self._path(len(self.shards)))

@@ -1,4 +1,4 @@
-"""Ask Slurm's commands about the cluster and about this user's jobs. Only sacct needs accounting."""
+"""Query the cluster and this user's jobs by Slurm's commands. Accounting is only needed for sacct."""
 
 import os
 import shutil
@@ -16,15 +16,15 @@ AWAY = (
     *("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out"),
     *("communication connection failure", "zero bytes were transmitted", "temporarily un", "in standby mode"),
 )
-"""Words of errors that pass: the controller is away, starts again or is busy."""
+"""Parts of messages of temporary errors: the controller is unreachable, restarting or busy."""
 WAITS_OR_RUNS = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED")
 AT_ONCE = 500
-"""Numbers of jobs in one command line."""
+"""The largest number of jobs in one command line."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job in the queue: its state, the reason why it waits, and its script."""
+    """A job in the queue: its state, the reason for its waiting, and its script."""
 
     state: str
     reason: str = ""
@@ -32,13 +32,14 @@ class QueuedJob:
 
 
 def is_away(error: Exception | str) -> bool:
-    """Return whether an error of a command says that the controller does not answer now."""
+    """Return whether an error of a command is temporary, because the controller does not answer."""
     return any(words in str(error).lower() for words in AWAY)
 
 
 def queue() -> dict[str, QueuedJob] | None:
-    """Return this user's jobs by number, None without squeue. Those that ended stand there for minutes (Slurm's
-    MinJobAge).
+    """Return this user's jobs by number; None without squeue.
+
+    Jobs that ended a few minutes ago are included (Slurm's MinJobAge).
 
     Raises:
         OSError, RuntimeError: Slurm does not answer.
@@ -51,7 +52,7 @@ def queue() -> dict[str, QueuedJob] | None:
 
 
 def state_in_accounts(number: str) -> str | None:
-    """Return the state of a job that left the queue, None if no accounts are kept. The user is told so once."""
+    """Return the state of a job that left the queue, from accounting; None without accounting, which is said once."""
     try:
         states = _answer("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}")
     except (OSError, RuntimeError) as error:
@@ -63,7 +64,7 @@ def state_in_accounts(number: str) -> str | None:
 
 
 def settings(*keys: str) -> list[str]:
-    """Return settings of the cluster such as ClusterName, "" for one that Slurm does not tell.
+    """Return settings of the cluster, such as ClusterName; "" for a setting that Slurm does not report.
 
     Raises:
         OSError, RuntimeError: Slurm does not answer.
@@ -74,7 +75,9 @@ def settings(*keys: str) -> list[str]:
 
 
 def prints_into(folder: Path, number: str) -> bool:
-    """Return whether a job is in the queue, and prints into `folder`. Without scontrol, its script must be there.
+    """Return whether a job is in the queue and its output goes into `folder`.
+
+    Without scontrol, the job's script must be in `folder`.
 
     Raises:
         OSError, RuntimeError: Slurm does not answer.
@@ -91,7 +94,7 @@ def prints_into(folder: Path, number: str) -> bool:
 
 
 def unknown_jobs(folder: Path, known: Iterable[str]) -> list[str]:
-    """Return the jobs and arrays of jobs, by number, whose script is in `folder`, but which are not among `known`.
+    """Return the numbers of jobs and job arrays whose script is in `folder` and which are not among `known`.
 
     Raises:
         OSError, RuntimeError: Slurm does not answer.
@@ -106,7 +109,7 @@ def unknown_jobs(folder: Path, known: Iterable[str]) -> list[str]:
 
 
 def cancel(numbers: Sequence[str]) -> dict[str, Exception]:
-    """Cancel jobs. Return why some could not be cancelled, by number."""
+    """Cancel jobs. Return the errors for jobs that could not be cancelled, by number."""
     failures: dict[str, Exception] = {}
     for start in range(0, len(numbers), AT_ONCE):
         some = numbers[start : start + AT_ONCE]
@@ -115,7 +118,7 @@ def cancel(numbers: Sequence[str]) -> dict[str, Exception]:
         except (OSError, RuntimeError) as error:
             if len(some) == 1 or is_away(error):
                 failures |= dict.fromkeys(some, error)
-            else:  # one that has ended makes the command fail; each by itself shows which
+            else:  # one ended job fails the command, so cancel each separately
                 for number in some:
                     failures |= cancel([number])
     return failures

@@ -1,7 +1,7 @@
-"""Run many jobs, several at a time; a kill at any moment loses no finished run.
+"""Run many jobs, several at a time. A kill at any moment loses no finished run.
 
-A finished run is one line in a file of records. A run is a pure function of its arguments, so its numbers depend
-neither on the process that computes it nor on how often it was stopped.
+A finished run is one line in a file of records. A run is a pure function of its arguments, so its numbers do not depend
+on the process that computes it or on interruptions.
 
 A folder of runs holds
 
@@ -51,17 +51,17 @@ Key = Callable[[Record], Hashable]
 
 @dataclass(frozen=True)
 class Job:
-    """One run: `function(*arguments, place=path, report=callable)` returns its record, which JSON must hold.
+    """One run: `function(*arguments, place=path, report=callable)` returns its record, of JSON values.
 
-    `place` is where the run may keep its state while it is under way, a file or a folder, or None. `report` takes the
-    number of finished steps; its first call gives the step at which the run begins or resumes. Several processes need
-    a `function` at the top level of a module.
+    `place` is a file or folder where an unfinished run may keep its state, or None. `report` is called with the number
+    of finished steps; the first call is with the step at which the run begins or resumes. If there are several
+    processes, `function` must be at the top level of a module.
 
     key       identifies the run among the records
     steps     the length of the run
-    cost      of one step, relative to the other jobs: determines the order of the runs and the remaining time
-    order     jobs with a smaller one begin first; among equals, those that take longest
-    title     the words for it in the progress display; empty for the key
+    cost      the cost of one step relative to other jobs, for the order of the runs and the remaining time
+    order     jobs with a smaller number begin first; among equals, the longest job first
+    title     the name in the progress display; empty for the key
     """
 
     key: str | tuple[Hashable, ...]
@@ -78,22 +78,22 @@ class Job:
 
 
 def file_name(name: str) -> str:
-    """Return a name for files, which differs from those of all other names."""
+    """Return a valid file name for `name`; different names give different file names."""
     plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _hashable(value: Any) -> bool:
-    """Return whether a value of JSON may be a key, which lists and mappings may not."""
+    """Return whether a JSON value may be a key, because it is not a list or a mapping."""
     return not isinstance(value, list | dict)
 
 
 class Records(JsonLines):
-    """The finished runs of a file of JSON lines.
+    """The finished runs in a file of JSON lines.
 
-    key     returns the key of a record's run, None for other records. Of equal keys the last record counts.
-    places  the folder for the state of runs that are under way, None for none
-    drop    drop a run's state when the run is finished
+    key     returns the key of a record's run, or None for other records; of records with equal keys the last counts
+    places  the folder for the state of unfinished runs, or None
+    drop    whether to remove a run's state when the run is finished
     """
 
     def __init__(self, path: str | Path, key: Key, *, places: Path | None = None, drop: bool = True):
@@ -105,14 +105,14 @@ class Records(JsonLines):
         self.finished.pop(None, None)
 
     def place(self, key: Hashable) -> Path | None:
-        """Return where the run `key` keeps its state while it is under way."""
+        """Return the path for the state of the unfinished run `key`, or None."""
         if self._places is None:
             return None
         return unlinked(self._places / file_name(str(key)))
 
     def add(self, record: Record) -> None:
-        """Add the record of a finished run, wait until it is on the disk, and drop the run's state. Raises RunError."""
-        record = finite(record)  # as in the file
+        """Write the record of a finished run to disk, then drop the run's state. Raises RunError."""
+        record = finite(record)  # as the file will have it
         try:
             self.write(record)
             self.sync()
@@ -133,14 +133,14 @@ class Records(JsonLines):
 def open_runs(
     folder: str | Path, settings: Mapping[str, Any], *, free: Collection[str] = (), keep: bool = False
 ) -> Iterator[Records]:
-    """Lock a folder of runs that all have these `settings`; each record has its key under "key".
+    """Lock a folder of runs with the same `settings`, and yield its records; each record has its key under "key".
 
-    free: the settings that may change from one call to the next.
+    free: the settings that may change from one call to the next. keep: whether to keep the state of finished runs.
 
     Raises:
-        InputError: another process holds the folder, its runs were made with other settings, it holds something else,
-            or it cannot be written.
-        KeyboardInterrupt: raised in the body; the message names the folder of the finished runs.
+        InputError: another process holds the folder, its runs have other settings, it holds other files, or it cannot
+            be written.
+        KeyboardInterrupt: raised in the context; the message names the folder of the finished runs.
     """
     path = Path(folder)
     records, settings_file = path / "records.jsonl", path / "settings.json"
@@ -172,20 +172,20 @@ def run_jobs(
     most: int = 0,
     progress: bool = True,
 ) -> list[Record]:
-    """Make the runs that `records` does not hold yet, `processes` at a time, and return the records of all jobs.
+    """Run the jobs that have no record yet, `processes` at a time, and return the records of all jobs.
 
-    Every process computes with one thread, so that a number depends neither on `processes` nor on the machine's cores.
+    Every process computes with one thread, so that numbers depend neither on `processes` nor on the machine's cores.
 
     Args:
-        jobs: the runs, or a function that returns them, given the finished records by key. It is called again after
-            every run, and its result may grow.
-        executor: makes the runs in place of processes of this machine, see `slurm`.
-        finish: turns the result of a job into the record to write.
-        most: the largest number of jobs that a function may return in the end, for the progress display.
+        jobs: the jobs, or a function from the finished records by key to the jobs. It is called again after every run,
+            and may return more jobs then.
+        executor: runs the jobs in place of local processes, see `slurm`.
+        finish: a function from a job and its result to the record to write.
+        most: the largest number of jobs that the function `jobs` may return in the end, for the progress display.
 
     Raises:
-        InputError, RunError: a run raised it, its process died, or a result could not be written. Finished
-            runs stay.
+        InputError, RunError: a run raised the error, its process died, or a result could not be written. Finished runs
+            stay.
     """
     plan = jobs if callable(jobs) else lambda finished: jobs
     with Progress("", 0, enabled=progress) as bar:
@@ -200,7 +200,7 @@ def run_jobs(
 
 
 class Work:
-    """The waiting, running and finished jobs, through which an executor works, and their progress display."""
+    """The waiting, running and finished jobs of an executor, and their progress display."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Work:
         self.waiting = sorted(todo.values(), key=lambda job: (job.order, -job.cost * job.steps))
 
     def next(self) -> Job | None:
-        """Return the job to begin now; None if none waits until another is finished."""
+        """Return the next job to begin; None if no job is waiting, perhaps until another is finished."""
         if not self.waiting:
             return None
         job = self.waiting.pop(0)
@@ -238,14 +238,14 @@ class Work:
         self._show(job, f" step {step}/{job.steps}")
 
     def finished(self, job: Job, record: Record) -> None:
-        """Store the record of `job`, which may have steps left if it diverged."""
+        """Store the record of `job`, which may have ended before its last step if it diverged."""
         self.records.add(self._finish(job, record))
         self._steps[job.key] = job.steps * job.cost
         self._plan_jobs()
         self._show(job, " finished", line=True)
 
     def note(self, text: str) -> None:
-        """Show a text about the runs that are under way, such as where they are made."""
+        """Show a text about the running jobs, such as the machines that they run on."""
         self._display(text, line=True)
 
     def _show(self, job: Job, what: str, *, line: bool = False) -> None:
@@ -262,7 +262,7 @@ class Work:
 
 
 Executor = Callable[[Work], None]
-"""Makes all runs of a `Work`."""
+"""A function that runs all jobs of a `Work`."""
 
 
 def _run_here(work: Work) -> None:
@@ -279,7 +279,7 @@ def _run_in_processes(work: Work, count: int) -> None:
     current: dict[Connection, Job] = {}
 
     def begin() -> None:
-        """Give a job to each idle process, and start missing processes."""
+        """Give a job to each idle process, and start processes that are missing."""
         while len(current) < count and (job := work.next()):
             connection = next((idle for idle in processes if idle not in current), None)
             if connection is None:
@@ -316,7 +316,7 @@ def _run_in_processes(work: Work, count: int) -> None:
                     begin()
     finally:
         for process in processes.values():
-            process.terminate()  # training saves its state at this signal, and ends
+            process.terminate()  # at this signal, training saves its state and ends
         for connection, process in processes.items():
             process.join()
             connection.close()
@@ -327,7 +327,7 @@ def _work(connection: Connection) -> None:
     import torch
 
     parent: Any = multiprocessing.parent_process()
-    # A run that outlived its parent would still hold its state when the same command continues.
+    # End with the parent. Otherwise this run would still hold its state when the user repeats the command.
     Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     torch.set_num_threads(1)

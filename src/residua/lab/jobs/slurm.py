@@ -1,6 +1,6 @@
-"""Make runs on a cluster that Slurm manages, through submitit: the executor beside the processes of `jobs`.
+"""Run jobs on a Slurm cluster, through submitit: an executor in place of the local processes of `pool`.
 
-The machines share the folder of the runs, which then also holds
+All machines must share the folder of the runs, which then also holds
 
     slurm/jobs.jsonl    the number of every job in the queue, and the name of its cluster
     slurm/NAME.json     the record of a run, from its job to the command
@@ -32,44 +32,46 @@ from residua.lab.records.progress import say, say_once
 Reply = TypeVar("Reply")
 
 POLL_SECONDS = 10.0
-"""How long to wait between two looks at the files of the jobs."""
+"""The time between two checks of the files of the jobs."""
 QUEUE_SECONDS = 30.0
-"""How long to wait between two looks at Slurm's queue, which cost its controller work."""
+"""The time between two queries of Slurm's queue, which put load on its controller."""
 SETTLE_SECONDS = 60.0
-"""How long a network file system may take to show the record of an ended job. A job without one was killed."""
+"""The time after which an ended job without a record counts as killed; network file systems show files late."""
 AWAY_SECONDS = 900.0
-"""How long to repeat submissions while Slurm's controller does not answer."""
+"""How long submissions are repeated while Slurm's controller does not answer."""
 KILLS = 3
-"""After so many killed jobs a run has failed."""
+"""A run has failed after this many killed jobs."""
 LIMITS = ("ClusterName", "MaxArraySize")
 GONE = "NOT IN THE QUEUE"
 ENDED = (
     *("COMPLETED", "FAILED", "TIMEOUT", "PREEMPTED", "CANCELLED", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL"),
     *("DEADLINE", "FINISHED", "INTERRUPTED", "NO PROCESS", GONE),
 )
-"""The beginnings of the states of jobs that have ended: Slurm's, then those of submitit's processes."""
+"""Prefixes of the states of ended jobs: Slurm's states, then those of submitit's local processes."""
 INTERNAL = {"return", "command", "folder", "map_count", "nodes", "ntasks_per_node", "num_gpus", "srun_args"}
-"""Parameters that submitit fills in itself, and those that would make several processes of a run."""
+"""Parameters that submitit sets itself, and those that would start several processes for a run."""
 WARNING_SECONDS = 90
-"""How long before its limit a job is told to save its state, unless the option signal_delay_s says otherwise."""
+"""How long before its time limit a job gets the signal to save its state; the default of signal_delay_s."""
 EARLY_SECONDS = 60
-"""How much earlier Slurm may tell it."""
+"""How much earlier Slurm may send this signal."""
 LEAST_SECONDS = 30
-"""How long a job must be able to work before it is told."""
+"""How long a job must be able to work before the signal."""
 
 
 NUMBER = re.compile(r"[0-9]{1,20}(_[0-9]{1,20})?")
-"""The number of a job, or of one in an array of jobs. A folder may come from anybody: nothing else reaches Slurm."""
+"""The number of a job, or of a job in an array. A folder may be forged, so nothing else from it is passed to Slurm."""
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """An executor for `run_jobs`: every run is a job of Slurm, and goes on from its state if the job is preempted,
-    killed or at its time limit. If this process is killed, its jobs go on, and the same command takes them up; if it
-    ends otherwise, it cancels them.
+    """An executor for `run_jobs`: every run is a Slurm job. If a job is preempted, killed or reaches its time limit,
+    another job continues from its saved state.
 
-    options  of sbatch, by submitit's names; `time`, in minutes, must be among them
-    most     jobs in the queue at the same time; None for all
+    If this process is killed, its jobs continue, and the same command adopts them. If it ends in another way, it
+    cancels its jobs.
+
+    options  options of sbatch, by submitit's names; `time`, in minutes, is required
+    most     the largest number of jobs in the queue; None for all
     cluster  "local" for processes of this machine in place of jobs
     """
 
@@ -79,10 +81,10 @@ class Slurm:
 
     @classmethod
     def of(cls, texts: Sequence[str], most: int | None) -> "Slurm":
-        """Return the executor for options of sbatch as texts, NAME=VALUE.
+        """Return the executor for options of sbatch, given as texts NAME=VALUE.
 
         Raises:
-            InputError: an option is unknown or of another type, or this machine is not of a cluster.
+            InputError: an option is unknown or has the wrong type, or this machine has no Slurm.
             ModuleNotFoundError: submitit is not installed.
         """
         with extra("slurm"):
@@ -118,7 +120,7 @@ class Slurm:
 
 
 def _submitit() -> Any:
-    """Return submitit, without its messages on standard output, which is for results."""
+    """Return submitit, with its messages on standard output silenced, because that is for results."""
     import submitit
 
     logger = logging.getLogger("submitit")
@@ -127,7 +129,7 @@ def _submitit() -> Any:
 
 
 def _require_time_to_work(minutes: int, warning: int) -> None:
-    """Refuse a limit at which a job would be told to save its state as soon as it begins. 0 is no limit."""
+    """Raise InputError for a time limit at which jobs would get the signal as soon as they begin. 0 is no limit."""
     least = -(-(warning + EARLY_SECONDS + LEAST_SECONDS) // 60)
     need = (
         f"0, no limit, or at least {least} (minutes: Slurm warns a job {warning} to {warning + EARLY_SECONDS} s before)"
@@ -137,7 +139,7 @@ def _require_time_to_work(minutes: int, warning: int) -> None:
 
 @dataclass
 class _Run:
-    """A run, its job if it has one, and the time when the job seemed to end. The job writes the record to `path`."""
+    """A run, its job if any, and the time when the job seemed to have ended. The job writes the record to `path`."""
 
     job: Job
     path: Path
@@ -171,7 +173,7 @@ class _Queue:
         self._unsure = True
 
     def begin(self) -> bool:
-        """Submit the runs that may begin, and take up earlier jobs. Return whether any run is under way."""
+        """Submit the runs that may begin, and adopt earlier jobs. Return whether any run is unfinished."""
         most = self._settings.most
         while (most is None or len(self._runs) < most) and (job := self._work.next()):
             run = _Run(job, unlinked(self._folder / f"{file_name(job.name)}.json"))
@@ -181,14 +183,16 @@ class _Queue:
             elif ours:
                 run.handle = self._handle(self._folder, number)
             self._runs.append(run)
-        # A run whose record is there needs no job: an earlier one has ended.
+        # A run with a record needs no job, because an earlier job finished it.
         self._submit([run for run in self._runs if run.handle is None and not run.path.is_file()])
         self._show()
         return bool(self._runs)
 
     def look(self) -> None:
-        """Take the records of finished runs, and note which jobs were killed. Raises RunError for a run that failed,
-        was cancelled, or was killed too often."""
+        """Collect the records of finished runs, and count killed jobs.
+
+        Raises RunError for a run that failed, was cancelled, or was killed too often.
+        """
         self._ask()
         for run in list(self._runs):
             if run.path.is_file():
@@ -199,7 +203,7 @@ class _Queue:
                 self._count_kill(run)
 
     def cancel(self) -> None:
-        """Cancel the jobs. One that Slurm does not cancel stays in the log, so that the same command takes it up."""
+        """Cancel the jobs. A job that Slurm does not cancel stays in the log, so that the same command adopts it."""
         runs = {run.handle.job_id: run for run in self._runs if run.handle is not None}
         failures = controller.cancel(list(runs)) if self._slurm else {}
         for number, run in runs.items():
@@ -214,8 +218,10 @@ class _Queue:
             say(f"jobs that could not be cancelled, which the same command takes up: {_spans(failures)} ({why})")
 
     def _jobs_of_earlier_commands(self) -> dict[str, tuple[str, bool]]:
-        """Return the number of each run's job, and whether it is in the queue of this cluster and one of this folder,
-        which may be a copy of another or come from another cluster. Raises RunError if Slurm does not answer."""
+        """Return the number of each run's job, and whether it is in this cluster's queue and belongs to this folder.
+
+        The folder may be a copy of another, or come from another cluster. Raises RunError if Slurm does not answer.
+        """
         jobs = {run: (number, cluster) for run, (number, cluster) in _earlier_jobs(self._log).items() if number}
         arrays = {(number.partition("_")[0], cluster) for number, cluster in jobs.values()}
         ours = {array: self._is_ours(*array) for array in arrays}
@@ -234,8 +240,11 @@ class _Queue:
         return ours
 
     def _submit(self, runs: list[_Run]) -> None:
-        """Submit jobs for runs, in arrays as large as the cluster takes them. While Slurm's controller is away, the
-        runs stay without a job. Raises RunError if Slurm refuses them, or has not answered for long."""
+        """Submit jobs for runs, in the largest arrays that the cluster allows.
+
+        While Slurm's controller does not answer, the runs stay without a job. Raises RunError if Slurm refuses the
+        jobs, or has not answered for `AWAY_SECONDS`.
+        """
         for start in range(0, len(runs), self._array_size):
             some = runs[start : start + self._array_size]
             if self._away_since is not None and time.monotonic() < self._tried + QUEUE_SECONDS:
@@ -244,7 +253,7 @@ class _Queue:
             try:
                 self._cancel_unknown()
                 handles = self._submitted(some)
-            except (RuntimeError, OSError) as error:  # of sbatch and squeue
+            except (RuntimeError, OSError) as error:  # from sbatch and squeue
                 self._refused(error)
                 return
             self._away_since, self._asked = None, -float("inf")
@@ -256,22 +265,25 @@ class _Queue:
             self._unsure = False
 
     def _submitted(self, runs: list[_Run]) -> list[Any]:
-        """Return the jobs that were submitted for runs. An error has the words of sbatch, which are not printed."""
+        """Submit jobs for runs and return them. Errors contain sbatch's messages, so these are not printed."""
         tasks = [_Task(run.job, self._work.records.place(run.job.key), run.path) for run in runs]
         with redirect_stderr(io.StringIO()), self._executor.batch():
             return [self._executor.submit(task) for task in tasks]
 
     def _cancel_unknown(self) -> None:
-        """Cancel jobs of this folder that the log does not know: sbatch may fail after Slurm has taken a job, and a
-        command may be stopped before it has written the number. Such a job finds no file with its run."""
+        """Cancel jobs of this folder that are not in the log.
+
+        sbatch may fail after Slurm has accepted a job, and a command may be stopped before it has written the number.
+        Such a job does not find the file of its run.
+        """
         if self._slurm and self._unsure:
             controller.cancel(controller.unknown_jobs(self._folder, self._known))
-            for path in self._folder.glob("[0-9a-f]" * 32 + ".pkl"):  # of submitit, named after a job once it has one
+            for path in self._folder.glob("[0-9a-f]" * 32 + ".pkl"):  # submitit renames them after submission
                 path.unlink()
         self._unsure = True
 
     def _refused(self, error: Exception) -> None:
-        """Note that jobs could not be submitted now. Raises RunError if they never can, or could not for long."""
+        """Record a failed submission. Raises RunError if Slurm refused it or has not answered for `AWAY_SECONDS`."""
         if not controller.is_away(error):
             raise RunError(f"Slurm refused a job: {first_line(error)}") from error
         now = time.monotonic()
@@ -283,7 +295,7 @@ class _Queue:
         self._silence = first_line(error)
 
     def _ask(self) -> None:
-        """Look at Slurm's queue, unless that was done a moment ago and no job is about to count as ended."""
+        """Query Slurm's queue, unless this was done recently and no job is about to count as ended."""
         now = time.monotonic()
         due = any(run.ended is not None and now > run.ended + SETTLE_SECONDS for run in self._runs)
         if not due and now < self._asked + QUEUE_SECONDS:
@@ -300,7 +312,7 @@ class _Queue:
             self._entries, self._silence = None, first_line(error)
 
     def _has_ended(self, run: _Run) -> bool:
-        """Return whether the job of a run without a record ended a while ago, and does not run again."""
+        """Return whether a run's job ended without a record at least `SETTLE_SECONDS` ago, and was not requeued."""
         now = time.monotonic()
         if self._entries is not None:
             entry = self._entries.get(run.handle.job_id)
@@ -315,7 +327,7 @@ class _Queue:
         return run.ended is not None and now > run.ended + SETTLE_SECONDS
 
     def _count_kill(self, run: _Run) -> None:
-        """Let a run have another job. Raises RunError if it failed, was cancelled, or was killed too often."""
+        """Allow another job for a run. Raises RunError if the run failed, was cancelled, or was killed too often."""
         run.kills += 1
         state = run.state
         if state == GONE:
@@ -331,7 +343,7 @@ class _Queue:
         self._log.write({"run": run.job.name, "job": None})
 
     def _show(self) -> None:
-        """Show the jobs by state, with their numbers, if that has changed."""
+        """Show the numbers of the jobs by state, if anything has changed."""
         groups: dict[str, list[str]] = {}
         for run in self._runs:
             groups.setdefault(self._standing(run), []).append(run.handle.job_id if run.handle is not None else "")
@@ -343,7 +355,7 @@ class _Queue:
             self._work.note(status)
 
     def _standing(self, run: _Run) -> str:
-        """Return the state of a run in the words of the status line."""
+        """Describe the state of a run for the status line."""
         entry = (self._entries or {}).get(run.handle.job_id) if run.handle is not None else None
         if run.handle is None:
             return "not submitted"
@@ -355,12 +367,12 @@ class _Queue:
 
 
 def _failed(run: _Run) -> bool:
-    """Return whether a job has left a result of submitit's, which without a record is a traceback."""
+    """Return whether a job has left submitit's result file; if there is no record, this file holds a traceback."""
     return bool(run.handle.paths.result_pickle.exists())
 
 
 def _spans(numbers: Iterable[str]) -> str:
-    """Return the numbers of jobs in short: 12_0-3, 12_7, 15."""
+    """Return the numbers of jobs in short form: 12_0-3, 12_7, 15."""
     spans: list[list[str]] = []
     for array, index in sorted({(int(a), int(i) if i else -1) for a, _, i in (n.partition("_") for n in numbers if n)}):
         if spans and spans[-1][0] == str(array) and int(spans[-1][2]) == index - 1 >= 0:
@@ -372,7 +384,7 @@ def _spans(numbers: Iterable[str]) -> str:
 
 
 def _while_away(need: str, ask: Callable[[], Reply]) -> Reply:
-    """Return Slurm's answer, and wait minutes for a controller that is away. Raises RunError without an answer."""
+    """Return Slurm's answer; wait for minutes if the controller does not respond. Raises RunError without an answer."""
     end = time.monotonic() + AWAY_SECONDS
     while True:
         try:
@@ -386,10 +398,10 @@ def _while_away(need: str, ask: Callable[[], Reply]) -> Reply:
 
 
 def _earlier_jobs(log: JsonLines) -> dict[str, tuple[str | None, str | None]]:
-    """Return the number of the last job of each run, None for one that ended, and the cluster, None if unknown.
+    """Return for each run the number of its last job (None if it ended) and the cluster (None if unknown).
 
     Raises:
-        InputError: a row has something else, such as an option of Slurm in place of a number.
+        InputError: a row has another form, such as an option of Slurm in place of a number.
     """
     jobs: dict[str, tuple[str | None, str | None]] = {}
     for row in log.rows:
@@ -403,9 +415,9 @@ def _earlier_jobs(log: JsonLines) -> dict[str, tuple[str | None, str | None]]:
 
 @dataclass(frozen=True)
 class _Task:
-    """The work of a job: a run, whose record it writes to a file. An error goes into submitit's log.
+    """The work of a job: a run and the file for its record. Errors go into submitit's log.
 
-    At the signal with which Slurm announces the end of a job, submitit requeues it; training saves its state first.
+    At the signal with which Slurm announces the end of a job, training saves its state, then submitit requeues the job.
     """
 
     job: Job
@@ -418,7 +430,7 @@ class _Task:
         write_text(self.path, json.dumps(finite(record)))
 
     def checkpoint(self) -> Any:
-        """Return the task for Slurm to start after a preemption or a time limit: the same run, which goes on."""
+        """Return the task to requeue after a preemption or a time limit: the same run, which continues."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)

@@ -1,4 +1,4 @@
-"""Pictures of results: the look of all of them, curves along training, intervals of estimates, and one legend."""
+"""Parts of figures: panels of one style, training curves, estimates with intervals, and a legend."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +14,8 @@ with extra("lab"):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart. The explorer's page has the same colours,
-# as --scheme-N in its style.css.
+# Okabe and Ito's palette, which people with any colour vision can distinguish. The explorer's page uses the same
+# colours, as --scheme-N in style.css.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES: tuple[Any, ...] = ("-", "--", ":")
 FEW_POINTS = 24
@@ -36,14 +36,14 @@ def panels(
 
 
 def plain(panel: Axes, axis: Literal["x", "y"] = "y") -> None:
-    """Leave out the upper and the right edge of a panel; draw pale lines at the ticks of an axis, behind the rest."""
+    """Hide the upper and the right edge of a panel, and draw a pale grid at the ticks of `axis`, in the background."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis=axis, color="#e6e6e6", linewidth=0.8)
     panel.set_axisbelow(True)
 
 
 def line_style(number: int, dashes: Sequence[Any] = DASHES) -> dict[str, Any]:
-    """Return the style of a line by its number: all colours in turn, then again with the next dash."""
+    """Return the style of line `number`: all colours in turn, then all again with the next dash."""
     dash, colour = divmod(number, len(COLOURS))
     return {"color": COLOURS[colour], "linestyle": dashes[dash % len(dashes)]}
 
@@ -56,9 +56,9 @@ def curve(
     band: tuple[Sequence[float], Sequence[float]] | None = None,
     **style: Any,
 ) -> None:
-    """Draw a line through points (x, y), with dots if they are few: a single point draws no line.
+    """Draw a line through points (x, y), with markers if there are few points.
 
-    seeds: further curves, drawn pale. band: lower and upper values at the points, between which it is shaded.
+    seeds: further curves, drawn pale. band: lower and upper values at the points; the area between them is shaded.
     """
     points = list(points)
     across, values = zip(*points) if points else ((), ())
@@ -79,9 +79,9 @@ def intervals(
     marker: str = "o",
     **style: Any,
 ) -> None:
-    """Draw the means of estimates with their 95 % intervals, at places on the y axis.
+    """Draw estimates with their 95 % intervals, keyed by position on the y axis.
 
-    filled: the places whose marks are filled; all others are hollow, as in the legend.
+    filled: the positions whose markers are filled; all others are hollow, as in the legend.
     """
     if not estimates:
         return
@@ -94,9 +94,9 @@ def intervals(
 
 
 def legend(figure: Figure, *, columns: int | None = None, **options: Any) -> None:
-    """Add one legend with every label of all panels above them; the figure grows by its rows.
+    """Add one legend with the labels of all panels above the panels, and enlarge the figure by its height.
 
-    columns: None for as many as the longest label leaves room for.
+    columns: None for as many as fit with the longest label.
     """
     handles: dict[str, Any] = {}
     for panel in figure.axes:
@@ -109,9 +109,9 @@ def legend(figure: Figure, *, columns: int | None = None, **options: Any) -> Non
 
 
 def save(figures: Mapping[str, Figure | None], folder: str | Path) -> list[Path]:
-    """Write figures as PNG files of these names into a folder, which may be new; return their paths. Raises OSError.
+    """Write figures as PNG files, by name, into a folder, which may be new. Return their paths. Raises OSError.
 
-    The file of a picture that is None is removed: an earlier one would not fit the rest.
+    If a figure is None, an earlier file of this name is removed, because it would not match the others.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     paths = []

@@ -19,11 +19,11 @@ from residua.lab.records.progress import say
 LOCK, LEASE = ".lock", ".lease"
 """The files that hold a folder, see `hold`."""
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a disk that is full or damaged; all others of the system say that a path is of another kind."""
+"""System errors for a full or damaged disk. Other system errors mean that the path itself is unsuitable."""
 LEASE_SECONDS = 30.0
-"""After so long without a sign of life, another machine's lease has ended."""
+"""A lease of another machine has expired after this time without renewal."""
 LOGGING_KEYS = frozenset({"train.connections_every", "train.tensorboard", "train.wandb"})
-"""Settings that only affect logging. Runs that differ in nothing else are treated as equal."""
+"""Settings that affect only logging. Runs that differ in nothing else are treated as equal."""
 FREE_KEYS = LOGGING_KEYS | {
     "data.further_validation",
     "data.path",
@@ -39,8 +39,8 @@ FREE_KEYS = LOGGING_KEYS | {
     "train.log_every",
     "train.threads",
 }
-"""Settings that may change when a run resumes, as no step's numbers depend on them. The data and a base may move: the
-fingerprint of the data, which covers the tokenizer, and the sha256 of the base are compared instead."""
+"""Settings that may change when a run resumes, because no step's numbers depend on them. Data and base may be moved:
+the fingerprint of the data, which covers the tokenizer, and the sha256 of the base are compared instead."""
 
 
 def _inside(name: str) -> Any:
@@ -51,8 +51,8 @@ def _inside(name: str) -> Any:
 class RunFolder:
     """The folder of a training run.
 
-    `settings` is the resolved configuration by section, as in config.yaml; `resume` says whether the run resumes.
-    `tokenizer` is a copy of the one that made the tokens; `model` is the configuration of a converted model.
+    settings: the resolved configuration by section, as in config.yaml; resume: whether the run resumes; tokenizer: a
+    copy of the tokenizer of the training data; model: the configuration of a converted model.
     """
 
     path: Path
@@ -77,10 +77,10 @@ class RunFolder:
 def new_folder(path: str | Path, name: str = "") -> Path:
     """Return the absolute path of a folder that does not exist yet, or is empty.
 
-    name: the option that gave `path`, for the error message.
+    name: the option that set `path`, for the error message.
 
     Raises:
-        InputError: a file has this name, or a folder that holds more than hidden files.
+        InputError: `path` is a file, or a folder with other than hidden files.
     """
     if not is_new(Path(path)):
         raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}; choose another folder")
@@ -91,18 +91,17 @@ def new_folder(path: str | Path, name: str = "") -> Path:
 def hold(
     path: Path, *, markers: Collection[str] | None = (), hint: str = "choose another folder", patience: float = 0.0
 ) -> Iterator[None]:
-    """Lock `path` for this process, making the folder if needed, and remove the partial files of killed writers. The
-    lock ends with this process, however it ends.
+    """Lock the folder `path` for this process, create it if needed, and remove partial files of killed writers.
 
-    The system's lock holds among the processes of one machine, but often not across a network file system. So this
-    process also keeps a lease in the folder and renews it. After a kill, the next holder on another machine waits
-    `LEASE_SECONDS` to see whether somebody renews it.
+    The system releases the lock whenever this process ends. It works among the processes of one machine, but often not
+    across a network file system. Therefore this process also keeps a lease in the folder and renews it. After a kill,
+    the next holder on another machine waits `LEASE_SECONDS` to see whether the lease is renewed.
 
-    markers: a folder that is not empty, hidden files aside, must contain one of these names; None accepts any folder.
+    markers: a folder with other than hidden files must contain one of these names; None accepts any folder.
     patience: seconds to wait for a process that is ending, such as a worker whose parent was killed.
 
     Raises:
-        InputError: another process holds the folder, it holds other files, or it cannot be written.
+        InputError: another process holds the folder, it contains other files, or it cannot be written.
         RunError: the disk is full or damaged.
     """
     with extra("lab"):
@@ -113,7 +112,7 @@ def hold(
             path.mkdir(parents=True, exist_ok=True)
             if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
                 raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
-            lock = filelock.FileLock(path / LOCK)  # which follows no link
+            lock = filelock.FileLock(path / LOCK)  # FileLock follows no link
             lease_file = unlinked(path / LEASE)
             lease = filelock.SoftFileLease(lease_file, lease_duration=LEASE_SECONDS)
             try:
@@ -133,8 +132,10 @@ def hold(
 
 
 def _holder_is_dead(lease: Any) -> bool:
-    """Return whether the holder of a lease is a process of this machine that was killed, but has not been waited for,
-    as in a container without init: filelock takes it for alive."""
+    """Return whether the holder of a lease is a killed process of this machine that its parent has not reaped.
+
+    Such zombies occur in a container without init. filelock regards them as alive.
+    """
     holder = getattr(lease, "owner", None)
     if holder is None or holder.start is None or holder.hostname.partition("?")[0] != socket.gethostname():
         return False
@@ -142,21 +143,22 @@ def _holder_is_dead(lease: Any) -> bool:
         state, *fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
-    # The 22nd field is the process's start. filelock notes its low 64 bits, because process numbers are reused.
+    # The 22nd field is the process's start time. filelock stores its low 64 bits, because process numbers are reused.
     return state == "Z" and int(fields[18]) == holder.start % 2**64
 
 
 @contextmanager
 def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[None]:
-    """Turn an OSError inside into an InputError: `path` was expected to be `what`. A disk that is full or damaged is a
-    RunError.
+    """Turn an OSError in this context into an InputError: `path` was expected to be `what`.
+
+    If the disk is full or damaged, raise RunError.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
         if error.errno in DISK:
-            raise RunError(f"{path}: cannot write: {reason}; make room or repair the disk, and go on") from error
+            raise RunError(f"{path}: cannot write: {reason}; free space or repair the disk, then continue") from error
         raise InputError(f"{path} must be {what}, got: {reason}") from error
 
 
@@ -168,10 +170,10 @@ def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], source: Path, *, free: Collection[str] = FREE_KEYS
 ) -> None:
-    """Compare the current flat settings with those in `source`.
+    """Compare the flat settings `now` with those in the file `source`, `before`.
 
     Raises:
-        InputError: keys outside `free` differ; it names them.
+        InputError: keys outside `free` differ; the message names them.
     """
     # Compare as JSON, in which a tuple is a list.
     before, now = (json.loads(json.dumps(dict(settings))) for settings in (before, now))
@@ -183,11 +185,11 @@ def refuse_changes(
     if not changes:
         return
     summary = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
-    raise InputError(f"{source}: a run resumes with the settings it was begun with, but {summary}; use another folder")
+    raise InputError(f"{source}: a run must resume with its first settings, but {summary}; use another folder")
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the settings of a config.yaml by section. Raises InputError if the file holds something else."""
+    """Read the settings in a config.yaml by section. Raises InputError for other content."""
     read = mapping(read_yaml(path), str(path))
     settings = {name: dict(mapping(keys, f"{path}: {name}")) for name, keys in read.items()}
     if "connection" in settings.get("model", {}):
@@ -204,14 +206,14 @@ DATA_FACTS: Mapping[str, Any] = dict.fromkeys(("fingerprint", "place", "sha256")
     **dict.fromkeys(("bytes", "longest_document"), int | None),
     "validation_fraction": float | None,
 }
-"""The facts of a run's data that are read later, and their types."""
+"""The types of the facts about a run's data that are read later."""
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Read the facts.json of a run; empty if it has none, as runs of early versions.
+    """Read the facts.json of a run; empty if there is none, as in runs of early versions.
 
     Raises:
-        InputError: the file holds something else, or a value in it has another type than runs write.
+        InputError: the file has other content, or a value of the wrong type.
     """
     facts = read_object(path) if path.exists() else {}
     data, resumed, parameters = facts.get("data", {}), facts.get("resumed", []), facts.get("parameters")
@@ -226,5 +228,5 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file. Raises InputError if it holds something else or cannot be read."""
+    """Read a JSON object from a file. Raises InputError if the file has other content or cannot be read."""
     return dict(mapping(read_json(path), str(path)))

@@ -16,13 +16,13 @@ from residua.files.reading import parse_json, regular
 from residua.lab.records.folder import writable
 
 LONGEST_LINE = 2**26
-"""Bytes of a line; we write no longer ones."""
+"""The longest line that is read, in bytes; no longer lines are written."""
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """Read the objects of a file in order; a missing file has none.
+    """Read the objects in a file, in order; [] if the file does not exist.
 
-    A last line without its newline was torn by a kill, or is being written; it is skipped unless complete.
+    A last line without a newline was torn by a kill, or is being written. It is skipped unless it is a complete object.
 
     Raises:
         InputError: another line is not a JSON object, or the file cannot be read.
@@ -34,7 +34,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the rows of a run: each has its step, and numbers or null under other names.
 
     Raises:
-        InputError: a row has something else, or as `read`.
+        InputError: a row has other values, or `read` raises it.
     """
     rows = read(path)
     for row in rows:
@@ -45,7 +45,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def step_of(row: Mapping[str, Any], path: str | Path) -> int:
-    """Return the step of a row of a run. Raises InputError if it has none."""
+    """Return the step of a row of a run. Raises InputError if the row has none; path: the file, for the message."""
     step = row.get("step")
     require(fits(step, int), f"{path}: step", "a whole number in each row", step)
     return int(step or 0)
@@ -77,7 +77,7 @@ def _written_lines(path: Path) -> Iterator[bytes]:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that are not finite, which JSON lacks, by None."""
+    """Replace numbers that are not finite by None, because JSON has no such numbers."""
     if isinstance(value, Mapping):
         return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -93,12 +93,12 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 class JsonLines(AbstractContextManager):
-    """A file of JSON lines to append to. A context manager; `rows` are those that it had when it was opened.
+    """A file of JSON lines to append to; a context manager. rows: the rows that the file had when it was opened.
 
-    Opening drops a torn last line, and every row that `keep` refuses.
+    Opening removes a torn last line, and every row for which `keep` is false.
 
     Raises:
-        InputError: the file holds something else, is a link, or cannot be written.
+        InputError: the file has other content, is a link, or cannot be written.
     """
 
     def __init__(self, path: str | Path, *, keep: Callable[[dict[str, Any]], bool] = lambda row: True):
@@ -110,14 +110,14 @@ class JsonLines(AbstractContextManager):
                 self.rows = [row for _, row in lines]
                 if self.path.stat().st_size != sum(len(line) + 1 for line, _ in lines):
                     write_bytes(self.path, b"".join(line + b"\n" for line, _ in lines))
-            # Without a buffer, closing does not repeat a failed write. Opening does not wait for the reader of a pipe.
+            # Unbuffered, so that closing does not repeat a failed write. Opening a pipe must not wait for its reader.
             self._file = open(self.path, "ab", buffering=0, opener=_without_waiting)  # noqa: SIM115  # as long as self
 
     def __exit__(self, *error: Any) -> None:
         self._file.close()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row; numbers that are not finite become null. Raises OSError, and leaves no part of the row."""
+        """Append a row; numbers that are not finite become null. After an OSError no part of the row is in the file."""
         remaining = (json.dumps(finite(row), allow_nan=False) + "\n").encode()
         opened = os.fstat(self._file.fileno())
         try:
@@ -130,7 +130,7 @@ class JsonLines(AbstractContextManager):
             raise
 
     def sync(self) -> None:
-        """Wait until the rows are on the disk. Raises OSError, also if the file or its folder was moved or deleted."""
+        """Wait until the rows are on disk. Raises OSError, also if the file or its folder was moved or deleted."""
         opened = os.fstat(self._file.fileno())
         if stat.S_ISREG(opened.st_mode):
             os.fsync(self._file.fileno())

@@ -1,4 +1,4 @@
-"""Show progress on standard error: a bar on a terminal, otherwise a plain line now and then."""
+"""Show progress on standard error: a bar on a terminal, otherwise an occasional plain line."""
 
 import functools
 import sys
@@ -13,7 +13,7 @@ LINE_SECONDS = 10.0
 
 
 def say(message: str) -> None:
-    """Print one line for the user on standard error; a progress bar makes room for it."""
+    """Print one line for the user on standard error, above a progress bar if there is one."""
     print(one_line(message), file=sys.stderr, flush=True)
 
 
@@ -26,12 +26,12 @@ def say_once(message: str) -> None:
 class Progress:
     """A display of the finished share, a text, and the remaining time. A context manager.
 
-    title       stands before the bar
+    title       the text before the bar
     total       the work, in any unit; it may grow; 0 if unknown
-    done        the work finished before this process began, which its speed leaves out
+    done        the work that was finished before this process began, which does not count for the speed
     enabled     False shows nothing
-    measuring   shows nothing without a terminal, and draws the bar only in `update`, so that drawing takes no time from
-                the measurements in between
+    measuring   show nothing without a terminal, and draw the bar only in `update`, so that drawing does not disturb the
+                measurements in between
     """
 
     def __init__(self, title: str, total: float, *, done: float = 0.0, enabled: bool = True, measuring: bool = False):
@@ -70,16 +70,16 @@ class Progress:
             self._bar.stop()
 
     def skip(self, work: float) -> None:
-        """Add work that was finished before this process began. The clock restarts if nothing was done since."""
+        """Add work that was finished before this process began. The clock restarts if no other work was done yet."""
         if self._done == self._before:
             self._started = time.monotonic()
         self._before += work
 
     def update(self, done: float, text: str, *, total: float | None = None, line: bool = False) -> None:
-        """Show that the work `done` is finished.
+        """Show the amount of finished work, `done`.
 
-        text: shown after the bar, or in the plain line.
-        line: print a plain line now, even within `LINE_SECONDS` of the last one.
+        text: shown after the bar, or in the plain line. total: the new total, if it has changed.
+        line: print a plain line now, even if the last one is less than `LINE_SECONDS` old.
         """
         self._done, self.total = done, self.total if total is None else total
         if self._bar:

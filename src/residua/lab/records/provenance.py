@@ -20,7 +20,7 @@ def available_cores() -> int:
 def circumstances(device: torch.device) -> dict[str, Any]:
     """Return commit, versions, hardware, threads, load and date of this process, as plain values.
 
-    `load` is the average number of busy processes in the last minute, this one included, or None if unknown.
+    `load` is the average number of busy processes in the last minute, including this one, or None if unknown.
     """
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -37,7 +37,7 @@ def circumstances(device: torch.device) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """Return the version of a distribution, None if it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def version(package: str) -> str | None:
 
 
 def repository() -> str | None:
-    """Return the address of residua's repository by the metadata of the installed package, None without one."""
+    """Return the address of residua's repository from the metadata of the installed package; None if it has none."""
     try:
         addresses = metadata.metadata("residua").get_all("Project-URL", [])
     except metadata.PackageNotFoundError:
@@ -53,7 +53,7 @@ def repository() -> str | None:
     return dict(address.split(", ", 1) for address in addresses).get("Repository")
 
 
-@functools.cache  # a process keeps the code that it loaded first
+@functools.cache  # the loaded code stays the same, even if files change
 def _commit() -> str | None:
     """Return the commit of the checkout that holds this file, with "-dirty" if files differ; None outside of one."""
     source = Path(__file__)

@@ -1,4 +1,4 @@
-"""Means with Student's 95 % intervals, differences with shared or own noise, and Holm's correction."""
+"""Means with Student's 95 % intervals, differences with pooled or separate noise, and Holm's correction."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,7 +67,7 @@ class Contrast(NamedTuple):
     count: int  # type: ignore[assignment]  # a tuple has a method of this name
 
     def shared(self, error: float) -> "Contrast":
-        """Return the contrast with a further standard error, which all seeds share and which does not average out."""
+        """Return the contrast with an additional standard error that all seeds share, so it does not average out."""
         return self._replace(error=math.hypot(self.error, error))
 
     @property
@@ -79,7 +79,7 @@ class Contrast(NamedTuple):
     def p_value(self) -> float | None:
         """The probability of a mean at least this far from 0 if the true one were 0 (Student's t, two-sided).
 
-        None without an error: equal values say nothing about their noise.
+        None if the standard error is 0, because equal values do not determine their noise.
         """
         if not self.error or not math.isfinite(self.mean):
             return None
@@ -95,16 +95,16 @@ class Contrast(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """The standard deviation of one run that several schemes share, and its degrees of freedom."""
+    """The standard deviation of a single run, pooled over several schemes, and its degrees of freedom."""
 
     deviation: float
     freedom: int
 
     @classmethod
     def of(cls, losses: Sequence[Mapping[int, float]]) -> "Noise | None":
-        """Return the noise that the effects of scheme and seed leave unexplained, None for fewer than two of either.
+        """Return the noise that remains after the effects of scheme and seed; None for fewer than two of either.
 
-        losses: of each scheme, by seed. All schemes have the same seeds.
+        losses: for each scheme, the losses by seed. All schemes have the same seeds.
         """
         with extra("lab"):
             import numpy
@@ -117,13 +117,13 @@ class Noise(NamedTuple):
         return cls(math.sqrt(float((rest**2).sum()) / freedom), freedom)
 
     def contrast(self, ours: Sequence[float], theirs: Sequence[float]) -> Contrast:
-        """Compare two schemes whose runs all have this noise."""
+        """Compare the runs of two schemes, all with this noise."""
         error = self.deviation * math.sqrt(1 / len(ours) + 1 / len(theirs))
         return Contrast(_mean(ours) - _mean(theirs), error, self.freedom, min(len(ours), len(theirs)))
 
 
 def welch(ours: Sequence[float], theirs: Sequence[float]) -> Contrast | None:
-    """Compare two schemes whose runs differ in their noise (Welch's t); None for fewer than two runs of either."""
+    """Compare two schemes, each with its own noise (Welch's t); None for fewer than two runs of either."""
     with extra("lab"):
         from scipy.stats import ttest_ind
 
@@ -138,10 +138,11 @@ def welch(ours: Sequence[float], theirs: Sequence[float]) -> Contrast | None:
 def over_documents(
     ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], labels: Sequence[int]
 ) -> Contrast | None:
-    """Compare two schemes on a text whose documents are a sample; None for fewer than two documents.
+    """Compare two schemes on a text, with its documents as the sample; None for fewer than two documents.
 
-    ours, theirs: of each run the sum of the losses of every document; labels: how many losses each sum has. The mean is
-    per label. Its error is that of a ratio of two sums over documents, to first order (Cochran 1977, section 6.4).
+    ours, theirs: for each run, the sum of the losses in every document; labels: the number of losses in each sum. The
+    mean is per label. Its error is that of a ratio of two sums over documents, to first order (Cochran 1977, section
+    6.4).
     """
     with extra("lab"):
         import numpy
@@ -161,7 +162,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate | None:
-    """Estimate ours minus theirs over the seeds that both have, which leaves out the noise that they share."""
+    """Estimate ours minus theirs over the common seeds, so that noise that depends only on the seed cancels."""
     shared = sorted(ours.keys() & theirs.keys())
     return Estimate.of(ours[seed] - theirs[seed] for seed in shared) if shared else None
 
@@ -169,8 +170,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate |
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return the p-values corrected for their number by Holm's step-down method (Scand. J. Statist. 6:65, 1979).
 
-    Rejecting every test whose result is below a level keeps the probability of any false rejection below that level,
-    however the tests depend on each other.
+    If every test with a corrected p-value below a level is rejected, the probability of any false rejection is below
+    this level, however the tests depend on each other.
     """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     corrected, largest = [0.0] * len(p_values), 0.0
@@ -182,8 +183,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @lru_cache
 def t95(freedom: int) -> float:
-    """Return the number of standard errors that hold 95 % of Student's t with `freedom` >= 1 degrees, to the three
-    decimals of printed tables: 12.706, 4.303, 3.182, ...
+    """Return the t such that 95 % of Student's t, with `freedom` >= 1 degrees of freedom, lies within +-t.
+
+    Rounded to three decimals, as in printed tables: 12.706, 4.303, 3.182, ...
     """
     return round(_quantile(0.975, freedom), 3)
 

@@ -13,7 +13,7 @@ Member = TypeVar("Member")
 def grouped(
     runs: Iterable[Member], identity: Callable[[Member], Hashable], seed: Callable[[Member], int]
 ) -> list[tuple[Member, ...]]:
-    """Group runs of equal identity, in the order of their seeds; of runs with the same seed the last counts."""
+    """Group runs of equal identity, sorted by seed; of runs with the same seed only the last counts."""
     groups: dict[Hashable, dict[int, Member]] = {}
     for run in runs:
         groups.setdefault(identity(run), {})[seed(run)] = run
@@ -27,20 +27,22 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
     def markdown(self, numbers: int = 0) -> str:
-        """Return the table in Markdown, its last `numbers` columns aligned to the right; a bar in a cell stays text."""
+        """Return the table in Markdown, with its last `numbers` columns aligned right and bars in cells escaped."""
         rule = [*["---"] * (len(self.header) - numbers), *["---:"] * numbers]
         lines = ([cell.replace("|", "\\|") for cell in cells] for cells in (self.header, rule, *self.rows))
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def cell(value: object) -> str:
-    """Return a value as a table shows it: whole numbers with separators."""
+    """Format a value for a table: whole numbers with thousands separators."""
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns, numbers right-aligned. A pipe gets all of them side by side; a terminal that is too narrow
-    gets several tables, each with the first column."""
+    """Print aligned columns, with numbers right-aligned.
+
+    A pipe gets all columns side by side. On a narrow terminal they are split into tables that repeat the first column.
+    """
     header, rows = [one_line(name) for name in header], [[one_line(cell) for cell in row] for row in rows]
     first, *others = _aligned(header, rows)
     tables = [[first]]
@@ -53,7 +55,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the columns, each with its name, a rule and cells of one width."""
+    """Return the columns, each with its name, a rule and its cells, padded to the same width."""
     columns = []
     for name, *cells in zip(header, *rows):
         width = max(map(len, (name, *cells)))

@@ -1,4 +1,4 @@
-"""Make foreign text safe to print: control characters could steer a terminal."""
+"""Make untrusted text safe to print, because control characters could control the terminal."""
 
 import re
 
@@ -6,9 +6,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except newlines a
 
 
 def printable(text: object) -> str:
-    """Return a text that is safe to print: control characters except newlines and tabs appear as \\u001b and the like.
+    """Return a text that is safe to print: control characters, except newlines and tabs, are escaped as in \\u001b.
 
-    JSON text stays JSON of the same value.
+    JSON text stays JSON with the same value.
     """
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
 

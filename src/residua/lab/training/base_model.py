@@ -1,6 +1,6 @@
 """A model to train on: the folder that `model.base` names in a training configuration.
 
-It is a model of transformers, plain or converted, or one of ours: an export, or a run, whose newest checkpoint is used.
+The model is one of transformers, plain or converted, or one of ours: an export, or the newest checkpoint of a run.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ def base_sha256(folder: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run, and not one of transformers."""
+    """Return whether a folder is a run, and not a transformers folder."""
     return (folder / "config.yaml").is_file() and not (folder / "config.json").is_file()
 
 
@@ -67,7 +67,7 @@ def expect_digest(folder: Path, sha256: str) -> None:
 
 
 def base_connection(folder: Path) -> str | dict[str, Any]:
-    """Return the residual scheme of the model in a folder: the plain residual if it is neither converted nor ours."""
+    """Return the residual scheme of the model in a folder; "residual" if the model is neither converted nor ours."""
     if is_run(folder):
         connection = load_config(str(folder / "config.yaml")).model.connection
         return "residual" if connection is None else connection
@@ -86,13 +86,13 @@ def open_base(
     start: Literal["preserve", "fresh"],
     model: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
-    """Return the model in a folder in float32, converted to `connection` unless it has that already.
+    """Return the model in a folder in float32, converted to `connection` unless it already has this connection.
 
-    model: the opened model of a run, if the folder is a run.
+    model: the opened model, if the folder is a run.
 
     Raises:
-        InputError: there is no such model, it cannot be converted, it was converted to another scheme, or it cannot be
-            trained here.
+        InputError: the folder has no model, or the model cannot be converted, was converted to another scheme, or
+            cannot be trained here.
     """
     if model is None:
         model, _ = read_model(folder, dtype=torch.float32)
@@ -108,7 +108,7 @@ def open_base(
             f"model.connection must be null, since the base has a connection already, {json.dumps(describe(scheme))}, "
             f"got {connection!r}; leave it out, or give the plain model as model.base"
         )
-    if ours:  # its loss is of aligned labels, with the penalty of its connection
+    if ours:  # its loss takes aligned labels and includes the penalty
         return model
     _expect_mean_loss(model, folder)
     connections: Any = stream_of(model).connections
@@ -123,10 +123,10 @@ def open_base(
 
 
 def rebuild_base(folder: Path) -> PreTrainedModel:
-    """Return a model on a base with new weights, from the configuration in a folder. Execute nothing from it.
+    """Return a model with new weights, from the configuration in a folder. Nothing in the folder is executed.
 
     Raises:
-        InputError: it is not the configuration of a converted model or of one of ours.
+        InputError: the configuration is not that of a converted model or of one of our models.
     """
     file = folder / "config.json"
     try:
@@ -138,7 +138,7 @@ def rebuild_base(folder: Path) -> PreTrainedModel:
 
 
 def freeze_base(model: PreTrainedModel) -> None:
-    """Let only the connections of a converted model train, and checkpoints hold no frozen weight.
+    """Freeze all weights of a converted model except the connections, and exclude them from checkpoints.
 
     Raises:
         InputError: the connections have no parameters, or the model was not converted.
@@ -155,7 +155,7 @@ def freeze_base(model: PreTrainedModel) -> None:
 
 
 def _starts(connection: str | dict[str, Any]) -> list[Scheme]:
-    """Return a scheme as it is, and with the start that preserves a model, if it has one."""
+    """Return a scheme unchanged, and its `preserving` form if there is one."""
     scheme = resolve(connection)
     try:
         return [scheme, scheme.preserving()]
@@ -164,10 +164,10 @@ def _starts(connection: str | dict[str, Any]) -> list[Scheme]:
 
 
 def _expect_mean_loss(model: Any, folder: Path) -> None:
-    """Raise InputError unless the loss of a model is the mean cross-entropy over labels that are aligned already."""
+    """Raise InputError unless the loss of a model is the mean cross-entropy over labels that are already aligned."""
     inputs = probe(model)[0]["input_ids"]
     labels = torch.full_like(inputs, IGNORED_LABEL)
-    labels[:, 0] = inputs[:, 1]  # if it shifted labels once more, none would be left
+    labels[:, 0] = inputs[:, 1]  # if the model shifted the labels again, none would be left
     with evaluating(model):
         try:
             output = model(input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False)

@@ -1,13 +1,12 @@
 """Atomic checkpoints: a folder of safetensors files, and a manifest that lists them.
 
     manifest.json            step, seconds, validation loss, settings and run; bytes and sha256 of every data file
-    model.safetensors        weights and persistent buffers by name, shared ones once
+    model.safetensors        weights and persistent buffers by name; shared tensors only once
     optimizer.safetensors    `optimizer.NAME.KEY` for the optimizer's state of a weight, `random.cpu.RANK` and
                              `random.cuda.RANK` for the random states of torch
 
-The first of several ranks writes them, and any number of ranks can resume from them. Learning
-rates and the other settings of the optimizer follow from the configuration and the step. Other files in the folder are
-ignored.
+Only the first rank writes checkpoints, and any number of ranks can resume from them. Learning rates and other settings
+of the optimizer follow from the configuration and the step. Other files in the folder are ignored.
 """
 
 import json
@@ -43,8 +42,8 @@ EXAMPLES = 5
 class Checkpoint:
     """A complete checkpoint: its folder, and the content of manifest.json.
 
-    `settings` are flat, as `flatten` makes them. `val_loss` is None if the model was not evaluated at this step.
-    `files` has bytes and sha256 of each safetensors file by name. `run` is the real path of the run that saved it.
+    settings: flat, as from `flatten`; val_loss: None if the model was not evaluated at this step; files: size in bytes
+    and sha256 of each safetensors file by name; run: the real path of the run that saved it.
     """
 
     path: Path
@@ -64,7 +63,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, ranks: Ranks) -> Tensors:
-    """Return the tensors to save, on the CPU. All ranks call this; only the first gets any."""
+    """Return the tensors to save, on the CPU. All ranks must call this; all but the first get empty mappings."""
     random_states = ranks.gather(_random_state(device))
     if not ranks.first:
         return {}
@@ -82,7 +81,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.d
 
 
 def write_checkpoint(checkpoint: Checkpoint, tensors: Tensors) -> Checkpoint:
-    """Write a checkpoint whole or not at all; return it with the entries of its files. Raises OSError."""
+    """Write a checkpoint, completely or not at all; return it with `files` filled in. Raises OSError."""
     files = {}
     with unfinished(checkpoint.path) as temporary:
         for kind in (WEIGHTS, OPTIMIZER):
@@ -104,7 +103,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def drop_old(folder: Path, *, keep: int, keep_best: bool) -> None:
-    """Drop all checkpoints except the newest `keep`, and the best if `keep_best`. Raises OSError."""
+    """Delete all checkpoints except the newest `keep`, and the best if `keep_best`. Raises OSError."""
     paths = [*_saved(folder).values()]
     survivors = {*paths[:keep], _best(paths) if keep_best else None}
     for path in paths:
@@ -113,14 +112,14 @@ def drop_old(folder: Path, *, keep: int, keep_best: bool) -> None:
 
 
 def drop_later(folder: Path, step: int) -> None:
-    """Drop the checkpoints after `step`, at which a run resumes: they are damaged. Raises OSError."""
+    """Delete the damaged checkpoints after `step`, at which a run resumes. Raises OSError."""
     for later, path in _saved(folder).items():
         if later > step:
             _remove(path)
 
 
 def _best(paths: Collection[Path]) -> Path | None:
-    """Return the checkpoint with the lowest validation loss, the newest of equals; its files are not checked."""
+    """Return the checkpoint with the lowest validation loss, or the newest of several; files are not verified."""
     losses = {}
     for path in paths:
         try:
@@ -132,9 +131,9 @@ def _best(paths: Collection[Path]) -> Path | None:
 
 
 def find_checkpoint(folder: Path, which: int | Literal["best"] | None) -> Checkpoint:
-    """Open the checkpoint of a run at a step, the one with the lowest validation loss, or the newest complete one.
+    """Open a checkpoint of a run. which: a step, "best" for the lowest validation loss, None for the newest complete.
 
-    Raises InputError if there is none, or it is damaged.
+    Raises InputError if there is no such checkpoint, or it is damaged.
     """
     saved = _saved(folder / "checkpoints")
     if which is None:
@@ -150,10 +149,10 @@ def find_checkpoint(folder: Path, which: int | Literal["best"] | None) -> Checkp
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Check every file of a checkpoint against its manifest.
+    """Open a checkpoint after checking every file against its manifest.
 
     Raises:
-        InputError: a file is missing, cut short, changed or cannot be read; the message names it.
+        InputError: a file is missing, truncated, changed or unreadable; the message names it.
     """
     path = Path(path)
     checkpoint = _read_manifest(path)
@@ -170,7 +169,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _read_manifest(path: Path) -> Checkpoint:
-    """Return a checkpoint according to its manifest, whose files are not checked."""
+    """Return a checkpoint from its manifest, without checking its files."""
     manifest = path / MANIFEST
     try:
         checkpoint = decoded(read_object(manifest) | {"path": path}, Checkpoint)
@@ -195,7 +194,7 @@ def latest_checkpoint(folder: str | Path) -> Checkpoint | None:
                 return open_checkpoint(path)
             except InputError as error:
                 if not path.exists():
-                    break  # the run dropped it, and has saved a newer one
+                    break  # the run deleted it meanwhile, and has saved a newer one
                 say(f"skipping a damaged checkpoint: {error}")
     return None
 
@@ -208,15 +207,15 @@ def load_checkpoint(
     device: torch.device | None = None,
     rank: int = 0,
 ) -> None:
-    """Load the weights into `model`; with an `optimizer`, also restore its state and the random state of torch.
+    """Load the weights into `model`. If an `optimizer` is given, also restore its state and torch's random state.
 
     Args:
-        checkpoint: the result of `latest_checkpoint` or `open_checkpoint`.
-        device: the device whose random state is restored, besides the CPU's.
+        checkpoint: from `latest_checkpoint` or `open_checkpoint`.
+        device: the device whose random state is restored in addition to the CPU's.
         rank: the rank whose random state is restored.
 
     Raises:
-        InputError: the checkpoint is damaged or was not made by such a model.
+        InputError: the checkpoint is damaged, or comes from another model.
     """
     tensors = checkpoint_tensors(model)
     with _stored(checkpoint, WEIGHTS) as stored:
@@ -232,7 +231,7 @@ def load_checkpoint(
 
 @contextmanager
 def _stored(checkpoint: Checkpoint, kind: str) -> Iterator[Any]:
-    """Open a file of a checkpoint, mapped into memory. Raises InputError if it is damaged."""
+    """Open a file of a checkpoint, memory-mapped. Raises InputError if the file is damaged."""
     path = checkpoint.path / f"{kind}.safetensors"
     with undamaged(checkpoint.path, "a checkpoint"), safe_open(regular(path), "pt") as stored:
         yield stored
@@ -277,9 +276,9 @@ def _refuse_other_weights(source: Path, stored: Any, weights: Mapping[str, Tenso
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, shared ones once under their first name.
+    """Return parameters and persistent buffers by name; shared tensors only under their first name.
 
-    Names in the model's attribute `kept_elsewhere` are excluded: the code that builds the model loads those tensors.
+    Names in the model's attribute `kept_elsewhere` are excluded, because the code that builds the model loads them.
     """
     first_name: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True)
@@ -298,7 +297,7 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def saved_steps(folder: str | Path) -> list[int]:
-    """Return the steps of the checkpoints in a run folder, in order; their files are not checked."""
+    """Return the steps of the checkpoints in a run folder, in order, without checking the files."""
     return sorted(_saved(Path(folder) / "checkpoints"))
 
 
@@ -312,13 +311,13 @@ def runs_of_checkpoints(folder: str | Path) -> set[str | None]:
 
 
 def _saved(folder: Path) -> dict[int, Path]:
-    """Return the folders named as checkpoints by their steps, the newest first."""
+    """Return the folders with names of checkpoints by step, newest first."""
     paths = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
     return {int(step): paths[step] for step in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; a kill leaves a stale partial folder, never a checkpoint with files missing."""
+    """Delete a checkpoint. A kill can leave a partial folder, but never a checkpoint with missing files."""
     trash = partial(path)
     os.replace(path, trash)
     remove(trash)

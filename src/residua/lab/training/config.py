@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses, read from recipes and YAML files that stack, and dotted overrides."""
+"""The configuration of a run: frozen dataclasses, read from recipes, YAML files and dotted overrides."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 STEPS = "train.steps"
 SHARES = {"train.warmup_steps": 0, "train.evaluate_every": 1, "train.checkpoint_every": 1}
-"""The keys in which a recipe gives shares of its run, and their least values."""
+"""The keys whose values in a recipe are shares of its number of steps, and their smallest values."""
 Decay = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
 
 
 @dataclass
 class ModelConfig(ModelFields):
-    """The section `model` of a run from scratch. It cannot change once it is part of a `RunConfig`."""
+    """The section `model` of a run from scratch. It becomes immutable when it is part of a `RunConfig`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,7 @@ class ModelConfig(ModelFields):
 
     @cached_property
     def architecture(self) -> "ResiduaConfig":
-        """The configuration of the model, with its connection resolved. Raises InputError if it is not valid."""
+        """The model's configuration, with the connection resolved. Raises InputError if it is invalid."""
         from residua.models import ResiduaConfig  # imported here so that `--help` does not load transformers
 
         settings = {name: value for name, value in asdict(self).items() if (name, value) != ("vocab_size", None)}
@@ -69,7 +69,7 @@ class ModelConfig(ModelFields):
 
 
 def _name_preset(section: "ModelConfig | BaseModelConfig") -> None:
-    """Write a connection's name as files have it, "lambdas:compress=token" for "Lambdas+TC"."""
+    """Replace the connection's name by the form in files, such as "lambdas:compress=token" for "Lambdas+TC"."""
     if isinstance(section.connection, str):
         object.__setattr__(section, "connection", canonical(section.connection))
 
@@ -81,7 +81,7 @@ def _about_connection(error: ValueError) -> InputError:
 
 @dataclass(frozen=True)
 class BaseModelConfig:
-    """The section `model` of a run that trains a converted model of transformers: the one with the key `base`.
+    """The section `model` of a run with the key `base`, which trains from the weights of an existing model.
 
     Sizes, vocabulary and attention come from the base, so the keys of `ModelConfig` do not apply.
     """
@@ -90,10 +90,10 @@ class BaseModelConfig:
         metadata={"help": "folder of a model of transformers, plain or converted, an export or a run, to train on"}
     )
     base_sha256: str | None = setting(
-        None, "digest of the base's weights and config.json; null for the base as it is, whose digest the run notes"
+        None, "digest of the base's weights and config.json; null to accept the base as it is, and record its digest"
     )
     connection: str | dict | None = setting(
-        None, "the residual scheme that a plain base gets; null for the one that the base has, as runs do"
+        None, "the residual scheme that a plain base is converted to; null to keep the base's own scheme"
     )
     start: Literal["preserve", "fresh"] = setting(
         "preserve", "the start of a plain base's connections: preserve its outputs, or fresh as in a new model"
@@ -102,7 +102,7 @@ class BaseModelConfig:
 
     @cached_property
     def scheme(self) -> "Scheme | None":
-        """The residual scheme of `connection`, None for the base's. Raises InputError if there is no such scheme."""
+        """The residual scheme of `connection`; None for the base's own. Raises InputError for an unknown scheme."""
         from residua.connections import resolve  # imported here so that `--help` does not load torch
 
         try:
@@ -136,12 +136,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained. Tokens per step, over all processes: batch_size * gradient_accumulation *
-    sequence_length. Several processes share the micro-batches of a step, and also their rows if there are fewer
-    micro-batches than processes (`distributed.BatchShard`): any number of processes takes the same steps.
+    """How a model is trained.
+
+    Tokens per step, over all processes: batch_size * gradient_accumulation * sequence_length. Several processes share
+    the micro-batches of a step, and also the rows of a micro-batch if there are fewer micro-batches than processes
+    (`distributed.BatchShard`). The steps are the same for any number of processes.
 
     Raises:
-        InputError: a value is of another type or outside its range.
+        InputError: a value has the wrong type or is outside its range.
     """
 
     steps: Count = setting(
@@ -191,11 +193,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run: `model` for a model from scratch or from a base, `data` for the corpus, `train`
-    for the loop.
+    """All settings of a run: `model` for a model from scratch or from a base, `data` for the corpus, `train` for the
+    loop.
 
     Raises:
-        InputError: a value is out of range, or two of them do not fit together.
+        InputError: a value is out of range, or two values do not fit together.
     """
 
     model: ModelConfig | BaseModelConfig = field(default_factory=ModelConfig)
@@ -209,7 +211,7 @@ class RunConfig:
             self._check_model(self.model)
 
     def _check_base(self, model: BaseModelConfig) -> None:
-        _ = model.scheme  # raises if there is no such scheme
+        _ = model.scheme  # raises for an unknown scheme
         is_new = self.data.path is None and self.data.tokenizer in ("bpe", "byte")
         require(not is_new, "data.tokenizer", "the folder of model.base, whose tokenizer it is", self.data.tokenizer)
 
@@ -220,11 +222,11 @@ class RunConfig:
         expected = f"at most model.max_position_embeddings ({longest})"
         length = self.train.sequence_length
         require(length <= longest, "train.sequence_length", expected, length)
-        _ = model.architecture  # raises if there is no such model
+        _ = model.architecture  # raises for an invalid model
 
     @property
     def from_scratch(self) -> ModelConfig:
-        """The section `model` of a model from scratch. Raises InputError for a model with a base."""
+        """The section `model`, for code that needs a model from scratch. Raises InputError if the model has a base."""
         if isinstance(self.model, BaseModelConfig):
             raise InputError(f"model.base must be a model from scratch here, got the base {shown(self.model.base)}")
         return self.model
@@ -253,7 +255,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_values(name: str) -> dict[str, Any]:
-    """Return the values of a recipe and its bases by dotted key."""
+    """Return the values of a recipe, including those of its bases, by dotted key."""
     return _stacked(name, ())[0]
 
 
@@ -265,18 +267,18 @@ def load_config(
 ) -> RunConfig:
     """Read recipes and YAML files in order, then the overrides. Later values win; other keys keep their defaults.
 
-    A recipe is the same at any length: its warmup, evaluations and checkpoints keep their shares of a run with other
-    `train.steps`, shorter or longer, and one line prints them. A value that a file or an override sets stays.
+    A recipe scales with `train.steps`: if another source changes the steps, the recipe's warmup, evaluations and
+    checkpoints keep their shares of the run, and a line with the new values is printed. Values that a file or an
+    override sets do not scale.
 
     Args:
-        sources: a name out of `recipe_names()`, the path of a YAML file, or several of these. A document with the key
-            `base`, another name or path, only lists its differences from that base.
+        sources: a name from `recipe_names()`, the path of a YAML file, or several of these. A document with the key
+            `base`, another name or path, lists only its differences from that base.
         overrides: values by dotted key, or texts as on a command line, `--train.lr=3e-4`; later ones win.
-        begun: the settings by dotted key of a run that goes on. It keeps its warmup, evaluations and checkpoints in
-            place of a recipe's.
+        begun: the settings, by dotted key, of a run that resumes. It keeps its warmup, evaluations and checkpoints.
 
     Raises:
-        InputError: a source, a key or a value is wrong; one line names the key, the expected values and the given one.
+        InputError: a source, a key or a value is wrong; the message names the key, the expected value and the actual.
     """
     values, shares = _stacked(sources, overrides)
     if values.get("model.base", "") is None:
@@ -302,7 +304,7 @@ def load_config(
 def _stacked(
     sources: str | Sequence[str] | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the values that win by dotted key; and the steps of the recipe by each key of `SHARES` that it set."""
+    """Return the winning values by dotted key, and for each key of `SHARES` set by a recipe, that recipe's steps."""
     documents = [pair for name in ([sources] if isinstance(sources, str) else sources or ()) for pair in _chain(name)]
     given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     values: dict[str, Any] = {}
@@ -319,7 +321,7 @@ def _stacked(
 
 
 def _drop_model(values: dict[str, Any]) -> None:
-    """Take a model from scratch and its tokenizer out of the values: a base that is set later replaces it."""
+    """Remove a model from scratch and its tokenizer from the values, because a later source sets a base."""
     model = {key for key in values if key.startswith("model.")}
     if model - _keys(BASE_SECTIONS).keys():
         for key in (model | {"data.tokenizer"}) & values.keys():
@@ -327,13 +329,13 @@ def _drop_model(values: dict[str, Any]) -> None:
 
 
 def recipe_shares(sources: str | Sequence[str] | None, overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys that follow `train.steps` as a recipe's shares of it, and the shares: "40 of 400"."""
+    """Return the keys whose values scale with `train.steps`, and their shares in the recipe, such as "40 of 400"."""
     values, wholes = _stacked(sources, overrides)
     return {key: f"{values[key]} of {steps}" for key, steps in wholes.items()}
 
 
 def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, Any]) -> None:
-    """Give the values of a recipe their shares of the run, and print the results, unless the run has begun."""
+    """Scale the values of a recipe to the steps of the run, and print the results, unless the run has begun."""
     fitted = []
     for key, least in SHARES.items():
         name, whole = key.partition(".")[2], wholes.get(key)
@@ -350,7 +352,7 @@ def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, A
 
 
 def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """Return a recipe or file after its bases, each with its own values by dotted key."""
+    """Return the bases of a recipe or file, then itself, each with its own values by dotted key."""
     if source in chain:
         raise InputError(f"base: {' -> '.join([*chain, source])} is a circle")
     document = parse_yaml(_source_text(source, pipe=not chain), source)
@@ -370,7 +372,7 @@ def _source_text(source: str, *, pipe: bool) -> str:
 
 
 def _flat(document: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a document by dotted key. Skip empty sections; pass unknown ones through."""
+    """Yield the values of a document by dotted key. Skip empty sections, and pass unknown sections through."""
     for name, section in mapping(document, "configuration").items():
         if name not in SECTIONS:
             yield str(name), section
@@ -388,7 +390,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _nearest(key: str) -> str:
-    """Suggest the likeliest key, by its full name or by the part after the dot."""
+    """Return a hint with the most similar key, by its full name or by the part after the dot."""
     if key in SECTIONS:
         return f": must have a dot, such as {key}.{fields(SECTIONS[key])[0].name}"
     names = {name.rpartition(".")[2]: name for name in KEYS} | {name: name for name in (*SECTIONS, *KEYS)}
@@ -396,7 +398,7 @@ def _nearest(key: str) -> str:
 
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
-    """Convert the value of a key to its type. A text is read as YAML first, then taken as it is."""
+    """Convert the value of a key to its type. Text is parsed as YAML; if that does not fit, it stays text."""
     readings = [value]
     if isinstance(value, str) and value.strip():  # YAML reads an empty text as null
         with suppress(InputError):

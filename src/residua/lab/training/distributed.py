@@ -31,9 +31,7 @@ TORCHRUN_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank's view of the ranks of a job. `control` is their Gloo group; None in a process that torchrun did not
-    start.
-    """
+    """One rank's view of all ranks of a job. control: their Gloo group; None if torchrun did not start this process."""
 
     rank: int = 0
     world_size: int = 1
@@ -58,7 +56,7 @@ class Ranks:
         return total / self.world_size
 
     def any(self, flag: bool) -> bool:
-        """Return whether any rank sets the flag. The hosts wait for each other, not for their devices."""
+        """Return whether any rank sets the flag. Ranks wait for each other, but not for their devices."""
         if not self.joined:
             return flag
         flags = torch.tensor([flag], dtype=torch.uint8)
@@ -75,7 +73,7 @@ class Ranks:
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Raise on all ranks if the body raises on one. Only that rank reports the error, the first of several.
+        """Raise on all ranks if the body of this context raises on one. Only the first such rank reports its error.
 
         The body must not contain collective operations. Interrupts are not passed on, because each rank gets its own.
         """
@@ -130,7 +128,7 @@ def join(device: str = "auto") -> Iterator[Ranks]:
         store = dist.PrefixStore(f"attempt {restarts}", store)
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size)
         control = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    except (RuntimeError, ValueError, OSError) as error:  # from sockets, host names or settings
+    except (RuntimeError, ValueError, OSError) as error:  # sockets, host names or settings
         raise RunError(
             f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: cannot reach the other ranks at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {str(error).splitlines()[0]}; all machines must "
@@ -143,19 +141,19 @@ def join(device: str = "auto") -> Iterator[Ranks]:
     except RuntimeError as error:
         if isinstance(error, (RunError, torch.OutOfMemoryError)) or not connection_lost(error):
             raise
-        # The network's own message names addresses, but the cause is in another process.
+        # Gloo's own message only has addresses, but the cause is in another process.
         raise RunError(
             f"rank {ranks.rank} of {ranks.world_size}: another rank ended, so this one cannot continue; see the "
             "messages of the rank that ended first or of torchrun; --resume continues from the newest checkpoint"
         ) from error
-    dist.destroy_process_group()  # not after an error: it would wait for missing ranks
+    dist.destroy_process_group()  # not after an error, when it would wait for missing ranks
 
 
 @dataclass(frozen=True)
 class BatchShard:
-    """The part of a step that one rank computes. For any number of ranks, all parts together are the step.
+    """The part of a step that one rank computes. For any number of ranks, the parts together make the same step.
 
-    A step is `accumulation` micro-batches of `rows` sequences. The ranks form the largest number of teams that divides
+    A step has `accumulation` micro-batches of `rows` sequences. The ranks form `teams` of equal size, as many as divide
     the micro-batches evenly. A team takes every `teams`-th micro-batch, and its members split the rows.
     """
 
@@ -185,7 +183,7 @@ class BatchShard:
 
     @property
     def rows_here(self) -> int:
-        """The number of sequences that this rank takes of a micro-batch."""
+        """The number of sequences of a micro-batch that this rank takes."""
         return self.rows // self.members
 
     def micro_batches(self, step: int) -> range:
@@ -195,9 +193,9 @@ class BatchShard:
 
 
 def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> Callable[..., Any]:
-    """Return a plain model, in DDP if there are ranks, compiled and recomputed as configured.
+    """Wrap a plain model in DDP if there are ranks, and compile and checkpoint it as configured.
 
-    Parameters keep their names. The layers, which are compiled one by one, are the modules named in the model's
+    Parameters keep their names. Layers are compiled one by one; they are the modules in the model's
     `_no_split_modules`.
     """
     if config.activation_checkpointing:
@@ -218,7 +216,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Make the layers of a Hugging Face model keep only their inputs and recompute the rest."""
+    """Turn on activation checkpointing for the layers of a Hugging Face model, which then keep only their inputs."""
     newest = getattr(model, "activation_checkpointing_enable", None)  # the older name warns if both exist
     (newest or model.gradient_checkpointing_enable)()
 

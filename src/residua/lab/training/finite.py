@@ -13,9 +13,9 @@ MOST_GRADIENTS = 5
 class FiniteCheck:
     """Check loss and gradients on the device, so that no step waits for the host.
 
-    From the first step that is not finite, the optimizer skips its updates (`found_inf`, which a GradScaler also sets
-    on a fused optimizer), and that step's numbers are kept for the `error`. Until then the weights stay as
-    they were after the last good step. The loss must be the mean over all ranks, so that they all agree.
+    From the first step that is not finite on, the optimizer skips its updates (`found_inf`, which a GradScaler also
+    sets on a fused optimizer), so the weights stay as after the last good step. The numbers of the failed step are kept
+    for the `error`. The loss must be the mean over all ranks, so that they all agree.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
@@ -45,11 +45,12 @@ class FiniteCheck:
         return bool(self._failed.item())
 
     def error(self, last_good: Path | None) -> Diverged:
-        """Return the error of the step that failed: its number, loss, largest gradient norms, and the `last_good`
-        checkpoint.
+        """Return the error for the failed step, with its number, its loss and its largest gradient norms.
+
+        last_good: the folder of the newest checkpoint, which the message names.
         """
         norms = self._norms.tolist()
-        # NaN first, then infinity, then by size: the likeliest causes come first.
+        # NaN first, then infinity, then by size, so that the likeliest causes come first.
         order = sorted(range(len(norms)), key=lambda i: (norms[i] != norms[i], norms[i]), reverse=True)[:MOST_GRADIENTS]
         largest = ", ".join(f"{self._named[i][0]} {norms[i]:.3g}" for i in order)
         return Diverged(

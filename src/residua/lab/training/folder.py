@@ -27,17 +27,17 @@ PATIENCE_SECONDS = 3.0  # the workers of a killed sweep hold their runs for a mo
 def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = False) -> Iterator[RunFolder]:
     """Lock a run folder for this process and write its config.yaml.
 
-    A folder without training results may be started again. A folder with a run needs `resume`, and then the settings
-    it was started with, except `FREE_KEYS`.
+    A folder without training results may be used again. A folder with a run needs `resume`, and the settings of its
+    first start, except for `FREE_KEYS`.
 
-    If the body raises InputError before anything is logged or saved, a folder that did not exist before is removed.
+    If the body of this context raises InputError before anything is logged or saved, a newly made folder is removed.
 
     Args:
         settings: the resolved configuration by section: `{"model": {...}, "data": {...}, "train": {...}}`.
 
     Raises:
-        InputError: the folder holds a run or other files, holds no run to resume, belongs to another process, cannot
-            be written, or was started with other settings.
+        InputError: the folder contains a run or other files, contains no run to resume, is held by another process,
+            cannot be written, or was started with other settings.
     """
     run = RunFolder(Path(folder), settings, resume)
     if resume and not run.config.is_file():
@@ -71,11 +71,12 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
 
 
 def _expect_own_checkpoints(run: RunFolder) -> None:
-    """Check that a link in the place of the checkpoints leads to those of this run, because old ones are deleted, and
-    somebody else may have made the link.
+    """Check that a link in place of the folder of checkpoints leads to checkpoints of this run.
+
+    The run will delete old checkpoints there, and somebody else may have made the link.
 
     Raises:
-        InputError: no checkpoint there names this run.
+        InputError: no checkpoint in the target names this run.
     """
     if run.checkpoints.is_symlink() and str(run.path.resolve()) not in runs_of_checkpoints(run.path):
         raise InputError(
@@ -86,6 +87,6 @@ def _expect_own_checkpoints(run: RunFolder) -> None:
 
 
 def more_steps(step: int, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Return the settings that may change when a run that ended at `step` continues: its steps, if they grow."""
+    """Return the settings that may also change when a run at `step` resumes: the number of steps, if it grows."""
     lengths = earlier.get("train.steps"), now.get("train.steps", 0)
     return {"train.steps"} if lengths[0] == step < lengths[1] else set()

@@ -1,4 +1,4 @@
-"""Logging of a run: rows in metrics.jsonl, TensorBoard and Weights & Biases, and the display of its progress."""
+"""Log a run: rows in metrics.jsonl, TensorBoard and Weights & Biases, and the progress display."""
 
 import os
 import socket
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class RunLog:
     """Write and show the progress of a run, on the first rank only. Every method may raise OSError.
 
-    Rows of numbers, one per logged step, go into metrics.jsonl, to TensorBoard and to Weights & Biases; those of gates
-    go into connections.jsonl. Opening the log drops the rows after `step`: a run that resumes there writes them again.
+    Rows of numbers, one per logged step, go to metrics.jsonl, TensorBoard and Weights & Biases; rows of gates go to
+    connections.jsonl. Opening the log removes the rows after `step`, which a run that resumes there writes again.
 
-    stack: closes what the log opens. gates: whether there will be rows of them. progress: as in `loop.train`.
+    stack: closes the files of the log. gates: whether there will be rows of gates. progress: as in `loop.train`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def _until(last: int, path: Path, row: Mapping[str, Any]) -> bool:
 
 
 def _has_tensorboard() -> bool:
-    """Return whether tensorboard is installed; tell the user if it is not."""
+    """Return whether tensorboard is installed; print a line if it is not."""
     if find_spec("tensorboard"):
         return True
     say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
@@ -92,10 +92,12 @@ def _has_tensorboard() -> bool:
 
 
 class _Events:
-    """A file of TensorBoard events with scalars. Unlike `SummaryWriter`, whose thread prints the errors of a full disk,
-    it writes in this thread: every method may raise OSError.
+    """A file of TensorBoard events with scalars.
 
-    step: the last step that remains valid; TensorBoard drops later ones that earlier files of the folder have.
+    `SummaryWriter` writes in another thread, which only prints an error if the disk is full. This class writes in the
+    calling thread, and every method may raise OSError.
+
+    step: the last valid step; TensorBoard ignores later steps in earlier files of the folder.
     """
 
     def __init__(self, folder: Path, step: int):
@@ -109,7 +111,7 @@ class _Events:
         self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, numbers: Mapping[str, float], step: int) -> None:
-        """Append numbers of a step."""
+        """Append the numbers of a step."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]

@@ -32,7 +32,7 @@ STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 class IndexedBatches(Protocol):
-    """A data source whose batch `index` is always the same, so that the step is its whole state."""
+    """A data source in which batch `index` is always the same, so that the step is its whole state."""
 
     def at(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels, two int64 tensors (rows, sequence_length); labels[t] follows inputs[t]."""
@@ -55,37 +55,39 @@ def train(
 ) -> dict[str, Any]:
     """Train `model` into a run folder.
 
-    Ctrl-C and the other signals of `STOPPING` end it after the current step with a checkpoint; a second Ctrl-C or
-    SIGTERM ends it at once. After a kill at any moment, `resume` continues from the newest complete checkpoint as if
+    Ctrl-C and the other signals in `STOPPING` end training after the current step, with a checkpoint; a second Ctrl-C
+    or SIGTERM ends it at once. After a kill at any moment, `resume` continues from the newest complete checkpoint as if
     nothing had happened: on the CPU the losses are the same to the last bit.
 
-    Several processes that `distributed.join` connected call this with equal models, each with its own rows of the
-    micro-batches that `distributed.BatchShard` assigns to it. They compute the same steps as one process and stop after
-    the same step. Any number of processes can resume from a checkpoint, whatever number wrote it.
+    If `distributed.join` connected several processes, all call this function with equal models; each gets its own rows
+    of the micro-batches, by `distributed.BatchShard`. Together they compute the same steps as one process, and stop
+    after the same step. Any number of processes can resume from a checkpoint.
 
     Args:
         model: `model(input_ids=, labels=, shift_labels=).loss` is the mean loss of a batch (a float or bfloat16
             scalar); labels are aligned with the inputs. It is moved to the device and left there in training mode.
-        batches: gives micro-batch `(step - 1) * gradient_accumulation + micro` of step 1, 2, ..., this rank's rows.
-        folder: the path of the run folder, or a RunFolder from `claim`, whose `resume` is used. Several ranks need the
-            latter.
+        batches: `batches.at(i)` returns this rank's rows of micro-batch i = (step - 1) * gradient_accumulation + micro,
+            for step = 1, 2, ...
+        folder: the path of the run folder, or a RunFolder from `claim`, which also determines `resume`. Several ranks
+            need a RunFolder.
         evaluate: `evaluate(model)` returns numbers for the row of its step, including `val_loss`. It runs in
             evaluation mode without gradients, in the run's precision, and the random state is restored afterwards.
             Every rank runs it, with the same number of forward passes, and gets the same result.
         observe: `observe(model, inputs)` returns the values of a row of connections.jsonl, measured on the first
             sequence of a step, inputs (1, sequence_length), every `train.connections_every` steps. It runs as
-            `evaluate` does. Each rank has its own sequence; the first rank's does not depend on their number.
-        facts: metadata of the data for facts.json; its `fingerprint`, if any, must be the same on resume.
-        parent: of the model from whose weights the run begins, for facts.json.
-            Checkpoints keep it, and a `tokenizer_fingerprint`.
-        end_of_text: the token before each document, for document masks: `model` gets `documents_apart` too.
-        progress: whether to show the progress, or a function to call instead with each step that is logged. Its caller
-            says how an interrupted run goes on.
+            `evaluate` does. Each rank has its own sequence; that of the first rank does not depend on the number of
+            ranks.
+        facts: metadata of the data, for facts.json and checkpoints. Its `fingerprint`, if any, must be the same on
+            resume.
+        parent: metadata of the model from whose weights the run begins, for facts.json.
+        end_of_text: the token before each document, for document masks; `model` then also gets `documents_apart`.
+        progress: whether to show the progress, or a function that is called with each logged step instead; the caller
+            then has to tell the user how to resume an interrupted run.
 
     Returns:
         The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of
-        `evaluate`), `checkpoint` (its folder) and `interrupted`; if it is, also `signal`, the number of the signal.
-        `seconds` counts only the training steps.
+        `evaluate`), `checkpoint` (its folder) and `interrupted`; if this is true, also `signal`, the signal's number.
+        `seconds` counts only training steps.
 
     Raises:
         InputError: the folder cannot be used (see `claim`), the checkpoint has other settings, data or weights, or
@@ -149,7 +151,7 @@ def _train(
             row |= {"tokens_per_second": (step - lap_step) * tokens_per_step / elapsed, "seconds": seconds}
             if validating:
                 with take_step.autocast, evaluating(model):
-                    row = {**row, **evaluate(model), **row}  # the row's names come first, its values win
+                    row = {**row, **evaluate(model), **row}  # keys of the row come first, and its values win
             if logging:
                 state.log(row)
             if saving:
@@ -171,7 +173,10 @@ def _due(step: int, every: int, config: "TrainConfig") -> bool:
 
 
 def pick_device(name: str, option: str = "train.device") -> torch.device:
-    """Return the device of an option; auto picks cuda if available. Raises InputError if cuda is missing."""
+    """Return the device for the value `name` of an option; "auto" picks cuda if available.
+
+    Raises InputError if cuda is requested and missing.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -181,14 +186,14 @@ def pick_device(name: str, option: str = "train.device") -> torch.device:
 
 @contextmanager
 def _stop_signals(*, twice: bool) -> Iterator[list[int]]:
-    """Yield a list that receives the number of each signal in `STOPPING`. With `twice`, a second Ctrl-C or SIGTERM ends
-    the process at once; torchrun repeats signals that the terminal has already sent, and has its own timeout.
+    """Yield a list that receives the number of each signal in `STOPPING`.
 
-    Ignored signals, such as SIGHUP under nohup, stay ignored.
+    twice: whether a second Ctrl-C or SIGTERM ends the process at once. Not under torchrun, which repeats signals that
+    the terminal has already sent, and has its own timeout. Ignored signals, such as SIGHUP under nohup, stay ignored.
     """
     stop: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals belong to the main thread
+        yield stop  # only the main thread can handle signals
         return
 
     def request(number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""AdamW or Muon with AdamW; decay on matrices only, muP's rates, a cosine schedule with warmup."""
+"""AdamW, or Muon with AdamW; weight decay only on matrices, muP's learning rates, a cosine schedule with warmup."""
 
 import math
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 def parameter_groups(model: nn.Module, weight_decay: float, connection_lr_factor: float = 1.0) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups, tied ones once; each group has `weight_decay` and `factor`.
 
-    All weights of linear maps and embeddings are decayed to zero, even maps around a sublayer that start as the
-    identity, as in the code of arXiv 2605.06729. Gains, biases, taps of convolutions and read vectors of any shape need
-    not be small and are not decayed. `factor` multiplies the learning rate: under muP (`models.mup`), and of the
-    connections' own parameters, by `connection_lr_factor`.
+    All weights of linear maps and embeddings are decayed, even maps around a sublayer that start as the identity, as in
+    the code of arXiv 2605.06729. Gains, biases, taps of convolutions and read vectors of any shape need not be small
+    and are not decayed. `factor` multiplies the learning rate. It combines muP's factor (`models.mup`) and, for the
+    connections' own parameters, `connection_lr_factor`.
 
-    A step of AdamW shrinks a weight by its learning rate times its decay. Under muP the decay is divided by the factor
-    on the learning rate, so that this product is the same at every width, as in the muTransfer package (MuAdamW).
+    A step of AdamW shrinks a weight by learning rate times decay. Under muP the decay is divided by muP's factor, so
+    that this product is the same at every width, as in the package mup (MuAdamW).
     """
     matrices = {id(parameter) for module in model.modules() for parameter in _matrices(module)}
     by_width: dict[int, float] = {}
@@ -54,7 +54,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, connection_lr_factor
 
 
 def connection_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that a scheme adds to the plain residual, without the gains of norms."""
+    """Return the parameters that a scheme adds to the plain residual, except the gains of norms."""
     streams = [module for module in model.modules() if isinstance(module, (Stream, LayerStream))]
     parameters = {
         id(parameter): parameter
@@ -67,7 +67,7 @@ def connection_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of a module that are matrices: of linear maps, embeddings, GPT-2's Conv1D, stacked experts."""
+    """Return the weights of a linear map, an embedding, GPT-2's Conv1D, or stacked experts; [] for other modules."""
     if isinstance(module, (*LINEAR_MAPS, nn.Embedding, Conv1D)):
         return [module.weight]
     experts = type(module).__name__.endswith("Experts")
@@ -75,9 +75,9 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable weights that Muon takes: the matrices of attention, MLP and the like.
+    """Return the trainable weights for Muon: the matrices of attention, MLP and similar sublayers.
 
-    Not embeddings, the head, the connections' own parameters, or stacks of experts.
+    Embeddings, the head, the connections' own parameters and stacks of experts are excluded.
     """
     excluded = {id(parameter) for parameter in connection_parameters(model)}
     for module in model.modules():
@@ -90,7 +90,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def make_optimizer(model: nn.Module, config: "TrainConfig") -> torch.optim.Optimizer:
-    """Return the optimizer of a run. Each group keeps its peak learning rate, lr times its factor, as `initial_lr`.
+    """Return the optimizer of a run. `initial_lr` of each group is its peak learning rate, `lr` times its factor.
 
     Raises:
         InputError: this torch has no Muon.
@@ -114,8 +114,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for `matrices`, AdamW for all other parameters, as one optimizer with the groups and the state of both.
 
     An update of Muon is scaled to the size of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that both
-    take the same learning rate. Like a fused optimizer it leaves everything as it is while `found_inf` is not zero;
-    Muon cannot do that on the device, so a step waits for it.
+    use the same learning rate. Like a fused optimizer, it changes nothing while `found_inf` is not zero. Muon cannot
+    check this on the device, so the host waits for the device in each step.
     """
 
     def __init__(self, groups: list[dict[str, Any]], matrices: Sequence[nn.Parameter], config: "TrainConfig"):
@@ -143,7 +143,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def _part(groups: list[dict[str, Any]], ids: set[int], *, inside: bool) -> list[dict[str, Any]]:
-    """Return the groups with only the parameters inside, or outside, of `ids`; drop empty groups."""
+    """Return the groups with only the parameters whose ids are, or are not, in `ids`; drop empty groups."""
     parts = [
         {**group, "params": [parameter for parameter in group["params"] if (id(parameter) in ids) == inside]}
         for group in groups
@@ -154,7 +154,7 @@ def _part(groups: list[dict[str, Any]], ids: set[int], *, inside: bool) -> list[
 def learning_rate_factor(step: int, config: "TrainConfig") -> float:
     """Return the learning rate of step 1, 2, ..., `config.steps` as a fraction of the peak.
 
-    It rises linearly to 1 at `warmup_steps`, then falls as a cosine to `min_lr_ratio` at the last step.
+    The fraction rises linearly to 1 at `warmup_steps`, then falls as a cosine to `min_lr_ratio` at the last step.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
@@ -163,6 +163,6 @@ def learning_rate_factor(step: int, config: "TrainConfig") -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set every group to this fraction of its peak."""
+    """Set the learning rate of every group to this fraction of its peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor

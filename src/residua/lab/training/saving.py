@@ -1,4 +1,4 @@
-"""The files of a run: the checkpoint at which it resumes, facts, rows, and the checkpoints that it saves."""
+"""Read and write the files of a run: checkpoints, facts, and rows of the log."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -34,11 +34,11 @@ FINGERPRINTS = ("fingerprint", "tokenizer_fingerprint")
 
 
 class RunState:
-    """The files of a run; only the first rank writes them. `newest` is the newest complete checkpoint, if any.
+    """The files of a run; only the first rank writes them. newest: the newest complete checkpoint, if any.
 
     parent: metadata of the model from whose weights the run begins, if any.
-    facts: metadata of the data. Checkpoints keep their fingerprints with the settings, and the decays of the optimizer
-        that differ from `train.weight_decay`, as under muP.
+    facts: metadata of the data. Checkpoints hold their fingerprints among the settings, and also the optimizer's weight
+        decays that differ from `train.weight_decay`, as under muP.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RunState:
         self.run, self._config, self._step, self._facts = run, config, take_step, facts
         self._ranks = take_step.ranks
         self._settings = flatten(run.settings) | {f"data.{name}": facts[name] for name in FINGERPRINTS if name in facts}
-        # Earlier versions derived these values from the settings in another way: a run keeps its own.
+        # Earlier versions derived these values from the settings differently, and a run keeps its own.
         decays = {group["weight_decay"] for group in take_step.optimizer.param_groups} - {0.0, config.weight_decay}
         if decays:
             self._settings["optimizer.weight_decay"] = sorted(decays)
@@ -66,9 +66,9 @@ class RunState:
         return self.newest.step if self.newest else 0
 
     def restore(self) -> None:
-        """Load the newest complete checkpoint, if any, into the model, and write the settings of the run that goes on.
+        """Load the newest complete checkpoint, if any, into the model, and write the current settings of the run.
 
-        Only the first rank looks for it.
+        Only the first rank searches for the checkpoint.
         """
         newest = None
         with self._ranks.raise_together():
@@ -84,11 +84,11 @@ class RunState:
                 write_text(self.run.config, write_yaml(dict(self.run.settings)))
 
     def _checked(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint of this run, and drop the damaged ones after it. Raises InputError."""
+        """Return the newest complete checkpoint of this run, and delete damaged later ones. Raises InputError."""
         run, newest = self.run, latest_checkpoint(self.run.path)
         if newest is None:
             if saved_steps(run.path) or run.checkpoints.is_symlink():
-                # Starting from the first step would overwrite the log and these checkpoints. A link may be a mistake.
+                # Starting from the first step would overwrite the log and the damaged checkpoints.
                 raise InputError(
                     f"{run.checkpoints} must hold a complete checkpoint to resume from, got none that can be read; "
                     "repair one, or remove this folder or link to start again from the first step"
@@ -109,7 +109,7 @@ class RunState:
         return newest
 
     def last_row(self) -> dict[str, Any]:
-        """Return the row of the newest checkpoint, of a run that has no steps left."""
+        """Return the row of the newest checkpoint, for a run that has no steps left."""
         if self._ranks.first:
             say(f"{self.run.path}: this run is finished ({self.step} steps); raise --train.steps to continue")
         with self._ranks.raise_together():
@@ -120,7 +120,7 @@ class RunState:
 
     @contextmanager
     def logging(self, *, gates: bool, progress: bool | Callable[[int], None]) -> Iterator[None]:
-        """Write the facts, and take rows in this context. gates, progress: as in `RunLog`."""
+        """Write the facts, and open the log in this context. gates, progress: as in `RunLog`."""
         if not self._ranks.first:
             yield
             return
@@ -137,8 +137,9 @@ class RunState:
                 (self._log.write_gates if gates else self._log.write)(row)
 
     def _write_facts(self) -> None:
-        """Write facts.json: the run, and the circumstances of this process. A resumed run keeps its first facts
-        and adds to `resumed`. Raises OSError.
+        """Write facts.json: facts of the run, and the circumstances of this process. Raises OSError.
+
+        A resumed run keeps its first facts, and appends its new circumstances to `resumed`.
         """
         size = sum(parameter.numel() for parameter in self._step.parameters)
         process = circumstances(self._step.device) | {"processes": self._ranks.world_size}
@@ -153,7 +154,7 @@ class RunState:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Turn an OSError inside into a RunError that says which checkpoint is kept."""
+        """Turn an OSError in this context into a RunError that names the last good checkpoint."""
         try:
             yield
         except OSError as error:
@@ -165,7 +166,7 @@ class RunState:
             ) from error
 
     def save(self, step: int, *, seconds: float, val_loss: float | None) -> None:
-        """Save the state after `step`, and drop old checkpoints. The other ranks wait for the first, which writes.
+        """Save the state after `step`, and delete old checkpoints. The first rank writes, and the others wait for it.
 
         Raises RunError if the folder cannot be written.
         """
@@ -174,15 +175,15 @@ class RunState:
         tensors = snapshot(self._step.model, self._step.optimizer, self._step.device, self._ranks)
         with self._ranks.raise_together(), self._writing(step):
             if self._log is not None:
-                self._log.sync()  # all rows are on the disk before the checkpoint is
-                self.run.checkpoints.mkdir(exist_ok=True)  # and no parents: the folder of the run may be gone
+                self._log.sync()  # all rows must be on disk before the checkpoint
+                self.run.checkpoints.mkdir(exist_ok=True)  # without `parents`, because the run's folder may be gone
                 checkpoint = write_checkpoint(checkpoint, tensors)
             self.newest = checkpoint
             if self._log is not None:
                 drop_old(self.run.checkpoints, keep=self._config.keep_checkpoints, keep_best=self._config.keep_best)
 
     def expect_finite(self) -> None:
-        """Raise Diverged after a step that failed. All ranks do, as they have one loss and one gradient."""
+        """Raise Diverged if a step was not finite. All ranks raise it, because they have the same loss and gradient."""
         if self._step.finite.failed:
             with self._ranks.raise_together():
                 raise self._step.finite.error(self.newest.path if self.newest else None)

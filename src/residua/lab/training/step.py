@@ -1,4 +1,4 @@
-"""One step of training, the same for language models, the geometric benchmarks, and measurements of its cost."""
+"""One step of training, for language models, the geometric benchmarks, and measurements of cost."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def next_token_loss(
     model: Callable[..., Any], inputs: Tensor, labels: Tensor, *, end_of_text: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the mean loss of a language model, (), and the penalty in it, () or None.
+    """Return the mean loss of a language model, (), and the penalty that it includes, () or None.
 
-    end_of_text: the token before each document; the model then reads documents separately. None for whole rows.
+    end_of_text: the token before each document, if the model has to read documents separately; None for whole rows.
     """
     output = model(input_ids=inputs, labels=labels, shift_labels=labels, **documents_apart(inputs, end_of_text))
     return output.loss, getattr(output, "penalty", None)
@@ -31,7 +31,8 @@ def next_token_loss(
 class Update(NamedTuple):
     """The result of a step: the mean loss over all ranks, (), and the norm of the gradient, ().
 
-    penalty: this rank's mean, (), None if the model has none; first_row: of the inputs, (1, ...), of this rank.
+    penalty: this rank's mean, (), or None if the model has none; first_row: the first row of this rank's inputs,
+    (1, ...).
     """
 
     loss: Tensor
@@ -51,13 +52,13 @@ class Update(NamedTuple):
 class Step:
     """A step of training: forward and backward over its micro-batches, a finite check, clipping, the update.
 
-    The model is moved to the device and left there in training mode. The optimizer has the peak learning rates. Once
-    loss or gradients are not finite, which `finite` says, nothing is updated any more.
+    The model is moved to the device and left there in training mode. The optimizer has the peak learning rates. After a
+    loss or gradient that is not finite (see `finite`), nothing is updated any more.
 
     Args:
-        batch: returns the micro-batch of an index, the arguments of the loss.
-        optimizer: by default the one of `config`.
-        loss: `loss(model, *batch)` returns the mean loss of a micro-batch, and the penalty in it or None.
+        batch: a function from the index of a micro-batch to the arguments of the loss.
+        optimizer: None for that of `config`.
+        loss: `loss(model, *batch)` returns the mean loss of a micro-batch, and the penalty that it includes or None.
 
     Raises:
         InputError: the ranks cannot share the sequences of a step.
@@ -94,7 +95,7 @@ class Step:
         return Update(loss, norm, penalty, first_row)
 
     def loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-        """Run the forward pass over a micro-batch on the device; return its loss, and the penalty in it or None."""
+        """Run the forward pass over a micro-batch on the device; return the loss, and its penalty or None."""
         with self.autocast:
             return self._loss(self._forward, *batch)
 

@@ -1,4 +1,4 @@
-"""Triton kernels for operations of `residua.ops`, under the same names. `implementation=` of an operation selects them.
+"""Triton kernels for operations of `residua.ops`, under the same names; the argument `implementation` selects them.
 
 Importing this package needs triton; importing residua does not. All arithmetic is in float32, whatever the dtype of the
 tensors. Every kernel is a custom operator of torch.library, so that torch.compile has no graph break.

@@ -1,4 +1,4 @@
-"""Register, prepare and launch kernels: operators and memory."""
+"""Register operators, allocate memory, and launch kernels."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ INTERPRETED = not isinstance(_probe, triton.JITFunction)  # triton was imported 
 def token_rows(x: Tensor, width: int) -> Tensor:
     """Reshape x: (..., *row), with `width` axes in a row, to (tokens, *row) with the last axis contiguous.
 
-    A view where possible: repeated streams (stride 0) are read from the one copy that exists.
+    The result is a view if possible, so that repeated streams (stride 0) are read from a single copy.
     """
     rows = x.reshape(-1, *x.shape[x.dim() - width :])
-    # Within a token, kernels compute offsets in 32 bits.
+    # Kernels compute the offsets within a token in 32 bits.
     near = all(stride * size < 2**31 for stride, size in zip(rows.stride()[1:], rows.shape[1:]))
     return rows if rows.stride(-1) == 1 and near else rows.contiguous()
 
@@ -40,8 +40,8 @@ def empty(like: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype |
 def operator(name: str) -> Callable[[Callable], Any]:
     """Register a function as the custom operator residua::name, which torch.compile calls without looking inside.
 
-    The compiler runs the same function on fake tensors to get the shapes of the results. If `runs` is False, the
-    function must return tensors of these shapes without launching a kernel.
+    The compiler calls the same function with fake tensors to get the shapes of the results. For tensors for which
+    `runs` is False, the function must return tensors of these shapes without launching a kernel.
     """
 
     def register(function: Callable) -> Any:

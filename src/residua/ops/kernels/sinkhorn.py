@@ -14,9 +14,9 @@ from residua.ops.kernels.launch import empty, launch, operator, runs
 
 # One program, of one warp, holds the matrices of some tokens in registers for all iterations.
 #
-# Autograd would keep every step for the backward pass, 2 n^2 numbers per iteration, although the streams themselves are
-# only n d. Here only the logits are kept. The backward kernel runs the iterations again and stores the divisors of each
-# step in scratch memory: multiplying the matrix after a step by them gives the matrix before it.
+# Autograd would keep every step for the backward pass, 2 n^2 numbers per iteration, although the streams have only n d.
+# Here only the logits are kept. The backward kernel runs the iterations again and stores the divisors of each step in
+# scratch memory. It multiplies the matrix after a step by the divisors to get the matrix before the step.
 NUMBERS = 256  # in the matrices of a program
 
 
@@ -41,9 +41,9 @@ def without_padding(log, row, column, N: tl.constexpr):
 
 @triton.jit
 def divided(log, line, AXIS: tl.constexpr, N: tl.constexpr):
-    """Return log - logsumexp(log) along an axis, as log - largest - log(total) with `total` at least 1.
+    """Return log - logsumexp(log) along an axis, computed as log - largest - log(total) with `total` at least 1.
 
-    `line` numbers the rows or columns that are summed; from N on they are padding, which has no largest number.
+    `line`: the indices of the rows or columns that are summed; indices from N on are padding, without a largest entry.
     """
     largest = tl.maximum(tl.max(log, AXIS, keep_dims=True), -3e38)
     log = log - largest
@@ -118,7 +118,7 @@ def cut(n: int, tokens: int) -> tuple[int, int, int]:
 
 @operator("sinkhorn")
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Compute `ops.sinkhorn`, with a first derivative: that of the iterations, not of their limit."""
+    """Compute `ops.sinkhorn`. It has only a first derivative, that of the iterations, not of their limit."""
     matrices = empty(logits)
     if runs(logits):
         n = logits.shape[-1]

@@ -1,4 +1,4 @@
-"""Reading, mixing and writing n streams in Triton, with coefficients of each token or shared by tokens.
+"""Read, mix and write n streams in Triton, with coefficients per token or shared by several tokens.
 
 Numbers moved for one token of n streams of d numbers, forward and backward, without the coefficients (at most n^2 + n
 per token each way): a read n d + d and 2 n d + d; a mix 2 n d and 3 n d; a write 2 n d + d and 3 n d + 2 d, or, without
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from residua.ops.kernels.launch import empty, launch, operator, runs, token_rows
 
-# One program is one token and one warp. It goes along the columns with the rows of all streams in registers. A product
-# of matrices this small is a few sums of scaled rows, for which a thread needs no other thread. Only the gradients of
-# coefficients are sums along the columns; each thread keeps its part of them until the last column. If compiled for
-# compute capability 9.0, they fit into registers for up to 8 streams; with more, the backward write spills some.
+# One program, of one warp, handles one token. It loops over the columns with the rows of all streams in registers. A
+# product of matrices this small is a few sums of scaled rows, for which threads need not communicate. Only the
+# gradients of coefficients are sums over the columns; each thread keeps partial sums until the last column. Compiled
+# for compute capability 9.0, these fit into registers for up to 8 streams; with more, the backward write spills some.
 
 
 @triton.jit
@@ -42,13 +42,13 @@ def load_number(start, index):
 
 @triton.jit
 def row_of(numbers, every, count, SIZE: tl.constexpr):
-    """Return the pointer to the SIZE coefficients of this program's token, see `_Shared`."""
+    """Return the pointer to the SIZE coefficients of this program's token (see `_Shared`)."""
     return numbers + ((tl.program_id(0) // every) % count).to(tl.int64) * SIZE
 
 
 @triton.jit
 def partial_sums(row, GROUP: tl.constexpr):
-    """Sum GROUP neighbours, as many as one thread loads at once, so that no thread needs another."""
+    """Sum GROUP neighbours, the number that one thread loads at once, so that threads need not communicate."""
     return tl.sum(tl.reshape(row, [row.shape[0] // GROUP, GROUP]), 1)
 
 
@@ -234,7 +234,7 @@ def _write_backward(
 
 
 class _Shared(NamedTuple):
-    """Coefficients in rows that tokens share: token t has row (t // every) % count of the contiguous `numbers`."""
+    """Rows of coefficients that tokens share: token t uses row (t // every) % count of the contiguous `numbers`."""
 
     numbers: Tensor | None
     every: int
@@ -244,7 +244,7 @@ class _Shared(NamedTuple):
 def _shared(x: Tensor | None, leading: Sequence[int], axes: int) -> _Shared:
     """Arrange coefficients (*some leading, *row), with `axes` axes in a row, as rows for tokens of shape `leading`.
 
-    Only axes between two leading axes along which the coefficients differ are copied out.
+    An axis of size 1 is expanded, by a copy, only if it lies between leading axes along which the coefficients differ.
     """
     if x is None:
         return _Shared(None, 1, 1)
@@ -272,13 +272,13 @@ def _added(sums: Tensor, x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor | None, width: int) -> tuple[Tensor | None, Sequence[int]]:
-    """Return `token_rows` and their strides, 0 for None."""
+    """Return the `token_rows` of x and their strides; zeros in place of the strides if x is None."""
     rows = None if x is None else token_rows(x, width)
     return rows, (0,) * width if rows is None else rows.stride()[:width]
 
 
 class Columns(NamedTuple):
-    """The number of columns that a warp takes at a time, and the number for each of its threads."""
+    """The number of columns that a warp handles at a time, and the number per thread."""
 
     block: int
     group: int
@@ -342,7 +342,7 @@ def hyper_write(streams: Tensor, y: Tensor | None, h_res: Tensor | None, h_post:
 def hyper_write_backward(
     grad: Tensor, streams: Tensor | None, y: Tensor | None, h_res: Tensor | None, h_post: Tensor | None
 ) -> list[Tensor]:
-    """Return the gradients of the inputs that are not None; `streams` is None without h_res: its gradient is `grad`."""
+    """Return the gradients of the inputs that are not None. Without h_res `streams` is None; its gradient is `grad`."""
     inputs = (streams, y, h_res, h_post)
     if not runs(grad):
         return [x.new_zeros(x.shape) for x in inputs if x is not None]
