@@ -1,4 +1,4 @@
-"""The commands: functions whose signatures and docstrings are the options and the help, as `signature` says.
+"""The commands. `signature` turns the signature and docstring of a function into options and help.
 
-A function imports slow modules itself, so that `--help` is quick.
+Functions import slow modules themselves, so that `--help` is fast.
 """

@@ -14,17 +14,17 @@ CheckpointChoice = Natural | Literal["best"]
 
 
 def expect_path(path: str, expected: str = "a run folder or one with a model of transformers") -> None:
-    """Raise InputError for a path that does not exist, before seconds of imports."""
+    """Raise InputError for a path that does not exist, before slow imports."""
     if not Path(path).exists():
         raise InputError(f"{path} must be {expected}, found no such file or folder")
 
 
 LONGEST_MESSAGE = 4000
-"""Characters of an error that are shown: it may quote a file."""
+"""The longest error message that is shown, in characters; a message may quote a file."""
 
 
 def _cut(line: str) -> str:
-    """Cut the middle out of a long line: its end says what to do."""
+    """Cut the middle out of a long line, because the remedy is at its end."""
     half = LONGEST_MESSAGE // 2
     return line if len(line) <= LONGEST_MESSAGE else f"{line[:half]} ... {line[-half:]}"
 

@@ -1,4 +1,4 @@
-"""The command `residua`: run a command by its name, and report any error in one line."""
+"""The program `residua`: run a command by its name, and report any error in one line."""
 
 import os
 import sys
@@ -13,13 +13,15 @@ from residua.errors import InputError, ReportedElsewhere, did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0, 1 for a failure at run time, 2 for bad input, 130 if interrupted,
-    143 after SIGTERM."""
+    """Run one command and return the exit status.
+
+    0 for success, 1 for a failure at run time, 2 for bad input, 130 after an interrupt, 143 after SIGTERM.
+    """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started the process, as by `2>&-`
+        if getattr(sys, name) is None:  # closed by the parent process, as by `2>&-`
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+        sys.stdout.reconfigure(errors="replace")  # print "?" for a character that the terminal cannot encode
     with lasting_messages(), interrupts() as signals:
         return _guarded(list(sys.argv[1:] if argv is None else argv), signals)
 
@@ -69,7 +71,7 @@ def _dispatch(argv: list[str]) -> int | None:
 
 
 def _overview(words: list[str]) -> str:
-    """Return the help of words that commands begin with: an example of each if there are few, and a summary of each."""
+    """Return the help on all commands that begin with `words`: a summary of each, and examples if there are few."""
     prog, choices = " ".join(["residua", *words]), words_after(words)
     width = max(map(len, choices))
     text = f"usage: {prog} COMMAND [options]\n\n"

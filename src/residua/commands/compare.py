@@ -27,7 +27,7 @@ def compare(
         runs (RUN): folders of runs
         baseline: a name from the table, or a scheme (default: the plain residual)
         out (DIR): write the pictures, comparison.md and comparison.json here
-        published: show the DDL paper's losses at the same tokens; with --out, draw its curves with the runs'
+        published: show the DDL paper's losses at the same tokens, and with --out draw its curves beside the runs'
     """
     if out is not None:
         with extra("lab"):  # raises before any run is read
@@ -75,7 +75,7 @@ def _loss(loss: float | None) -> str:
 
 
 def compared(comparison: "Comparison") -> list[Any]:
-    """Return the table, the settings in which the runs differ, and the notes of a comparison."""
+    """Return the parts of a comparison to print: the table, the settings in which runs differ, and the notes."""
     settings = map(one_line, comparison.setting_lines())
     notes = (f"note: {one_line(note)}" for note in comparison.notes)
     return [comparison.table(), *settings, *notes]

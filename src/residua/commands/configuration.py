@@ -17,9 +17,9 @@ COMMON = {
     *("model.connection", "model.num_hidden_layers", "model.hidden_size", "data.path"),
     *("train.steps", "train.batch_size", "train.sequence_length", "train.lr", "train.seed", "train.device"),
 }
-"""The keys that people change most; `--help-all` shows the others too."""
+"""The keys that are changed most often; only `--help-all` shows the others."""
 HELP_RECIPES = ("tiny", "nano", "small", "retrofit")
-"""The recipes whose values the help of these keys shows; the others vary them."""
+"""The recipes whose values are in the help of these keys; other recipes are variants of these."""
 
 
 def key_options() -> Iterator[Option]:
@@ -46,7 +46,7 @@ def key_options() -> Iterator[Option]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Where the values of a configuration come from; later ones override earlier ones.
+    """The sources of a configuration; later ones override earlier ones.
 
     Args:
         config (NAME|FILE.yaml): a recipe (tiny, nano, small, medium, retrofit, ...) or a YAML file, or several
@@ -59,10 +59,10 @@ class Configuration:
     overrides: Annotated[tuple[str, ...], key_options] = ()
 
     def load(self, *, needed: str, begun: Mapping[str, Any] = MappingProxyType({})) -> "RunConfig | None":
-        """Return the configuration, or None once it is printed.
+        """Return the configuration; with `print_config`, print it and return None.
 
         needed: the end of the message if no recipe or file is given
-        begun: the settings of a run that goes on, see `load_config`
+        begun: the settings of a run that resumes, see `load_config`
 
         Raises:
             InputError: a recipe, a file, a key or a value is wrong.
@@ -77,5 +77,5 @@ class Configuration:
 
 
 def _yaml_text(value: Any) -> str:
-    """Return a value as written in YAML and in an override."""
+    """Format a value as in YAML and in overrides."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -13,7 +13,7 @@ from residua.lab.records.folder import new_folder
 from residua.lab.records.terminal import one_line
 
 FAMILIES = Path(__file__).with_name("families.csv")
-"""Whether the models of transformers convert, by model type; tests/support/family_table.py writes it."""
+"""The table of model types of transformers that convert or not; tests/support/family_table.py writes it."""
 
 
 def convert(
@@ -71,9 +71,9 @@ def convert(
 
 
 def _checked(model: str) -> dict[str, bool]:
-    """Return lines on a model type, or on the model in a folder: one for each part, with whether it converts.
+    """Return a line for each part of a model type, or of the model in a folder; the value is whether it converts.
 
-    Raises InputError for a folder that does not exist or has no model, and for a type that the record does not have.
+    Raises InputError if the folder does not exist or has no model, or if the type is not in the table.
     """
     kind, config = model.lower(), {}
     if (folder := Path(model)).is_dir():
@@ -110,7 +110,7 @@ def _rows() -> dict[str, dict[str, str]]:
 
 
 def _found(kind: str, rows: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Return the rows of a model type and of its halves, or of its parts: `gemma3_text` for "gemma3"."""
+    """Return the rows for a model type and its encoder and decoder, or for its parts: `gemma3_text` for "gemma3"."""
     own = kind.replace("-", "_")
     families = {name: name.partition(":")[0].replace("-", "_") for name in rows}
     halves = {name: rows[name] for name, family in families.items() if family == own}

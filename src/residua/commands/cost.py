@@ -45,8 +45,8 @@ def step(
 ) -> Output | None:
     """Measure the training step of a run under several schemes.
 
-    Compared with the plain residual: time, in rounds in which the schemes take turns; the memory that the backward pass
-    keeps, in vectors of the model's width for each token and layer; and the peak of the memory.
+    Compares with the plain residual: the time, in rounds in which schemes take turns; the memory that the backward pass
+    keeps, in vectors of the model's width for each token and layer; and the peak memory.
 
     Examples:
         residua cost step --config tiny --schemes ddl-tc lambdas+tc
@@ -54,8 +54,8 @@ def step(
 
     Args:
         schemes (SCHEME): schemes to measure, with options or without: ddl-cc:recompute=none (default: the run's own)
-        rounds: times each scheme is measured
-        peak: skip the peak, which needs a process for each scheme
+        rounds: number of time measurements per scheme
+        peak: skip peak memory, which needs a process per scheme
         out (FILE): append one JSON line for each scheme
     """
     names = [canonical(scheme) for scheme in schemes]

@@ -25,14 +25,14 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Scoring:
-    """The tasks that are scored in place of the validation loss.
+    """The options for scoring tasks in place of the validation loss.
 
     Tasks, by lm-evaluation-harness:
         tasks (paper|NAME,NAME): the paper's eight or any others, in place of the validation loss
         num_fewshot: solved examples in the prompt
-        batch_size: changes speed and no result
+        batch_size: affects only speed
         include_path (DIR): a folder of local task files; needs no network
-        limit: only the first documents of each task
+        limit: score only this many documents per task
         published: show the paper's rows of this size (default: if it matches)
     """
 
@@ -129,7 +129,7 @@ def _validated(run: str, checkpoint: CheckpointChoice | None, data: str | None, 
 
 
 def _on_text(opened: "OpenModel", run: str, data: str, text_column: str) -> Output:
-    """Return the loss of a model on a text that is not the held-out one of its run."""
+    """Return the loss of a model on another text than its own held-out text."""
     from residua.lab.data.model_text import open_text
     from residua.lab.experiment import evaluate_on
 

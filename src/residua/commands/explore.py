@@ -28,15 +28,16 @@ def explore(
         residua explore runs/ddl --checkpoint best --json
 
     Args:
-        paths (RUN|TRACE|HF_DIR): folders of runs, folders of models (with --prompt), and traces; a run keeps its trace,
-            which is used again unless options say what to read; without any, the page has only its simulations
+        paths (RUN|TRACE|HF_DIR): folders of runs, folders of models (with --prompt), and traces. The trace of a run is
+            saved in its folder and used again, unless an option below says what to read. Without paths, the page has
+            only simulations
         out (FILE.html): the page to write (default: explorer.html, or none with --json)
         no_page: print tables, and write no page
         json: print JSON instead of a table
 
     What to read:
         prompt (TEXT): '' for a new document (default: the beginning of the run's validation data)
-        tokens: at most so many (default: the run's train.sequence_length, or the prompt)
+        tokens: the largest number of tokens (default: the run's train.sequence_length, or the whole prompt)
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
         data (DIR): the run's prepared data, if they have moved
     """
@@ -60,7 +61,7 @@ def explore(
 
 
 def _page_file(out: str | None, no_page: bool, json: bool) -> Path | None:
-    """Return the page to write, or None for none."""
+    """Return the path of the page to write; None if no page is wanted."""
     if out is not None and no_page:
         raise InputError("--out is not allowed with --no-page")
     if no_page or (json and out is None):

@@ -8,7 +8,7 @@ from residua.lab.records.progress import say
 from residua.lab.records.terminal import printable
 
 COLDEST, HOTTEST = 1e-6, 1e6
-"""Outside this range logits overflow, or all tokens are equally probable."""
+"""The range of temperatures: below it logits overflow, above it all tokens are equally probable."""
 Temperature = Annotated[
     float,
     Range(
@@ -39,12 +39,12 @@ def generate(
     Args:
         run (RUN|HF_DIR): folder of a run, or of a Hugging Face model
         prompt (TEXT): the text to continue; '' for a new document
-        max_new_tokens: (default: 200, or what fits the context)
+        max_new_tokens: the largest number of new tokens (default: 200, or as many as fit into the context)
         temperature: lower is more predictable
         top_p: sample from this probability mass
         top_k: sample from the K most probable (default: all)
-        greedy: always the most probable token
-        seed: of the sampling
+        greedy: always take the most probable token
+        seed: seed of the sampling
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
     """
     expect_path(run)
@@ -56,7 +56,7 @@ def generate(
 
     def show(piece: str) -> None:
         nonlocal prompt_shown
-        # The prompt waits for the first piece, so that bad input prints only its error.
+        # The prompt is printed with the first piece, so that bad input prints only its error.
         print(printable(piece if prompt_shown else prompt + piece), end="", flush=True)
         prompt_shown = True
 

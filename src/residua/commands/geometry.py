@@ -8,7 +8,7 @@ from residua.commands.signature import Output
 from residua.errors import Count, between
 
 NOT_QUICK = ("hc", "edelta-stream")
-"""Models that `quick` trains only when asked: they are not in the publication."""
+"""Models that `quick` trains only if they are named, because they are not in the publication."""
 FULL_MODELS = (
     "edelta-sequence",
     "residual",
@@ -18,7 +18,7 @@ FULL_MODELS = (
     "edelta-token",
     "mhc-split",
 )
-"""Models of `quick --full`, the most wanted first: the published ones, and two that answer them."""
+"""The models of `quick --full`, the most important first: the published models, and two controls."""
 SEEDS = (42, 123, 456)
 Seed = Annotated[int, between(0, 2**32 - 1)]
 Processes = Annotated[int, between(1, 1024)]
@@ -35,8 +35,8 @@ def reflection(
 ) -> Output:
     """Learn y = -x on R^64 with one operator, in about 2 minutes.
 
-    The published operators, exact ones, a linear map, and the hybrid from other gates and penalties. Ours are printed
-    with the published numbers.
+    Trains the published operators, exact ones, a linear map, and the hybrid with other gates and penalties, and prints
+    the results with the published numbers.
 
     Examples:
         residua study geometry reflection
@@ -45,11 +45,11 @@ def reflection(
 
     Args:
         models: operators (default: all; an unknown name lists them)
-        seeds (N): of weights and batches
-        steps: of each run (default: as in the publication)
-        vectors (N): training vectors, a run for each number
+        seeds (N): seeds of weights and batches
+        steps: steps of each run (default: as in the publication)
+        vectors (N): numbers of training vectors, with a run for each
         out (DIR): a new folder, or one to resume
-        processes: runs at the same time (default: one for each core)
+        processes: runs at the same time (default: one per core)
     """
     import torch
 
@@ -94,10 +94,10 @@ def quick(
         tasks: (default: all, with --full those on sequences; an unknown name lists them)
         full: the published sizes and steps, which need a GPU; the first seed of all models runs first
         device: auto is cuda if available
-        seeds (N): of weights and batches (default: 42 123, with --full also 456)
-        steps: of each run (default: those of the recipe)
+        seeds (N): seeds of weights and batches (default: 42 123, with --full also 456)
+        steps: steps of each run (default: as in the recipe)
         out (DIR): a new folder, or one to resume (default: runs/geometry/quick, or full with --full)
-        processes: runs at the same time (default: one for each core)
+        processes: runs at the same time (default: one per core)
     """
     from residua.lab.geometry.experiment import run_experiment
     from residua.lab.geometry.models import MODELS

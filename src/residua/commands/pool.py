@@ -1,4 +1,4 @@
-"""The options of commands that make many runs: how many at once, and on which machines."""
+"""The options of commands with many runs: how many at a time, and where."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """The processes or jobs that make the runs.
+    """The processes or jobs that carry out the runs.
 
     Args:
         processes: runs at the same time, each with one thread (default: 1, or all with slurm)
@@ -24,7 +24,7 @@ class PoolOptions:
     slurm: tuple[str, ...] = ()
 
     def executor_of_jobs(self) -> "Executor | None":
-        """Return the executor for `run_jobs`. Raises as `Slurm.of`."""
+        """Return the executor for `run_jobs`; None for processes of this machine. Raises the errors of `Slurm.of`."""
         if self.executor == "local":
             require(not self.slurm, "--slurm", "given with --executor slurm", self.slurm)
             return None

@@ -11,15 +11,15 @@ from typing import Any
 from residua.errors import InputError, RunError
 
 EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
-"""Messages of torch for sizes that the machine does not hold."""
+"""Parts of torch's messages if memory is exhausted."""
 ENDING = ("SIGTERM", "SIGHUP")
-"""Signals that end a command as Ctrl-C does, unless something else handles them, as training does."""
+"""Signals that end a command as Ctrl-C does, unless other code, such as training, handles them."""
 MISPLACED = (FileExistsError, NotADirectoryError, IsADirectoryError)
-"""Errors of the system for a path of the user, with a file in the place of a folder or the other way round."""
+"""System errors for a path of the user that is a file in place of a folder, or the reverse."""
 
 
 def in_one_line(error: Exception) -> str | None:
-    """Return the message for an error; None for a defect of ours, which deserves its traceback."""
+    """Return the one-line message for an error; None for a bug in residua, for which the traceback is shown."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -33,7 +33,7 @@ def in_one_line(error: Exception) -> str | None:
 
 
 def discard_output() -> None:
-    """Discard the rest of standard output: Python would complain when it closes it."""
+    """Discard the rest of standard output, because Python would print an error when it closes it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -61,8 +61,9 @@ class _Messages:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Yield a list that receives the number of a signal out of `ENDING`, which raises KeyboardInterrupt: commands
-    clean up.
+    """In this context, a signal in `ENDING` raises KeyboardInterrupt, so that commands clean up.
+
+    Yield a list that receives the number of the signal.
     """
     received: list[int] = []
 

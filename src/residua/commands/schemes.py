@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from residua.connections import Scheme
 
 RESULTS = Path(__file__).with_name("results.csv")
-"""The rows of ResBench for every scheme; resbench/scheme_results.py writes it."""
+"""The table with the results of ResBench for every scheme; resbench/scheme_results.py writes it."""
 WRAP = TextWrapper(75, break_on_hyphens=False)
 OURS = """
 ours, ResBench: validation loss of language models of 0.1 and 0.3 million
@@ -71,7 +71,7 @@ def _record(name: str, scheme: "Scheme") -> dict[str, Any]:
     counts: dict[str, int | None] = dict.fromkeys(PAPER_SIZES)
     try:
         size, counts = state(scheme), {**added(scheme)}
-    except Exception as error:  # of a custom scheme, such as one for some widths only
+    except Exception as error:  # a custom scheme, which may allow only some widths
         size, reason = None, f"{type(error).__name__}: {first_line(error)}"
     values = {field.name: (getattr(scheme, field.name), field.default) for field in fields(scheme)}
     return {
@@ -144,5 +144,5 @@ def _explained(name: str) -> Output:
 
 
 def _place(kind: "type[Scheme]", option: dict[str, Any]) -> tuple[bool, bool]:
-    """Sort the options that a preset sets first, then those of its scheme, then those of many schemes."""
+    """Return the sort key of an option: first those set by the preset, then the scheme's own, then common options."""
     return option["value"] == option["default"], option["name"] not in kind.__annotations__

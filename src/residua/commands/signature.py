@@ -1,9 +1,9 @@
 """The options and the help of a command, read from the signature and the docstring of its function.
 
 Parameters before `*` are arguments, the others are options: `batch_size: int = 8` is `--batch-size N`. A bool is a
-switch, a tuple takes several values, and a parameter whose type is a dataclass becomes the fields of the class. A
-function in the metadata of a field's type yields the options of that field. A function that returns an `Output` has
-`--json` too.
+switch, and a tuple takes several values. A parameter whose type is a dataclass is replaced by the fields of the class.
+A function in the metadata of a field's type yields the options of this field. A function that returns an `Output` also
+has `--json`.
 
 The sections of the docstring are the groups of `--help`, with one entry each: "name (METAVAR): text". Examples come
 first. Only `--help-all` shows the entries under "Rarely:".
@@ -42,11 +42,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         """Parse all arguments; an unknown one is an error."""
         for argument in args:
-            if argument.startswith("--") and argument.endswith("=--"):  # argparse would return a list as this value
+            if argument.startswith("--") and argument.endswith("=--"):  # argparse would return the value [] for it
                 self.error(f"argument {argument[:-3]} must have a value, got --")
         for argument in takewhile(lambda argument: argument != "--", args):
             misspelt = argument.startswith("--") and argument.partition("=")[0] not in self._option_string_actions
-            if misspelt and " " not in argument:  # argparse would first say that the right option is missing
+            if misspelt and " " not in argument:  # argparse would report the correct option as missing
                 self._refuse(argument)
         arguments, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Output(NamedTuple):
-    """The output of a command: the value for --json, else texts and tables, which are a header and rows."""
+    """The output of a command: the value for --json, and the parts to print without it: texts and tables."""
 
     value: Any
     parts: Iterable[Any]
@@ -85,8 +85,8 @@ class Output(NamedTuple):
 class Option(NamedTuple):
     """An argument of the parser: its name or flag, its group in the help, and the settings of `add_argument`.
 
-    usage   how the first line of the help shows it; empty if it may be left out
-    rare    only `--help-all` shows it
+    usage   the text in the first line of the help; empty for an optional argument
+    rare    whether only `--help-all` shows it
     """
 
     flag: str
@@ -97,7 +97,7 @@ class Option(NamedTuple):
 
 
 def run_function(prog: str, function: Callable[..., Any], argv: list[str]) -> Any:
-    """Call a function with the arguments of a command line, or print its help; return an exit status, None for 0."""
+    """Call a function with the arguments of a command line, or print its help. Return the exit status; None means 0."""
     parser = command_parser(prog, function, everything="--help-all" in argv)
     if HELP.intersection(argv):
         print(parser.format_help(), end="")
@@ -106,7 +106,7 @@ def run_function(prog: str, function: Callable[..., Any], argv: list[str]) -> An
 
 
 def command_parser(prog: str, function: Callable[..., Any], *, everything: bool = False) -> Parser:
-    """Return the parser of a function. Its help leaves rare options out unless `everything` is asked for."""
+    """Return the parser of a function. Its help has rare options only if `everything` is set."""
     options = list(_options(function))
     if _prints_json(function):
         options.append(Option("--json", "Args", {"action": "store_true", "help": "print JSON instead of text"}))
@@ -133,8 +133,10 @@ def command_parser(prog: str, function: Callable[..., Any], *, everything: bool 
 
 
 def call(function: Callable[..., Any], arguments: argparse.Namespace) -> Any:
-    """Call a function with the values that its parser has read, and its own defaults for the others. Print its output;
-    return any other result."""
+    """Call a function with the values that its parser has read, and its own defaults for all others.
+
+    Print the result if it is an `Output`; return any other result.
+    """
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(arguments).items()}
     as_json = given.pop("json", False) if _prints_json(function) else given.get("json", False)
     for name, kind in types_of(function).items():
@@ -162,13 +164,13 @@ def _description(function: Callable[..., Any], wide: int) -> str:
 
 
 def _sections(documented: Any) -> dict[str, str]:
-    """Return the sections of a docstring by their titles, "" for the text before the first."""
+    """Return the sections of a docstring by title; "" is the title of the text before the first section."""
     start, *rest = re.split(r"(?m)^([A-Z].*):\n(?=    )", docstring(documented))
     return {"": start.strip()} | {title: textwrap.dedent(text).strip() for title, text in zip(rest[::2], rest[1::2])}
 
 
 def _prints_json(function: Callable[..., Any]) -> bool:
-    """Return whether a function returns an `Output` and leaves `--json` to us."""
+    """Return whether `--json` is added to a function: it returns an `Output`, and has no such option itself."""
     returned = types_of(function).get("return")
     return "json" not in types_of(function) and Output in (returned, *get_args(returned))
 
@@ -198,7 +200,7 @@ def _options(documented: Any) -> Iterator[Option]:
 def _option(
     name: str, kind: Any, default: Any, entry: tuple[str, str, str], ranges: list[Range], positional: bool
 ) -> Option:
-    """Return the option of a parameter. `entry`: its section, metavar and text in the docstring."""
+    """Return the option for a parameter. entry: its section, metavar and text in the docstring."""
     group, metavar, text = entry
     if get_origin(kind) in (Union, UnionType):
         rest = tuple(option for option in get_args(kind) if option is not NoneType)
@@ -222,7 +224,7 @@ def _option(
 
 
 def _help(text: str, default: Any) -> str:
-    """Return the text on a parameter with its default, unless the default is a switch's, empty, or in the text."""
+    """Return the help text with the default, unless the default is a switch's, is empty, or is already in the text."""
     text = " ".join(text.split()).replace("%", "%%")
     if default in (inspect.Parameter.empty, None, "", ()) or isinstance(default, bool) or "(default" in text:
         return text
@@ -230,7 +232,7 @@ def _help(text: str, default: Any) -> str:
 
 
 def read(text: str, kind: Any, ranges: Sequence[Range] = ()) -> Any:
-    """Return the value that a text stands for. Raises ArgumentTypeError if it is of another type or outside a range."""
+    """Parse the text of an argument. Raises ArgumentTypeError if it has the wrong type or is outside a range."""
     if text in choices(kind):
         return text
     for convert in (float, int, Path, str):
@@ -247,7 +249,7 @@ def read(text: str, kind: Any, ranges: Sequence[Range] = ()) -> Any:
 
 
 def choices(kind: Any) -> list[str]:
-    """Return the values of a type that has only a few, as YAML writes them; an empty list for other types."""
+    """Return the values of a type with only a few, as written in YAML; an empty list for other types."""
     if kind is bool:
         return ["true", "false"]
     if get_origin(kind) is Literal:
@@ -257,5 +259,5 @@ def choices(kind: Any) -> list[str]:
 
 
 def metavar_of(kind: Any) -> str:
-    """Return the placeholder of a type in the help: its choices, X for a number, N for a whole one, or NAME."""
+    """Return the placeholder of a type in the help: its choices, X for a number, N for a whole number, or NAME."""
     return "|".join(choices(kind)) or ("X" if fits(0.5, kind) else "N" if fits(1, kind) else "NAME")

@@ -26,8 +26,8 @@ def run(
 ) -> Output:
     """Run a study that a file describes, such as ResBench.
 
-    Tune every scheme under one budget, train seeds that took no part in it, measure costs, and write tables with
-    intervals. If the command is killed, the same command continues.
+    Tunes every scheme with the same budget, trains seeds that were not used for tuning, measures costs, and writes
+    tables with intervals. If the command is killed, the same command continues.
 
     Examples:
         residua study run resbench --data data/resbench --out runs/resbench --dry-run
@@ -40,17 +40,17 @@ def run(
     Args:
         study (FILE.yaml|resbench): the study
         out (DIR): the folder of the study, new or to continue
-        data (DIR): prepared data, in place of what the study names
+        data (DIR): prepared data, in place of the data that the study names
         schemes (SCHEME): only these and the baselines (default: all)
         sizes (SIZE): only these (default: all)
-        dry_run: print runs, hours and the differences that they can show, and train nothing
-        teraflops: of another machine, for --dry-run (default: as a step of the first baseline has here)
+        dry_run: print runs, hours and the differences that they can detect, and train nothing
+        teraflops: speed for --dry-run (default: measured here by a step of the first baseline)
 
     Rarely:
         no_costs: measure neither time nor memory
         measure: measure time and memory again, and train nothing
         compiled: with --measure: only the time of a step through torch.compile
-        rounds: of time measurements (default: 45)
+        rounds: rounds of time measurements (default: 45)
     """
     from residua.lab.study.definition import load_study
 
@@ -88,7 +88,7 @@ def report(folder: str, *, out: str | None = None) -> Output:
 
     Args:
         folder (DIR): the folder of a study
-        out (DIR): folder for the report (default: that of the study)
+        out (DIR): folder for the report (default: the folder of the study)
     """
     from residua.lab.study.report import markdown, payload, write_report
     from residua.lab.study.results import read_results
@@ -109,11 +109,11 @@ def verify(
 ) -> int:
     """Repeat some runs of a study, and compare to the last bit.
 
-    It first prints what this takes. Runs that were recorded with this device and PyTorch are drawn first: others may
-    differ in the last bits.
+    First prints the expected effort. Runs that were recorded with this device and PyTorch are drawn first, because
+    others may differ in the last bits.
 
-    A study's own runs are those of all points that its settings allow, even of points that it would no longer choose,
-    as when more seeds compared the finalists.
+    Runs are drawn from all points that the study's settings allow, even points that it would no longer choose, for
+    example after more seeds compared the finalists.
 
     Examples:
         residua study verify runs/mine --share 0.1
@@ -121,11 +121,11 @@ def verify(
 
     Args:
         folder (DIR): the folder of a study
-        data (DIR): prepared data, in place of what the study names
-        schemes (SCHEME): runs of these (default: all)
-        sizes (SIZE): runs of these (default: all)
-        seeds (N): runs of these (default: all)
-        share: of these runs
+        data (DIR): prepared data, in place of the data that the study names
+        schemes (SCHEME): only runs of these (default: all)
+        sizes (SIZE): only runs of these (default: all)
+        seeds (N): only runs of these (default: all)
+        share: the fraction of these runs to repeat
     """
     from residua.lab.study.verify import sample, verify
 

@@ -28,11 +28,11 @@ is the help of the word `study`; likewise for other words that several commands 
 
 
 def words_after(words: list[str]) -> list[str]:
-    """Return the words that may follow these, in the order of the overview."""
+    """Return the words that may follow `words` in a command, in the order of the overview."""
     below = [name.split()[len(words) :] for name in COMMANDS if name.split()[: len(words)] == words]
     return list(dict.fromkeys(rest[0] for rest in below))
 
 
 def explained(words: list[str]) -> Any:
-    """Return the function of a command, or the module that explains the first words of several."""
+    """Return the function of a command, or the module whose docstring explains the words that several begin with."""
     return resolve_name(f"residua.commands.{COMMANDS.get(' '.join(words), words[-1])}")

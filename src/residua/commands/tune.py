@@ -21,8 +21,8 @@ def tune(
 ) -> Output | None:
     """Tune keys of a configuration over grids, seeds and neighbours.
 
-    Keys whose values are not positive numbers, such as model.connection, make groups, which are tuned separately.
-    So do keys that decide how a loss is measured, such as train.sequence_length and those of the data.
+    Keys whose values are not positive numbers, such as model.connection, form groups, which are tuned separately.
+    So do keys that determine how a loss is measured, such as train.sequence_length and those of the data.
 
     Examples:
         residua study tune --config tiny --over train.lr=1e-3,2e-3 --out sweeps/lr
@@ -33,7 +33,7 @@ def tune(
     Args:
         out (DIR): a new folder, or the folder of a sweep to continue
         over (KEY=VALUE,...): keys and the values to try
-        seeds: runs of each point
+        seeds: seeds for each point
         neighbours: continue from the best point of the grid: train its neighbours, each number halved and doubled,
             until none is better
         finalists: best points of each group that get more than one seed (default: all, or 3 with --neighbours)

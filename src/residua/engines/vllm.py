@@ -108,7 +108,7 @@ def expect_served(config: Any, *, is_moe: bool = False) -> None:
     stream = stream_in(config)
     if not all(getattr(part, "causal", True) for part in stream.parts) or not reads_by_filters(stream):
         raise NotImplementedError(
-            f"vLLM cannot serve {name_of(scheme_in(config))}, which reads other tokens by more than short convolutions; "
+            f"vLLM cannot serve {name_of(scheme_in(config))}, which reads other tokens than its short convolutions do; "
             "use residua.load(folder)"
         )
 

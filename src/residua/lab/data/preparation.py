@@ -233,7 +233,7 @@ def _index(
     for split, part in splits.items():
         if part.tokens < 2:
             raise InputError(
-                f"{corpus.name}: too small: none of {documents} document(s) is left for {split}; give more text, or "
+                f"{corpus.name}: too small: of {documents} document(s) nothing is left for {split}; give more text, or "
                 "cut long documents with --longest-document"
             )
     return {

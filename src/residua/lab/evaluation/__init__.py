@@ -1,4 +1,4 @@
 """Evaluate trained models.
 
-The modules need different extras, so each name is imported from its own, such as `residua.lab.evaluation.loss`.
+The modules need different extras, so import each name from its own module, such as `residua.lab.evaluation.loss`.
 """

@@ -1,6 +1,6 @@
-"""Decide whether two validation losses can be compared: as they are, in bits per byte, or not at all.
+"""Decide whether two validation losses can be compared: directly, only in bits per byte, or not.
 
-Everything that ranks losses asks here: `compare`, the explorer, the demo, `study tune` and `study run`.
+Everything that ranks losses uses this module: `compare`, the explorer, the demo, `study tune` and `study run`.
 """
 
 import math
@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 Unit = Literal["nats per token", "bits per byte"]
 NATS: Unit = "nats per token"
 MEASURE_KEYS = ("train.sequence_length", "train.document_masks", "train.precision")
-"""The keys, besides those of the data, that decide how a loss is measured."""
+"""The keys that determine how a loss is measured, in addition to the keys of the data."""
 LOSSLESS = ("bpe", "byte", "gpt2")
 """Tokenizers that reproduce every text."""
 
 
 def decides_measure(key: str) -> bool:
-    """Return whether a key of the configuration decides how a loss is measured, and not only its value."""
+    """Return whether a key of the configuration determines how a loss is measured, and not only its value."""
     return key in MEASURE_KEYS or key.startswith("data.")
 
 
@@ -25,11 +25,11 @@ class Measurement(NamedTuple):
 
     text        digest of the held-out text
     tokenizer   fingerprint of the tokenizer
-    lossless    whether the tokens reproduce the text, so that bits per byte count all of its bytes
-    window      tokens of a sequence
-    masks       whether documents were kept apart
-    precision   of the arithmetic
-    tokens      of the planned training
+    lossless    whether the tokens reproduce the text, so that bits per byte count all bytes of the text
+    window      the number of tokens in a sequence
+    masks       whether documents were masked from each other
+    precision   the precision of the arithmetic
+    tokens      the number of planned training tokens
     """
 
     text: Any = None
@@ -42,9 +42,9 @@ class Measurement(NamedTuple):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], data: Mapping[str, Any]) -> "Measurement":
-        """Return the measure of a run by its settings with dotted keys and the facts of its data."""
+        """Return how the losses of a run are measured, from its settings by dotted key and the facts of its data."""
         text = data.get("fingerprint")
-        if data.get("sha256") is not None:  # of the text, whatever the tokenizer
+        if data.get("sha256") is not None:  # the text's digest does not depend on the tokenizer
             text = data["sha256"], data.get("validation_fraction"), data.get("split", "documents")
         lost = data.get("lost_share")
         window = settings.get("train.sequence_length")
@@ -67,7 +67,7 @@ class Verdict(NamedTuple):
 
     unit      the unit in which they can be compared; None if they cannot
     reasons   why they cannot be compared
-    marks     further differences that change a loss and that a reader must know
+    marks     further differences that affect the losses, which a reader must know
     """
 
     unit: Unit | None
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
 
 
 def judged(ours: Measurement, theirs: Measurement) -> Verdict:
-    """Say whether the losses of two runs can be compared. An unknown fact is not a reason against it."""
+    """Decide whether the losses of two runs can be compared. Unknown facts count as equal."""
 
     def differ(name: str) -> bool:
         values = [getattr(side, name) for side in (ours, theirs)]
@@ -100,7 +100,7 @@ def judged(ours: Measurement, theirs: Measurement) -> Verdict:
 
 
 def common_unit(measures: Iterable[Measurement]) -> Verdict:
-    """Return the verdict on several losses: the unit in which all can be ranked, and all reasons and marks."""
+    """Return the verdict on several losses: the unit in which all of them can be ranked, and all reasons and marks."""
     first, *others = [*measures] or [Measurement()]
     verdicts = [judged(other, first) for other in others]
     units = {verdict.unit for verdict in verdicts}

@@ -1,9 +1,9 @@
 """Compare runs: the loss that each reached, and its difference to a baseline at the same step, tokens or seconds.
 
-Two loss curves look the same in a plot; schemes differ visibly only in the difference of their losses over several
-seeds. Runs that differ only in `train.seed` are a row. If a row and the baseline share seeds, the differences are
-taken seed by seed, which removes the noise that both share (the order of the data). Losses that were not measured alike
-have no difference, or one in bits per byte: `comparable.judged` decides.
+Loss curves of two schemes look the same in a plot; a difference becomes visible only if it is taken over several seeds.
+Runs that differ only in `train.seed` form a row. If a row and the baseline have common seeds, differences are taken
+seed by seed, which cancels the common noise (the order of the data). Losses that were not measured in the same way have
+no difference, or one in bits per byte: `comparable.judged` decides.
 """
 
 import json
@@ -33,13 +33,13 @@ STAR = " *"
 MOVES_NO_LOSS = {
     f"train.{name}" for name in ("checkpoint_every", "evaluate_every", "log_every", "keep_best", "keep_checkpoints")
 }
-"""Settings that do not change a loss."""
+"""Settings that do not affect the loss."""
 
 
 def published_beside(comparison: "Comparison") -> list[PublishedModel]:
-    """Return the published models that have a curve, of the runs' schemes and the plain residual, at the runs' sizes.
+    """Return the published models with a curve, for the runs' schemes and the plain residual, at the runs' sizes.
 
-    For a run that has the size of no published model, they are those of 124M.
+    A run without a published model of its size is compared with the models of 124M.
     """
     found = {}
     for run in comparison.runs:
@@ -52,7 +52,7 @@ def published_beside(comparison: "Comparison") -> list[PublishedModel]:
 
 
 def published_losses(comparison: "Comparison") -> list[dict[str, Any]]:
-    """Return the last validation loss of every run beside the published losses at the same tokens, as plain values."""
+    """Return the last validation loss of every run and the published losses at the same tokens, as plain values."""
     losses = []
     for run in (run for run in comparison.runs if run.validation):
         last, size = run.validation[-1], size_of(run.settings) or "small"
@@ -75,15 +75,17 @@ def published_losses(comparison: "Comparison") -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of runs, and the row that the others are compared with. `left_out` has a sentence on each run in no row."""
+    """Rows of runs, and the row that is the baseline. left_out: a sentence on each run that is in no row."""
 
     rows: tuple[Row, ...]
     baseline: Row | None
     left_out: tuple[str, ...] = ()
 
     def against(self, baseline: str | None) -> "Comparison":
-        """Return the same runs compared with another baseline: the name of a row, or None for the first with the
-        plain residual. Raises InputError for an unknown name.
+        """Return the same runs compared with another baseline.
+
+        baseline: the name of a row; None for the first row with the plain residual. Raises InputError for an unknown
+        name.
         """
         if baseline is None:
             return replace(self, baseline=self._plain_residual)
@@ -96,19 +98,19 @@ class Comparison:
 
     @property
     def runs(self) -> list[Run]:
-        """All runs that are in a row."""
+        """The runs of all rows."""
         return [run for row in self.rows for run in row.runs]
 
     def _of_scheme(self, name: str) -> list[Row]:
         return [row for row in self.rows if row.connection == name]
 
     def verdict(self, row: Row) -> Verdict:
-        """Say whether a row can be compared with the baseline, or with the first row if there is none."""
+        """Return whether a row can be compared with the baseline, or with the first row if there is no baseline."""
         return judged(row.measure, (self.baseline or self.rows[0]).measure)
 
     @cached_property
     def unit(self) -> Unit:
-        """The unit of all differences: bits per byte if the tokenizers differ and keep the text."""
+        """The unit of all differences: bits per byte if tokenizers differ and are lossless."""
         units = [self.verdict(row).unit for row in self.rows]
         return "bits per byte" if "bits per byte" in units else "nats per token"
 
@@ -118,12 +120,12 @@ class Comparison:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """The caveats for a reader of the numbers: first the runs left out, then the limits of the comparison."""
+        """The caveats for a reader: first the runs that were left out, then the limits of the comparison."""
         return (*self.left_out, *_notes(self))
 
     @cached_property
     def settings(self) -> dict[str, dict[str, list[str]]]:
-        """The settings in which the rows differ and that can move a loss: the rows by value, by key."""
+        """The settings that differ between rows and can affect a loss: for each key, the names of the rows by value."""
         alike = {row.connection: row for row in self.rows}
         runs = {row.name: row.runs[0] for row in self.rows}
         keys = dict.fromkeys(key for run in runs.values() for key in sorted(run.settings))
@@ -137,7 +139,7 @@ class Comparison:
         return {key: values[key] for key in sorted(values) if len(values[key]) > 1}
 
     def setting_lines(self) -> list[str]:
-        """Return `settings` as lines that list the values with their rows, wrapped if they are long."""
+        """Return `settings` as lines with the values and their rows, wrapped if they are long."""
         lines = []
         for key, values in self.settings.items():
             lines += wrap(
@@ -151,8 +153,9 @@ class Comparison:
 
     @property
     def colours(self) -> dict[str, int]:
-        """The colour number of every row, the same in all pictures and for every baseline: 0 for the first plain
-        residual, from 1 for the others.
+        """The colour number of each row, the same in all pictures and for every baseline.
+
+        The first row with the plain residual has 0, the others count from 1.
         """
         plain = self._plain_residual
         others = [row.name for row in self.rows if row is not plain]
@@ -160,8 +163,9 @@ class Comparison:
 
     @property
     def speeds_differ(self) -> bool:
-        """Whether a row takes over 5 % more seconds than the baseline, so that at equal seconds its runs are seen at
-        an earlier point of their learning rate's schedule.
+        """Whether a row takes over 5 % more seconds than the baseline.
+
+        At equal seconds its runs are then at an earlier point of their learning-rate schedule.
         """
         if self.baseline is None or self.baseline.seconds is None:
             return False
@@ -169,7 +173,7 @@ class Comparison:
         return most > 1.05 * self.baseline.seconds.mean
 
     def differences(self, row: Row, axis: Axis = "tokens") -> dict[float, Estimate]:
-        """Return the validation loss of `row` minus the baseline's by the place on `axis`, in `unit`.
+        """Return the validation loss of `row` minus the baseline's, in `unit`, keyed by position on `axis`.
 
         See `Row.minus`. Empty for the baseline itself, without a baseline, and if the losses cannot be compared.
         """
@@ -178,11 +182,11 @@ class Comparison:
         return row.minus(self.baseline, axis, self.unit)
 
     def final_difference(self, row: Row) -> tuple[float, Estimate] | None:
-        """Return the last number of tokens that both the row and the baseline reached, and the difference there."""
+        """Return the last number of tokens that both row and baseline reached, and the difference there; or None."""
         return max(self.differences(row).items(), default=None)
 
     def table(self) -> table.Table:
-        """Return a line for each row of runs. A star marks losses of stopped runs, and of runs of different lengths."""
+        """Return a table with a line for each row. A star marks losses of stopped or unequally long runs."""
         versus = f"vs {self.baseline.name}" if self.baseline else "difference"
         loss = "validation loss" if self.unit == "nats per token" else self.unit
         header = ["run", "seed", loss, versus, "parameters", "tokens/s", "seconds"]
@@ -205,7 +209,7 @@ class Comparison:
         return "–" if final is None else _estimate_text(final[1], "+.4f") + STAR * (len(self.ends(row)) > 1)
 
     def ends(self, row: Row) -> set[int]:
-        """Return the tokens at which the compared runs of a row and the baseline end; none without a difference."""
+        """Return the numbers of tokens at which the compared runs of a row and the baseline end; empty without any."""
         if self.final_difference(row) is None:
             return set()
         return {run.validation[-1].tokens for side in row.shared(self.baseline) for run in side.values()}
@@ -217,7 +221,7 @@ class Comparison:
         return "\n".join([self.table().markdown(5), *below, *(f"\n{note}" for note in self.notes)]) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain values for `json.dumps`; None for numbers that are missing or not finite."""
+        """Return all results as plain values for `json.dumps`; None for numbers that are missing or not finite."""
         rows = [
             {
                 "name": row.name,
@@ -249,11 +253,11 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
 
     Args:
         folders: run folders, in the order of their rows in the table; duplicates count once.
-        baseline: the name of a row as in the table, or a scheme that one row has; None for the first with the plain
-            residual.
+        baseline: the name of a row as in the table, or a scheme that only one row has; None for the first row with the
+            plain residual.
 
     Raises:
-        InputError: there is no folder, a folder has no run, or the baseline is not one of the rows.
+        InputError: no folder is given, a folder has no run, or the baseline is not one of the rows.
     """
     unique = {Path(folder).resolve(): Path(folder) for folder in reversed(list(folders))}
     runs = [Run.read(folder) for folder in reversed(unique.values())]
@@ -264,9 +268,9 @@ def compare(folders: Iterable[str | Path], *, baseline: str | None = None) -> Co
 
 
 def _grouped(runs: Sequence[Run]) -> tuple[list[Row], list[str]]:
-    """Group runs with equal settings: they are named after their schemes if these differ, or else after their folders.
+    """Group runs with equal settings into rows, named after their schemes if these differ, otherwise after folders.
 
-    Of runs with the same settings and seed, the one that came furthest counts.
+    Of runs with equal settings and seed, the longest counts. The second result has a sentence on each run left out.
     """
     members: dict[str, dict[int, Run]] = {}
     left_out = []
@@ -290,7 +294,7 @@ def _reached(run: Run) -> tuple[int, int]:
 
 
 def _names(sets: Sequence[tuple[Run, ...]]) -> list[str]:
-    """Return a name for each set of runs: its scheme, if all schemes differ, or else its folder."""
+    """Return a name for each set of runs: its scheme if all schemes differ, otherwise its folder."""
     schemes = [runs[0].connection for runs in sets]
     if len({*schemes}) == len(sets):
         return schemes
@@ -299,11 +303,11 @@ def _names(sets: Sequence[tuple[Run, ...]]) -> list[str]:
         names = [_common_name([Path(*run.folder.resolve().parts[-depth:]).as_posix() for run in runs]) for runs in sets]
         if len({*names}) == len(sets):
             return names
-    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]  # a folder holds runs of several rows
+    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]  # several rows in one folder
 
 
 def _common_name(folders: Sequence[str]) -> str:
-    """Return the name of a folder, or the common beginning of several names without the number of the seed."""
+    """Return the common prefix of the names of folders, without the number of the seed."""
     first, *others = folders
     common = "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*folders)))
     if any(folder[len(common) :][:1].isdigit() for folder in folders):
@@ -312,18 +316,18 @@ def _common_name(folders: Sequence[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a setting for use in a name: numbers with 6 digits, and 12 characters of a fingerprint."""
+    """Format a setting for a name: numbers with 6 digits, fingerprints with 12 characters."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text[:12] if len(text) == 64 else text
 
 
 def _listed(values: Mapping[str, Sequence[str]]) -> str:
-    """Return values with the rows that have them: "0.001 (a, b); 0.002 (c)"."""
+    """Format values with the rows that have them: "0.001 (a, b); 0.002 (c)"."""
     return "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return caveats about the numbers of a table."""
+    """Return the caveats about the numbers in a table."""
     notes = []
     baseline = comparison.baseline
     if baseline is None and len(comparison.rows) > 1:
@@ -393,5 +397,5 @@ def _plain(value: Estimate | None) -> dict[str, float | None] | None:
 
 
 def _at(point: tuple[float, Estimate] | None) -> dict[str, float | None] | None:
-    """Return an estimate at a place on an axis as plain values."""
+    """Return an estimate and its position on an axis as plain values; None for None."""
     return None if point is None else finite({"at": point[0], **point[1]._asdict()})

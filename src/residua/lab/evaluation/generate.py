@@ -36,23 +36,23 @@ def complete(
 ) -> str:
     """Continue `prompt` until the end-of-text token or `max_new_tokens`; return the new text without the prompt.
 
-    Only the arguments count: the model's own generation_config has no effect.
+    Only the arguments matter; the model's own generation_config has no effect.
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: the tokenizer it was trained with.
-        prompt: the text to continue; an empty one starts a new document, after an end-of-text token.
-        max_new_tokens: upper limit; None means 200, or fewer if the model's context ends before.
+        tokenizer: the tokenizer that the model was trained with.
+        prompt: the text to continue; "" starts a new document, after an end-of-text token.
+        max_new_tokens: the upper limit; None for 200, or fewer if the model's context is shorter.
         min_new_tokens: number of tokens before the end-of-text token is allowed.
         temperature: divides the logits, above 0; lower is more predictable.
-        top_p: sample among the most probable tokens that together reach this probability, in (0, 1]; 1 is all.
-        top_k: sample among the k most probable tokens; 0 is all.
+        top_p: sample among the most probable tokens that together reach this probability, in (0, 1]; 1 for all.
+        top_k: sample among the k most probable tokens; 0 for all.
         greedy: always take the most probable token; temperature, top_p, top_k and seed then have no effect.
         seed: seed of the sampling. The global random state of PyTorch does not change.
         on_text: called with each piece of new text as soon as it is final, to stream the output.
 
     Raises:
-        InputError: prompt and new tokens do not fit into the model's context, or the model computes no probabilities.
+        InputError: prompt and new tokens do not fit into the model's context, or logits are not finite.
     """
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
     if None in tokens:
@@ -74,7 +74,7 @@ def complete(
         do_sample=not greedy,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
-        # Some rows may belong to no token and be untrained: at the end, or in gaps of the tokenizer.
+        # Some rows of the head may belong to no token: at the end, or in gaps between ids. They are untrained.
         suppress_tokens=sorted({*range(rows)} - {*tokenizer.get_vocab().values()}) or None,
         **({} if greedy else {"temperature": temperature, "top_p": top_p, "top_k": top_k}),
     )
@@ -88,14 +88,14 @@ def complete(
             logits_processor=LogitsProcessorList([_Numbers()]),
             streamer=None if on_text is None else _Pieces(tokenizer, tokens, on_text),
         )
-    # Some decoders drop the space before the first token of a text, so the prompt is decoded too.
+    # Some tokenizers drop the space before the first token of a text, so decode the prompt too.
     before, whole = (str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in (tokens, output[0]))
     return whole[len(before) :]
 
 
 @contextmanager
 def _alone(model: "GenerationMixin") -> Iterator[None]:
-    """Set the model's own generation settings aside: transformers takes from them every setting that a call omits."""
+    """Replace the model's generation_config by defaults in this context, because `generate` would read it too."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -105,7 +105,7 @@ def _alone(model: "GenerationMixin") -> Iterator[None]:
 
 
 class _Numbers(LogitsProcessor):
-    """Raise InputError for logits that are NaN or infinite, from which transformers would still make a text."""
+    """Raise InputError for logits that are NaN or infinite; transformers would generate text from them."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if (scores.isnan() | (scores == torch.inf)).any():

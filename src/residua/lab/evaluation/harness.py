@@ -23,21 +23,20 @@ if TYPE_CHECKING:
 
 PAPER = "paper"
 METRICS = ("acc_norm", "acc")
-"""The first one that a task has is reported, or else the first one of the task. acc_norm divides the likelihood of a
-choice by its length in characters."""
+"""The preferred metrics: the first that a task has is reported, otherwise the task's own first metric. acc_norm divides
+the log-likelihood of a choice by its length in characters."""
 WRITTEN = 256
-"""Tokens that the harness lets a task write by default."""
+"""The number of tokens that the harness lets a task generate by default."""
 PERCENTAGES = ("acc_norm", "acc", "exact_match", "f1", "em")
-"""Metrics that are given in percent; all others are as the harness has them."""
+"""Metrics that are reported in percent; all others are reported as the harness returns them."""
 
 
 @dataclass(frozen=True)
 class Score:
     """The result of one task, or of a group of tasks with an aggregate.
 
-    Its metric, in percent if it is one of `PERCENTAGES`, its standard error, the task's version and the number of
-    documents. `results` has all metrics of the task as the harness gives them, `subtasks` the scores behind an
-    aggregate.
+    value, error: the metric and its standard error, in percent if it is one of `PERCENTAGES`. results: all metrics of
+    the task as the harness returns them. subtasks: the scores behind an aggregate.
     """
 
     task: str
@@ -56,7 +55,7 @@ class Score:
 
     @property
     def title(self) -> str:
-        """The heading of a column, with the metric if it is not in percent."""
+        """The heading of the score's column, with the metric if it is not in percent."""
         name = PAPER_TASKS.get(self.task, self.task)
         return name if self.is_share else f"{name} ({self.metric})"
 
@@ -76,7 +75,7 @@ class Scores:
         return statistics.fmean(shares) if shares else None
 
     def table(self, published: Sequence[PublishedScores] = ()) -> tuple[list[str], list[list[str]]]:
-        """Return header and rows: our scores, their standard errors, then the published rows, each with its source."""
+        """Return header and rows: our scores, their standard errors, then published rows, each with its source."""
         header = ["", "source", *(score.title for score in self.scores), "Avg"]
         stderr = ["" if score.stderr is None else f"±{score.stderr:.2f}" for score in self.scores]
         mean = "" if self.average is None else f"{self.average:.2f}"
@@ -116,8 +115,9 @@ def score(
 
     Args:
         name: the name of the model in tables.
-        tasks: names of tasks, groups or tags; "paper" means the paper's eight. A group with an aggregate has one score,
-            any other group or tag that of each of its tasks.
+        tasks: names of tasks, groups or tags; "paper" means the paper's eight. A group with an aggregate gets one
+        score;
+            any other group or tag gets a score for each of its tasks.
         num_fewshot: number of solved examples before each question.
         batch_size: requests per batch; affects results only by rounding.
         include_path: a folder with your own task files. If it has every requested task, no others are loaded, and the
@@ -195,7 +195,7 @@ def _loaded(manager: TaskManager, names: Sequence[str], context: int | None) -> 
 
 
 def _tokens_to_write(task: Any) -> int:
-    """Return how many tokens a task generates at most, 0 if it measures likelihoods."""
+    """Return the largest number of tokens that a task generates; 0 if it measures likelihoods."""
     if task.OUTPUT_TYPE != "generate_until":
         return 0
     return int((task.get_config("generation_kwargs") or {}).get("max_gen_toks", WRITTEN))
@@ -207,7 +207,7 @@ def _task_name(task: Any) -> str:
 
 
 def _scores(task: str, report: Mapping[str, Any]) -> Iterator[Score]:
-    """Yield the score of a task or of a group with an aggregate, or those of a group's own tasks."""
+    """Yield the score of a task or of a group with an aggregate, otherwise the scores of the group's tasks."""
     results = report["results"].get(task, {})
     children = report.get("group_subtasks", {}).get(task, ())
     subtasks = tuple(score for child in children for score in _scores(child, report))
@@ -233,7 +233,7 @@ def _scores(task: str, report: Mapping[str, Any]) -> Iterator[Score]:
 
 
 def _metric(results: Mapping[str, Any]) -> str | None:
-    """Return the metric of a task that is reported, with its filter: "acc,none"."""
+    """Return the name of the metric to report for a task, with its filter: "acc,none"; None if it has none."""
     found = [key for key, value in results.items() if "," in key and isinstance(value, (int, float))]
     metrics = [key for key in found if not key.partition(",")[0].endswith("_stderr")]
     return next((f"{name},none" for name in METRICS if f"{name},none" in metrics), next(iter(metrics), None))

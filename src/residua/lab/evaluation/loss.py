@@ -1,4 +1,4 @@
-"""The loss on held-out text: nats per token, of all labels, repeated pairs and each document, and bits per byte."""
+"""The loss on held-out text, in nats per token and bits per byte: of all labels, of repeated pairs, and by document."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,23 +15,25 @@ from residua.models.evaluating import evaluating
 
 IGNORED_LABEL = -100
 COPYING = 1.5
-"""A model that looks up earlier pairs predicts repeated labels better than all others by at least so many nats. At
-their ends the runs of resbench/records/main/repeats.jsonl that do so are better by 1.9 or more, the others by 0.8."""
+"""The threshold in nats by which a model that looks up earlier pairs predicts repeated labels better than others.
+
+At the end of the runs in resbench/records/main/repeats.jsonl, models that do so are better by 1.9 or more, the others
+by 0.8."""
 
 
 def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> Tensor:
-    """Return where the pair (inputs[t], labels[t]) stands earlier in its row: (batch, seq) of bool.
+    """Return whether the pair (inputs[t], labels[t]) also occurs earlier in its row: (batch, seq), boolean.
 
-    With `end_of_text`, the token before each document, it must stand in the same document.
+    end_of_text: the token before each document; if given, the pair must occur earlier in the same document.
 
-    Such a label can be predicted by looking up what followed the same token before, as induction heads do (Olsson et
-    al. 2022, arXiv 2209.11895). Ignored labels are never repeated.
+    Such a label can be predicted by looking up the token that followed an earlier occurrence of the input, as induction
+    heads do (Olsson et al. 2022, arXiv 2209.11895). Ignored labels are never repeated.
     """
     valid = labels != IGNORED_LABEL
     pairs = inputs * (2 + int(labels.max())) + (labels + 1).where(valid, 0)
     if end_of_text is not None:
         pairs += (inputs == end_of_text).cumsum(1) * (1 + pairs.max())
-    ordered, places = pairs.sort(dim=-1, stable=True)  # so that the first of equal pairs comes first
+    ordered, places = pairs.sort(dim=-1, stable=True)  # stable: the first of equal pairs stays first
     again = torch.zeros_like(valid)
     again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
     return torch.zeros_like(valid).scatter_(1, places, again) & valid
@@ -40,8 +42,8 @@ def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> 
 def transition(points: Sequence[tuple[int, float, float]]) -> float | None:
     """Return the step at which a model began to look up earlier pairs; None if it did not.
 
-    points: steps with the losses on repeated and on other labels. It is the first crossing of `COPYING` by their
-    difference, on the line between two evaluations.
+    This is the step at which the difference of the two losses first crosses `COPYING`, by linear interpolation between
+    evaluations. points: (step, loss on repeated labels, loss on other labels).
     """
     before: tuple[int, float] | None = None
     for step, again, other in points:
@@ -57,8 +59,8 @@ def transition(points: Sequence[tuple[int, float, float]]) -> float | None:
 def shard_batches(batches: Iterable[tuple[Tensor, Tensor]], rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every `size`-th batch, starting at `rank`: the shard of one process among several.
 
-    All shards are equally long, because the ranks of a sharded model must run it together: a shard that has no batch
-    left gets another rank's batch with every label ignored.
+    All shards have the same length, because the ranks of a sharded model must run it together. A shard without a batch
+    of its own gets another rank's batch, with all labels ignored.
     """
     remaining = iter(batches)
     while found := list(islice(remaining, size)):
@@ -82,24 +84,25 @@ def held_out_loss(
     Args:
         model: called as `model(input_ids=inputs, use_cache=False)`; its result has `logits` (batch, seq, vocab_size).
         batches: pairs (inputs, labels) of int64 tensors (batch, seq); `labels[:, t]` is the token after
-            `inputs[:, t]` (already aligned), -100 where there is none.
+            `inputs[:, t]` (already aligned), or -100 if there is none.
         bytes: the length of the same text in UTF-8 bytes, for the loss in bits per byte, which can be compared
             between tokenizers, unlike the loss per token.
-        end_of_text: the token before each document, for document masks: `model` gets `documents_apart` too.
-        gather: if several processes measure their shards of the batches (`shard_batches`), returns the values of all.
+        end_of_text: the token before each document, for document masks; `model` then also gets `documents_apart`.
+        gather: if several processes measure their shards of the batches (`shard_batches`), a function from the value of
+            this process to the values of all.
 
     Returns:
         `val_loss` (nats per token), `perplexity` (its exponential), `bits_per_byte` (only with `bytes`) and `tokens`
-        (the number of labels); `repeated_loss` and `other_loss`, the losses on labels that are `repeated` and on all
-        others, and `repeated_share`, the share of the former, if there are labels of both kinds.
+        (the number of labels). If there are repeated and other labels, also `repeated_loss` and `other_loss`, the
+        losses on labels that are `repeated` and on all others, and `repeated_share`, the fraction of repeated labels.
 
-        All tokens have the same weight in any split into batches. The sum over the batches is rounded once, in float64,
-        so that it does not depend on the number of processes.
+        All tokens have the same weight, however they are split into batches. The sum over the batches is rounded once,
+        in float64, so that it does not depend on the number of processes.
 
     Raises:
-        InputError: `batches` holds no label.
+        InputError: `batches` has no labels.
     """
-    measured = []  # by batch, nats and labels, of all of them and of repeated ones
+    measured = []  # for each batch: nats and number of all labels, and of repeated ones
     with evaluating(model):
         for inputs, labels, losses in _label_losses(model, batches, end_of_text):
             again = repeated(inputs, labels, end_of_text)
@@ -129,8 +132,8 @@ def document_losses(
 
     Args:
         model: as for `held_out_loss`.
-        batches: the text in its order, as `HeldOutBatches` yields it.
-        separator: the token after each document, which is its last label.
+        batches: the text in order, as `HeldOutBatches` yields it.
+        separator: the token after each document, which counts as the document's last label.
         masked: whether the model was trained with document masks.
     """
     documents, nats, before = [], [], 0
@@ -149,7 +152,7 @@ def document_losses(
 def _label_losses(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], end_of_text: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield inputs, labels and the loss of each label, 0 for an ignored one: (batch, seq), on the model's device."""
+    """Yield inputs, labels and the loss of each label (0 if it is ignored): (batch, seq), on the model's device."""
     device = next(model.parameters()).device
     for pair in batches:
         inputs, labels = (side.to(device) for side in pair)
@@ -164,7 +167,7 @@ def _label_losses(
 
 
 def _total(numbers: Sequence[float]) -> float:
-    """Return the sum, rounded once; if a number is not finite, the plain sum."""
+    """Return the sum, rounded only once; if a number is not finite, the plain sum."""
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 

@@ -1,4 +1,4 @@
-"""Draw a comparison: the losses, and the differences to the baseline, which make schemes distinguishable."""
+"""Draw a comparison: the losses, and the differences to the baseline, in which schemes can be distinguished."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ with extra("lab"):
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 RESIDUAL_COLOUR = "#222222"  # used for nothing else
-# The loss axis excludes the first part of a run, where the loss falls so far that the rest would look flat.
+# The loss axis excludes the first part of a run, in which the loss falls so much that the rest would look flat.
 UNSETTLED_LOSS = 0.1
 UNSETTLED_DIFFERENCE = 0.3
 LABEL_CHARACTERS = 60  # characters that fit below one panel
@@ -33,10 +33,10 @@ UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
 
 
 def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Draw `loss.png`, `difference.png` if there are differences, and `repeats.png` if it was measured.
+    """Draw `loss.png`, `difference.png` if there are differences, and `repeats.png` if these losses were measured.
 
-    The first two have a panel by training step and one by seconds. The third has a panel for the labels that repeat an
-    earlier pair of tokens, which a model can look up, and one for all others. Return the paths of the pictures.
+    The first two have a panel by training step and one by seconds. The third has a panel for labels that repeat an
+    earlier pair of tokens, which a model can look up, and one for all other labels. Return the paths of the pictures.
     """
     compared = any(comparison.differences(row) for row in comparison.rows)
     pictures = {
@@ -61,7 +61,7 @@ def draw_published(comparison: Comparison, folder: str | Path) -> list[Path]:
             shown += [loss for at, loss in points if at >= UNSETTLED_LOSS * end and math.isfinite(loss)]
     colours = {row.connection: style["color"] for row, style in reversed(list(_styles(comparison)))}
     for model in curves:
-        begun = end >= model.curve[0][0]  # else all of the curve is shown: the run ends before it begins
+        begun = end >= model.curve[0][0]  # a run may end before the published curve begins
         points = [(at, loss) for at, loss in model.curve if not begun or at <= 1.15 * end]
         colour = colours.get(model.preset, "#888888")
         panel.plot(*zip(*points), color=colour, linewidth=4, alpha=0.3, zorder=1, label=model.title)
@@ -160,7 +160,7 @@ def _difference_figure(comparison: Comparison) -> Figure:
 
 
 def _note_missing(panel: Axes, axis: Axis, baseline: Row, names: Sequence[str], *, everything: bool) -> None:
-    """Name the rows that the panel omits because they share no value of its axis with the baseline."""
+    """Add a line with the rows that the panel omits because their values on its axis do not overlap the baseline's."""
     if not names:
         return
     text = f"No common {UNITS[axis]} with {baseline.name}"
@@ -205,7 +205,7 @@ def _finish(
     unsettled: float,
     note: str,
 ) -> None:
-    """Fit the shared loss axis to the points after the first fraction `unsettled` of the runs; add legend and note."""
+    """Fit the shared loss axis to the points after the first fraction `unsettled` of runs; add a legend and a note."""
     settled = []
     for points in shown.values():
         start = unsettled * max((at for at, _ in points), default=0)

@@ -1,11 +1,11 @@
 """Published results of arXiv 2601.00417; never mixed with our own measurements.
 
-The scores on the eight tasks, in percent, are here; losses, costs and validation curves are in published.jsonl beside
-this file. Those come from the tables of the PDF of 27 July 2026 in the authors' repository and from its figures. The
-figures are vector graphics: their points agree with the printed losses to 1e-4. "hc" is only in a figure.
+The scores on the eight tasks, in percent, are in this file; losses, costs and validation curves are in published.jsonl.
+These come from the tables and figures of the PDF of 27 July 2026 in the authors' repository. The figures are vector
+graphics; their points agree with the printed losses to 1e-4. "hc" is only in a figure.
 
 The paper does not name its metric; the values fit `acc_norm` for tasks that define it and `acc` for others. Each row is
-one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, which no number of correct answers gives.
+one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, which no number of correct answers yields.
 """
 
 import json
@@ -26,19 +26,19 @@ PAPER_TASKS: dict[str, str] = {
     "social_iqa": "Social IQA",
     "winogrande": "WG",
 }
-"""The tasks by the harness's names, with the paper's names and in the order of its columns."""
+"""Names of tasks in the harness, and in the paper, in the order of the paper's columns."""
 
 
 TRAINING_TOKENS = 100_000 * 480 * 1024
 SHAPES = {"small": (12, 768), "medium": (24, 1024)}
-"""Layers and width of the published models."""
+"""The number of layers and the width of the published models."""
 PARAMETERS = {"small": "124M", "medium": "353M"}
 
 
 class PublishedModel(NamedTuple):
-    """A published model: its validation loss at the end, the cost of its run, and its loss by billions of tokens.
+    """A published model: its final validation loss, the cost of its run, and its loss by billions of tokens.
 
-    A number that the paper does not have is None, a curve is empty. Tokens per second are those of four H200.
+    A number that is not in the paper is None, and a curve is empty. Tokens per second are for four H200 GPUs.
     """
 
     size: str
@@ -52,12 +52,12 @@ class PublishedModel(NamedTuple):
 
     @property
     def hours(self) -> float | None:
-        """The hours of four H200 that its speed implies for the whole run; the paper does not state them."""
+        """The hours on four H200 GPUs for the whole run, computed from the speed; the paper does not state them."""
         speed = self.train_tokens_per_second
         return None if speed is None else TRAINING_TOKENS / speed / 3600
 
     def loss_at(self, billions: float) -> float | None:
-        """Return the loss between the two nearest points of the curve, None outside of it."""
+        """Return the loss at this many billion tokens, interpolated on the curve; None outside the curve."""
         for (start, before), (end, after) in zip(self.curve, self.curve[1:]):
             if start <= billions <= end:
                 return before + (after - before) * (billions - start) / (end - start)
@@ -92,7 +92,7 @@ class PublishedScores(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Our name and the paper's since its third version."""
+        """Our name, with the paper's name since its third version."""
         return titled(self.preset)
 
 
@@ -142,7 +142,7 @@ def models() -> Mapping[tuple[str, str], PublishedModel]:
 
 
 def size_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the published size with the depth and width of a run's settings, which have dotted keys."""
+    """Return the published size with the depth and width in a run's settings (by dotted key); None if there is none."""
     shape = settings.get("model.num_hidden_layers"), settings.get("model.hidden_size")
     return next((size for size, published in SHAPES.items() if published == shape), None)
 
@@ -155,9 +155,9 @@ def rows(size: str, num_fewshot: int) -> list[PublishedScores]:
 def comparable(
     config: Any, tasks: Collection[str], num_fewshot: int, *, size: str | None = None
 ) -> list[PublishedScores]:
-    """Return the published rows to show with scores on `tasks`: none if one of these is not among the eight.
+    """Return the published rows to show with scores on `tasks`; [] if a task is not among the paper's eight.
 
-    size: of the published models, "small" or "medium"; None takes the one with the depth and width of `config`.
+    size: "small" or "medium"; None for the published size with the depth and width of `config`.
     """
     if size is None:
         from residua.models.configuration import SIZES
@@ -169,8 +169,10 @@ def comparable(
 
 
 def averages(names: Collection[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and rows of the published averages of these presets and the plain residual; no rows if
-    none of these presets was published."""
+    """Return header and rows of the published averages of these presets and the plain residual.
+
+    There are no rows if none of the presets was published.
+    """
     columns = list(dict.fromkeys(f"{row.size}, {row.num_fewshot}-shot" for row in SCORES))
     scores: dict[str, dict[str, str]] = {}
     for row in SCORES:

@@ -1,4 +1,4 @@
-"""Runs, read from their folders or from records, rows of runs that differ only in their seed, and their differences."""
+"""Runs, from their folders or from records; rows of runs that differ only in their seed; and differences of rows."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ Axis = Literal["step", "tokens", "seconds"]
 
 
 class LossPoint(NamedTuple):
-    """A loss (nats per token), NaN if it was not finite, and the place in the run where it was measured."""
+    """A loss (nats per token), NaN if it was not finite, and the point of the run at which it was measured."""
 
     step: int
     tokens: int
@@ -32,7 +32,7 @@ class LossPoint(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """The sum of the losses (nats) of each document of a text, and the number of its labels."""
+    """For each document of a text, the sum of its losses (nats) and the number of its labels."""
 
     nats: Sequence[float]
     labels: Sequence[int]
@@ -40,29 +40,30 @@ class Documents(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One run, of a folder or of a record that a study or a sweep wrote.
+    """One run, from a folder or from a record that a study or a sweep wrote.
 
-    seed, connection    the latter by its name in tables, see `names.label`
-    measure             how its validation losses were measured
-    validation, bits    these losses in nats per token and in bits per byte
+    seed                the seed
+    connection          the scheme by its name in tables, see `names.label`
+    measure             how the validation losses were measured
+    validation, bits    the validation losses in nats per token and in bits per byte
     repeated, other     the validation losses on labels that repeat an earlier pair of tokens, and on all others
     facts               the code, the machine, the data and the number of parameters, as in facts.json
 
-    Only of a folder:
+    Only for a folder:
 
-    settings            the resolved configuration with dotted keys, without the seed and `LOGGING_KEYS`. If facts.json
-                        has the fingerprint of the data, it replaces the data keys, so that the location of the data
-                        does not matter; nor does the location of a base
+    settings            the resolved configuration by dotted key, without the seed and `LOGGING_KEYS`. If facts.json has
+                        the fingerprint of the data, it replaces the data keys, so that the location of the data does
+                        not matter; nor does the location of a base
     tokens_per_second   the median of the logged speeds
 
-    Only of a record:
+    Only for a record:
 
-    key, kind           its name among the records, and its purpose, see `plan.RunKind`
+    key, kind           the key of the record, and the purpose of the run, see `plan.RunKind`
     point               the values of the tuned settings
-    transition          the step at which it began to look up earlier pairs of tokens, infinite if it did not; None if
-                        it was not measured
-    documents           the losses by document of the study's text, "", and of a further one, "further_"
-    diverged            the message of the error that ended it
+    transition          the step at which the model began to look up earlier pairs of tokens, infinite if it did not;
+                        None if this was not measured
+    documents           the losses by document: "" for the study's text, "further_" for a second text
+    diverged            the message of the error that ended the run
     """
 
     seed: int
@@ -109,11 +110,11 @@ class Run:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
             settings["data"] = fingerprint
         if before := [row["steps_before"] for row in facts.get("resumed", []) if "steps_before" in row]:
-            # Trained on after its last step, so its learning rate differs from that of a run of this length.
+            # A run that was extended after its last step; its learning rates differ from those of a run of this length.
             settings["train.steps"] = ", then ".join(dict.fromkeys(map(str, [*before, settings.get("train.steps")])))
         if settings.get("model.base_sha256") is not None:
             settings.pop("model.base", None)
-        # The first logged step is slow and would pull a mean down.
+        # The first logged step is slow and would bias a mean.
         speeds = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
         speed = median_high(speeds) if speeds else None
         names = ("val_loss", "bits_per_byte", "loss", "repeated_loss", "other_loss")
@@ -128,7 +129,7 @@ class Run:
 
     @classmethod
     def of(cls, record: Mapping[str, Any], measure: Measurement) -> "Run":
-        """Return the run of a record of a study or a sweep. Tokens and seconds grow evenly along its curves."""
+        """Return the run in a record of a study or a sweep. Tokens and seconds are taken as proportional to steps."""
         steps = record.get("steps") or 1
 
         def points(pairs: Iterable[tuple[int, float | None]]) -> tuple[LossPoint, ...]:
@@ -169,30 +170,30 @@ class Run:
         return self.end.step if self.end else 0
 
     def curve(self, unit: Unit) -> tuple[LossPoint, ...]:
-        """Return the validation losses in a unit; none in bits per byte if the tokens may lose text."""
+        """Return the validation losses in a unit; empty for bits per byte if the tokenizer may lose text."""
         if unit == "nats per token":
             return self.validation
         return self.bits if self.measure.lossless else ()
 
     def loss(self, unit: Unit) -> float | None:
-        """Return the last validation loss in a unit, NaN if it was not finite; None without one."""
+        """Return the last validation loss in a unit, NaN if it was not finite; None if there is none."""
         curve = self.curve(unit)
         return curve[-1].loss if curve else None
 
     @property
     def stopped(self) -> tuple[int, int] | None:
-        """The last step and the steps that were planned, if the run ended, or stands, before them."""
+        """The last step and the number of planned steps, if the run has not reached it; otherwise None."""
         planned = self.settings.get("train.steps")
         return (self.steps, planned) if isinstance(planned, int) and self.steps < planned else None
 
     @property
     def end(self) -> LossPoint | None:
-        """The last logged point."""
+        """The last logged point of training; None if there is none."""
         return max((*self.training, *self.validation), key=lambda point: point.step, default=None)
 
 
 def _points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[LossPoint, ...]:
-    """Return a loss along the rows of metrics that have it, NaN where it was not finite."""
+    """Return the loss called `name` from all rows of metrics that have it; NaN if it was not finite."""
     return tuple(
         LossPoint(row["step"], row["tokens"], row["seconds"], math.nan if row[name] is None else row[name])
         for row in rows
@@ -202,7 +203,7 @@ def _points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[LossPoint, ..
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: runs that differ only in their seed, in the order of their seeds."""
+    """A row of a table: runs that differ only in their seed, sorted by seed."""
 
     name: str
     runs: tuple[Run, ...]
@@ -216,11 +217,11 @@ class Row:
         return self.estimate(lambda run: run.loss(unit))
 
     def whole_loss(self, unit: Unit) -> Estimate | None:
-        """Return the last validation loss in a unit over all runs; None if one diverged or has none."""
+        """Return the last validation loss in a unit over all runs; None if a run diverged or has no loss."""
         return None if None in self.losses(unit).values() else self.loss(unit)
 
     def losses(self, unit: Unit) -> dict[int, float | None]:
-        """Return the last validation losses in a unit by seed, None for a run that diverged or has none."""
+        """Return the last validation losses in a unit by seed; None for a run that diverged or has no loss."""
         return {run.seed: finite(run.loss(unit)) for run in self.runs}
 
     @property
@@ -245,7 +246,7 @@ class Row:
 
     @property
     def stopped(self) -> list[Run]:
-        """The runs that ended before their steps, or are still under way."""
+        """The runs that have not reached their planned steps."""
         return [run for run in self.runs if run.stopped]
 
     @property
@@ -258,11 +259,11 @@ class Row:
 
     @property
     def tokens(self) -> int | None:
-        """Training tokens of the shortest run, None before the first logged step."""
+        """The training tokens of the shortest run; None before its first logged step."""
         return min((run.end.tokens for run in self.runs if run.end), default=None)
 
     def shared(self, other: "Row") -> tuple[dict[int, Run], dict[int, Run]]:
-        """Return the evaluated runs of both rows by seed: those of shared seeds, or all of them if none is shared."""
+        """Return the evaluated runs of both rows by seed: those with common seeds, or all if there are none."""
         ours, theirs = ({run.seed: run for run in row.runs if run.validation} for row in (self, other))
         shared = sorted(ours.keys() & theirs.keys())
         if not shared:
@@ -270,10 +271,11 @@ class Row:
         return {seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared}
 
     def minus(self, other: "Row", axis: Axis, unit: Unit) -> dict[float, Estimate]:
-        """Return the validation losses of this row minus those of another by the place on `axis`.
+        """Return the validation loss of this row minus that of another, keyed by position on `axis`.
 
-        They are taken seed by seed if seeds are shared. There is one at every point where a run was evaluated and that
-        the curves of all runs cover; the other curves are interpolated there. Empty if the curves do not overlap.
+        Differences are taken seed by seed if there are common seeds. There is one at every position at which a run was
+        evaluated and which the curves of all runs cover; the other curves are interpolated there. Empty if the curves
+        do not overlap.
         """
         sides = [
             {
@@ -303,7 +305,7 @@ def _name(connection: Any) -> str:
 
 
 def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
-    """Return the difference over the shared seeds; if none is shared, that of the means, with a count of 0."""
+    """Return the difference over the common seeds; without common seeds, that of the means, with a count of 0."""
     if pairs := paired(ours, theirs):
         return pairs
     left, right = Estimate.of(ours.values()), Estimate.of(theirs.values())

@@ -1,4 +1,4 @@
-"""A self-contained page, opened from disk, to try, inspect and compare connections."""
+"""A self-contained web page, opened from disk, to try, inspect and compare connections."""
 
 from residua.lab.explorer.page import write_page
 

@@ -1,8 +1,8 @@
-"""Collect the traces of run folders, trace files and models, and turn them into the data of the explorer's page: a JSON
-payload, and arrays.
+"""Collect traces of runs, trace files and models, and turn them into the explorer's data: a JSON payload, and arrays.
 
-The page must stay small enough for mail, so the arrays share the rest of `PAGE_BYTES`: float32 if all fit, else float16
-for all but beta, and arrays that still do not fit only at the sampled tokens. The page says so.
+The page must be small enough for email, so all arrays must fit into the rest of `PAGE_BYTES`: as float32 if they all
+fit, otherwise as float16, except beta. Arrays that still do not fit are kept only at the sampled tokens; the page says
+so.
 """
 
 import json
@@ -31,10 +31,10 @@ with extra("lab"):
 MOST_RUNS = 12
 PAGE_BYTES = 5_700_000
 LIBRARY_BYTES = 2_150_000
-"""Bytes of the page without any data: plotly, and our modules and styles."""
+"""The size of the page without data, in bytes: plotly, and our modules and styles."""
 BASE64 = 4 / 3
 GATE_POINTS = 100
-"""Points of a gate over training: more cannot be distinguished on a screen."""
+"""The largest number of points in a curve of a gate over training; a screen shows no more."""
 
 OF_TOKENS = (
     *("mixing", "change", "state_norm", "erase_norm", "write_norm", "output_norm"),
@@ -42,20 +42,22 @@ OF_TOKENS = (
     *("change_norm", "discrepancy_norm", "row_error", "column_error", "orthogonality_error"),
     *("h_pre", "h_post", "h_res"),
 )
-"""Values with an axis of sublayers and one of tokens, the most important first; the gates come before them."""
+"""Values with axes for sublayers and tokens, the most important first; gates come before all of them."""
 SMALL = (
     *("token_loss", "alignment", "effective_rank", "depth_mean"),
     *("determinant", "singular_max", "singular_min", "defect", "singular_values"),
 )
 AT_SAMPLES = "depth_weights"
-"""A value of the sampled tokens, which is left out if it takes more than a quarter of the room."""
+"""A value at the sampled tokens, which is left out if it takes more than a quarter of the available bytes."""
 DRAWN = ("mean", "q05", "q50", "q95")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The text that models read (None: the beginning of the validation data), the checkpoint as `open_run` takes it,
-    and the folder of the data if they have moved. A run that has a trace is traced again if any of these is given."""
+    """The options for new traces. If any is given, a run that already has a trace is traced again.
+
+    prompt: the text to read; None for the beginning of the validation data. checkpoint, data: as for `open_run`.
+    """
 
     prompt: str | None = None
     tokens: int | None = None
@@ -69,7 +71,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source:
-    """A trace with its name on the page, the path that was given for it, and its file if it has one."""
+    """A trace, with its name on the page, the path that the user gave, and its file if it has one."""
 
     name: str
     trace: Trace
@@ -77,12 +79,12 @@ class Source:
     file: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the facts of the trace, its warnings, and every sublayer's numbers."""
+        """Return the facts of the trace, its warnings, and the numbers of every sublayer, as plain values."""
         statistics = {"warnings": warnings(self.trace), "sublayers": sublayer_statistics(self.trace)}
         return {"trace": self.file and str(self.file), **self.trace.facts, **statistics}
 
     def parts(self) -> Iterator[Any]:
-        """Yield the parts of the trace for a terminal: texts and a table."""
+        """Yield texts and a table about the trace, for a terminal."""
         first, *lines = overview(self.trace)
         yield fill(one_line(first), 79)
         yield summary(self.trace)
@@ -93,21 +95,21 @@ class Source:
 
 
 def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[list[Source], dict[str, Any] | None]:
-    """Return the traces of these run folders, trace files and folders of models, and the comparison of the runs.
+    """Return the traces of run folders, trace files and model folders, and the comparison of the runs, or None.
 
-    A run without a trace of its newest checkpoint gets one, and every run does if `reading` says what to read; it is
-    saved in the run. The trace of a model is not saved. Two or more runs are compared.
+    A run is traced if it has no trace of its newest checkpoint, or if `reading` has any option; the new trace is saved
+    in the run. The trace of a model is not saved. Two or more runs are compared.
 
     Raises:
-        InputError: a path is neither a run folder, nor a model, nor a trace, a trace has another version, a model has
-            no prompt, or there are too many.
+        InputError: a path is not a run folder, a model or a trace; a trace has another version; a model is given
+            without a prompt; or there are too many paths.
     """
     paths = list({Path(path).resolve(): Path(path) for path in paths}.values())
     if len(paths) > MOST_RUNS:
         raise InputError(f"one page takes at most {MOST_RUNS} runs and traces, got {len(paths)}")
     files = [_kept_trace(path, reading) for path in paths]
     runs = [path for path in paths if not (path.is_file() or is_model_folder(path))]
-    # Read everything first, so that a mistake in the last path is found before a minute of work.
+    # Read everything first, so that a mistake in the last path is found before the slow part.
     comparison = comparison_payload(runs) if len(runs) > 1 else None
     traces = [file and Trace.load(file) for file in files]
     return [
@@ -149,7 +151,7 @@ def page_of(
 
 
 def _kept_trace(path: Path, reading: Reading) -> Path | None:
-    """Return the trace file of a path, None if a trace has to be made. Raises InputError if it cannot be made."""
+    """Return the trace file of a path; None if a new trace is needed. Raises InputError if none can be made."""
     if path.is_file():
         if reading.again:
             raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
@@ -164,7 +166,7 @@ def _kept_trace(path: Path, reading: Reading) -> Path | None:
 
 
 def _measured(folder: Path, reading: Reading) -> Source:
-    """Return a new trace of a run or a model. Save it in the folder of a run; that of a model may be published."""
+    """Return a new trace of a run or a model. Only the trace of a run is saved in its folder."""
     opened = open_model(folder, reading.step, data=reading.data)
     if not reading.again:
         say(f"{folder}: measuring its connections on held-out text")
@@ -173,7 +175,7 @@ def _measured(folder: Path, reading: Reading) -> Source:
 
 
 def _name(path: Path, trace: Trace) -> str:
-    """Return the name of a folder; of a file the run and the step, if its trace has them."""
+    """Return the name of a folder; for a trace file, the run and the step if the trace has them."""
     run, step = trace.facts["run"], trace.facts["checkpoint"]
     if run is None or path.is_dir():
         return path.resolve().name.removesuffix(".safetensors")
@@ -191,7 +193,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
 
 
 def _fitted(trace: Trace, room: float) -> dict[str, tuple[np.ndarray, list[int] | None]]:
-    """Return the arrays of a trace within `room` bytes, each with the tokens it covers, None for all."""
+    """Return the arrays of a trace within `room` bytes, each with the tokens that it covers (None for all)."""
     values = _derived(trace)
     small = {name: values[name].float().numpy() for name in SMALL if name in values}
     large = {name: values[name].float().numpy() for name in (*trace.facts["gates"], *OF_TOKENS) if name in values}
@@ -218,7 +220,7 @@ def _whole(arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, None
 
 
 def _derived(trace: Trace) -> dict[str, torch.Tensor]:
-    """Return the trace's values, the distance of each mixing matrix from the identity, and relative changes."""
+    """Return the values of a trace, with the distance of each mixing matrix from the identity and relative changes."""
     values = dict(trace.values)
     if "h_res" in values:
         mix = values["h_res"].float()
@@ -229,15 +231,16 @@ def _derived(trace: Trace) -> dict[str, torch.Tensor]:
 
 
 def _halved(array: np.ndarray) -> np.ndarray:
-    """Convert to float16 if that keeps three digits."""
+    """Return the array as float16 if that keeps three digits, otherwise unchanged."""
     sizes = np.abs(array[np.isfinite(array) & (array != 0)])
     fits = sizes.size == 0 or (sizes.max() < 6e4 and sizes.min() > 1e-4)
     return array.astype(np.float16) if fits else array
 
 
 def _over_training(source: Source) -> dict[str, np.ndarray]:
-    """Return the gates over training, if they were logged: `steps` (N), and `training.beta.mean` and others (N,
-    sublayers).
+    """Return the gates over training, if they were logged: `steps` (N), and arrays such as `training.beta.mean` (N, S).
+
+    N logged steps, S sublayers.
     """
     folder = source.path
     if folder is None or not folder.is_dir():

@@ -1,4 +1,4 @@
-"""The comparison of several runs on the page: losses, differences to every possible baseline, settings."""
+"""The comparison of several runs on the page: losses, differences to every possible baseline, and settings."""
 
 import math
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from residua.lab.evaluation.runs import LossPoint, Row
 from residua.lab.records.jsonlines import finite
 
 MOST_POINTS = 200
-"""Largest number of points in a loss curve; a screen shows no more."""
+"""The largest number of points in a loss curve; a screen shows no more."""
 MOST_DIFFERENCES = 60
-"""Largest number of points in a curve of differences; there is a curve for every pair of rows and every axis."""
+"""The largest number of points in a curve of differences; there is a curve for every pair of rows and every axis."""
 
 
 def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the comparison of the runs in `folders` as plain values, with each row in turn as the baseline.
 
-    `against[baseline]` holds the `unit` of the differences; for every row by name, the differences along each axis as
-    lists [at, mean, deviation or None, pairs of seeds], which are zero for the baseline itself; the rows whose final
-    difference is more than noise (`clear`); those that cannot be compared (`refused`); and `notes`. `colour` is the
-    colour number of a row in every picture.
+    `against[baseline]` has the `unit` of the differences; for every row by name, the differences along each axis as
+    lists [position, mean, deviation or None, pairs of seeds], which are zero for the baseline itself; the rows whose
+    final difference is more than noise (`clear`); the rows that cannot be compared (`refused`); and `notes`. `colour`
+    is the colour number of a row in every picture.
 
     Raises:
-        InputError: a folder does not hold a run.
+        InputError: a folder is not a run.
     """
     comparison = compare(folders)
     records = {record["name"]: record for record in comparison.to_json()["groups"]}
@@ -81,7 +81,7 @@ def _against(comparison: Comparison) -> dict[str, Any]:
 
 
 def _settings(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the settings in which the rows differ, a line each, as text; "–" if a row does not have it."""
+    """Return the settings in which the rows differ, one line each, as text; "–" if a row lacks the setting."""
     runs = [row.runs[0] for row in rows]
     settings = [{**run.settings, "model.connection": run.connection} for run in runs]
     keys = sorted({key for some in settings for key in some})
@@ -115,5 +115,5 @@ def thinned(rows: list[Any], most: int) -> list[Any]:
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Return the values for JSON: None for numbers that are not finite, others with seven digits."""
+    """Return the values for JSON: numbers with seven digits, and None for numbers that are not finite."""
     return [float(f"{value:.7g}") if isinstance(value, float) else value for value in finite(values)]

@@ -1,8 +1,8 @@
-"""Assemble the page: markup, style, modules and data in ONE file that makes no request and needs no server.
+"""Assemble the page: markup, style, modules and data in one file that makes no requests and needs no server.
 
-The browser gets the modules as data: addresses in an import map, small data as JSON, and large data (arrays, the
-plotting library) gzipped and in base64, unpacked by the views that need it. This module does not depend on the content
-of the views.
+Modules are embedded as `data:` URLs in an import map, small data as JSON, and large data (arrays, the plotting library)
+gzipped and in base64, to be unpacked by the views that need it. This module does not depend on the content of the
+views.
 """
 
 import base64
@@ -27,19 +27,19 @@ ASSETS = Path(__file__).parent / "assets"
 BROWSER_RESULTS = Path(__file__).parent / "results.json"
 STYLE_SHEETS = ("style.css", "learn.css", "panels.css")
 
-# Characters that stay as they are in the address of a module, in addition to letters and digits.
+# Characters that are not escaped in the `data:` URL of a module, in addition to letters and digits.
 LITERAL = " !$'()*+,-./:;=?@[]^_`{|}~"
-# Stored types of arrays: a browser's typed arrays of numbers have no wider integers.
+# The stored types of arrays: a browser's typed arrays of numbers have no wider integers.
 STORED = {"bool": "uint8", "int64": "int32", "uint32": "int32", "uint64": "int32"}
 
 
 def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str, "numpy.ndarray"]) -> Path:
     """Write the page to the file `out` and return its path.
 
-    payload: values for JSON, with "title", "traces" (a list) and "comparison" (an object or None); the page has the
-    views Inspect and Compare if there is something to see. "home", if it is there, is the address behind its name.
-    arrays: the results of `arrays(key)` in the browser, as a typed array with its `shape`: floats as they are (float16
-    widened to 32 bits), integers and booleans as integers of at most 32 bits.
+    payload: values for JSON, with "title", "traces" (a list) and "comparison" (an object or None). The page shows the
+    views Inspect and Compare only if there are traces or a comparison. "home", if given, is the link of the title.
+    arrays: in the browser, `arrays(key)` returns a typed array with a `shape`: floats unchanged (float16 widened to 32
+    bits), integers and booleans as integers of at most 32 bits.
 
     Raises ModuleNotFoundError if curves have to be drawn and plotly is missing.
     """
@@ -58,17 +58,17 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
         "data": "\n".join(data),
     }
     template = (ASSETS / "index.html").read_text(encoding="utf-8")
-    # One pass, so that inserted text is never searched for placeholders.
+    # In one pass, so that inserted text is never searched for placeholders.
     page = re.sub(r"<!-- (title|style|data) -->", lambda match: parts[match[1]], template)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path.resolve(), page)  # the name is the user's: a link is followed
+    write_text(path.resolve(), page)  # the user named this file, so a link is followed
     return path
 
 
 def modules(folder: Path) -> dict[str, str]:
-    """Return the modules of a folder as data: addresses, by the names under which they import each other.
+    """Return the JavaScript modules of a folder as `data:` URLs, by the names under which they import each other.
 
-    Modules import `from "./file.js"`. From a data: address only a bare name can be resolved, so the page has "file.js".
+    Modules import `from "./file.js"`. A `data:` URL can only import bare names, so the page uses "file.js".
     """
     sources = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.js"))}
     bare = {name: source.replace('from "./', 'from "') for name, source in sources.items()}
@@ -76,7 +76,7 @@ def modules(folder: Path) -> dict[str, str]:
 
 
 def _json(attributes: str, value: Any) -> str:
-    """Return a script element with a value as JSON, in which no text can begin a tag or an entity."""
+    """Return a script element with a value as JSON, escaped so that no text can begin a tag or an entity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

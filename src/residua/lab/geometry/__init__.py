@@ -1,1 +1,1 @@
-"""The four geometric benchmarks of arXiv:2605.06729, with the references and checks that their comparison lacks."""
+"""The four geometric benchmarks of arXiv 2605.06729, with references and checks that the publication lacks."""

@@ -23,9 +23,9 @@ def run_experiment(
     device: torch.device,
     processes: int | None,
 ) -> tuple[Any, list[Any]]:
-    """Make the runs that the folder lacks. Return its tables as JSON, and as texts and tables to print.
+    """Run the jobs that the folder lacks. Return the tables of the folder as JSON, and as texts and tables to print.
 
-    processes: runs at the same time; None for one for each core, or four on a GPU.
+    processes: the number of simultaneous runs; None for one per core, or four on a GPU.
     """
     processes = processes or min(available_cores(), 4 if device.type == "cuda" else 1024)
     with extra("lab"):  # raises before hours of training

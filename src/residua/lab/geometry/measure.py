@@ -1,8 +1,8 @@
-"""Measure a model from outside: whether it sees the future, its error online, and norms.
+"""Measure a model as a black box: causality, the error in online use, and norms.
 
-A model here is a callable inputs (trajectories, length, dim) -> predictions of the same shape. Modules are measured in
-eval mode and without gradients, on the device and in the dtype of their parameters, and are left unchanged; data may
-be on any device. The fields of results are the names that records have for them.
+A model here is a callable: inputs (trajectories, length, dim) -> predictions of the same shape. Modules are measured in
+eval mode and without gradients, on the device and in the dtype of their parameters, and are left unchanged; data may be
+on any device. The fields of results have the same names in records.
 """
 
 import copy
@@ -24,13 +24,13 @@ Predict = Callable[[Tensor], Tensor]
 # A causal model computes its earlier outputs from the same numbers in the same order, equal to the bit. A few roundings
 # are allowed for kernels that order their sums differently. In units of float64's epsilon.
 ROUNDINGS = 64
-# How many standard errors below the floor count as a leak: by chance in about 1 of 700 measurements.
+# This many standard errors below the floor count as a leak: by chance in about 1 of 700 measurements.
 LEAK_ERRORS = 3.0
 BATCH = 256  # trajectories at once
 
 
 class Causality(NamedTuple):
-    """The largest effect of changing the last input on an earlier output, over max |y|, and whether it is rounding."""
+    """The largest effect of the last input on an earlier output, relative to max |y|, and whether it is rounding."""
 
     causal: bool
     causality_change: float
@@ -39,11 +39,11 @@ class Causality(NamedTuple):
 class SquaredErrors(NamedTuple):
     """Mean squared errors from full sequences and from prefixes (online).
 
-    `loss` and `by_position` cover all data, from full sequences. `online_difference` is online minus full over the
-    trajectories and positions that were measured both ways, `online_difference_error` its standard error over
-    trajectories (None for one trajectory), and `online_loss` is loss + online_difference: the mean error of predictions
-    each made from its prefix, with the noise of choosing trajectories removed. `online_by_position` has rows (position,
-    online, full) on the measured trajectories.
+    `loss` and `by_position` are over all data, from full sequences. `online_difference` is online minus full, over the
+    trajectories and positions that were measured both ways; `online_difference_error` is its standard error over
+    trajectories (None for one trajectory). `online_loss` is loss + online_difference: the mean error of predictions
+    from prefixes, without the noise from the choice of trajectories. `online_by_position` has rows (position, online,
+    full) for the measured trajectories.
     """
 
     loss: float
@@ -57,8 +57,8 @@ class SquaredErrors(NamedTuple):
 class Position0(NamedTuple):
     """Whether a model is below the floor at position 0 of the gyroscope; the floor; the difference, with its error.
 
-    The difference is taken trajectory by trajectory against the best causal prediction E R x_0, which removes most of
-    the noise; no causal model's is negative in expectation.
+    The difference to the best causal prediction E R x_0 is taken trajectory by trajectory, which removes most of the
+    noise. For a causal model its expectation is not negative.
     """
 
     position0_leak: bool
@@ -68,9 +68,9 @@ class Position0(NamedTuple):
 
 
 def causality(model: Predict, dim: int, length: int) -> Causality:
-    """Compare earlier outputs before and after a change of the last input, in four sequences of random unit vectors.
+    """Compare earlier outputs before and after a change of the last input, for four sequences of random unit vectors.
 
-    A module is measured as a copy in float64, where roundings are far below any leak. `length` is at least 2.
+    A module is copied to float64, in which rounding is far smaller than any leak. length: at least 2.
     """
     if isinstance(model, nn.Module):
         model = copy.deepcopy(model).double()
@@ -93,8 +93,8 @@ def full_and_online(
     """Compare the error of a model on whole sequences with its error when used online.
 
     Online, the prediction at t is made only from inputs[:, : t + 1], in a separate forward pass, for the first
-    `trajectories` of the data. With a `stride` above 1, all of the first `stride` positions are measured (errors change
-    fastest there) and then every `stride`-th, each counted for all positions up to the next.
+    `trajectories` of the data. With a `stride` above 1, the first `stride` positions are all measured, because errors
+    change fastest there, and then every `stride`-th; each of these stands for all positions up to the next.
     """
     inputs, targets = inputs.cpu(), targets.cpu()
     length = inputs.shape[1]
@@ -126,8 +126,8 @@ def full_and_online(
 def position0(model: Predict, data: Data) -> Position0:
     """Detect a leak on the gyroscope: x_0 alone cannot beat `references.causal_floor`.
 
-    The model gets full sequences. It leaks if its error at position 0, trajectory by trajectory, is more than 3
-    standard errors below the error of the best causal prediction. A model can leak unnoticed here: `causality` decides.
+    The model gets full sequences. It leaks if its error at position 0, compared trajectory by trajectory, is more than
+    3 standard errors below the error of the best causal prediction. This test can miss a leak; `causality` does not.
     """
     inputs, targets = data.val_inputs.cpu(), data.val_targets[:, 0].cpu().double()
     with _measuring(model) as run:
@@ -141,9 +141,9 @@ def position0(model: Predict, data: Data) -> Position0:
 def norm_deviation(model: Predict, dim: int, *, length: int = 100) -> float:
     """Measure how far the outputs for 50 sequences of independent unit vectors are from unit norm, as published.
 
-    N_t is the mean over sequences of ||y_t||, and the result the mean over t of |N_t - 1|: deviations of single
-    outputs cancel in N_t. It depends only on the values after the output norm, and is 0 for copying the input:
-    `stream_norms` looks inside.
+    N_t is the mean over sequences of ||y_t||; the result is the mean over t of |N_t - 1|. Deviations of single outputs
+    cancel in N_t. The result depends only on values after the output norm, and is 0 for a model that copies its input.
+    `stream_norms` measures inside the model.
     """
     inputs = unit_vectors(50, length, dim, generator=Generator().manual_seed(0)).float()
     with _measuring(model) as run:
@@ -152,9 +152,9 @@ def norm_deviation(model: Predict, dim: int, *, length: int = 100) -> float:
 
 
 def stream_norms(states: Sequence[Any]) -> list[float]:
-    """Return the norm of the residual state by depth: for each state, the mean over tokens of |state_l| / |state_0|.
+    """Return the norm of the residual state by depth: the mean over tokens of |state_l| / |state_0| for each state l.
 
-    states: pytrees of tensors (batch, seq, ...), the first after the expansion, then one after each sublayer. The norm
+    states: pytrees of tensors (batch, seq, ...), the first after the expansion, then one after each sublayer. A norm
     is over all tensors, streams and features of a token.
     """
     rows = ([leaf.detach().flatten(2).double() for leaf in tree_leaves(state)] for state in states)
@@ -164,7 +164,7 @@ def stream_norms(states: Sequence[Any]) -> list[float]:
 
 @contextmanager
 def _measuring(model: Predict) -> Iterator[Predict]:
-    """Run the model where its parameters are, and move its outputs to the CPU."""
+    """Yield a function that runs the model on the device of its parameters and returns its outputs on the CPU."""
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
 
     def run(inputs: Tensor) -> Tensor:

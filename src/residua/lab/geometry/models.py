@@ -1,8 +1,8 @@
 """The regression models of the geometry laboratory: any residual scheme in the wrapper of arXiv 2605.06729.
 
 The wrapper maps features to the width, adds learned positions, runs blocks of causal attention and GELU MLP, normalises
-and maps back. A name stands for a row of a table: one of `MODELS`, any preset, or either with options,
-`edelta-token:gamma_init=0.5`. `match` gives every row the parameter count of the plain residual, wrapper included.
+and maps back. A model's name is one of `MODELS` or any preset, with options if wanted: `edelta-token:gamma_init=0.5`.
+`match` gives every model the parameter count of the plain residual, including the wrapper.
 """
 
 import math
@@ -39,7 +39,7 @@ class PlainAttention(nn.Module):
         batch, seq, dim = x.shape
         heads = (batch, seq, self.num_heads, dim // self.num_heads)
         parts = self.qkv(x).chunk(3, -1)
-        if others:  # of a connection that reads three inputs
+        if others:  # the connection reads three inputs
             parts = [self.qkv(each).chunk(3, -1)[i] for i, each in enumerate((x, *others))]
         q, k, v = (part.view(heads).transpose(1, 2) for part in parts)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -50,10 +50,10 @@ class PlainAttention(nn.Module):
 class ModelRow:
     """One row of a table of models.
 
-    connection  argument of `connections.resolve`
-    layers      layers of the published model at width 128, 0 for the zero-layer network; None: the closest fit
+    connection  an argument for `connections.resolve`
+    layers      the number of layers of the published model at width 128; 0 for the zero-layer network; None: best fit
     wide        see `RegressionModel`
-    cost        rough cost of a training step relative to the plain residual; only for planning
+    cost        the rough cost of a training step relative to the plain residual; only for planning
     """
 
     connection: Mapping[str, Any]
@@ -83,7 +83,7 @@ MODELS: dict[str, ModelRow] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model with all its sizes. `ratio`: its parameter count over the plain residual's, wrappers included."""
+    """A model with all its sizes. ratio: its parameter count relative to the plain residual's, including wrappers."""
 
     name: str
     row: ModelRow = field(repr=False)
@@ -97,7 +97,7 @@ class Architecture:
     ratio: float = 0.0
 
     def build(self) -> "RegressionModel":
-        """Build the model, initialised from PyTorch's global generator. Raises InputError if its sizes do not fit."""
+        """Build the model, initialised by PyTorch's global generator. Raises InputError if its sizes do not fit."""
         try:
             return RegressionModel(self)
         except ValueError as error:
@@ -109,7 +109,7 @@ class Architecture:
 
     @property
     def width(self) -> int:
-        """Features of the residual state at one position, as the wrapper writes them."""
+        """The number of features that the wrapper writes into the residual state at one position."""
         return self.scheme.state_size(0, self.dim) if self.row.wide else self.dim
 
     def describe(self) -> dict[str, Any]:
@@ -119,16 +119,15 @@ class Architecture:
 
 
 class RegressionModel(nn.Module):
-    """A sequence of vectors to one prediction for every position, through the residual stream of a scheme.
+    """Predicts a vector at every position of a sequence of vectors, through the residual stream of a scheme.
 
-    In a `wide` row, the wrapper writes and reads every row of the state (`rows * dim` features) by its own linear maps,
-    as published for JPmHC and EDelta-Stream; otherwise the scheme's expand and collapse open and close the state.
-    Without layers it is the zero-layer network: linear, positions, norm, linear.
+    If `wide`, the wrapper's linear maps write and read all rows of the state (`rows * dim` features), as published for
+    JPmHC and EDelta-Stream; otherwise the scheme's expand and collapse make the state and read it out. Without layers
+    this is the zero-layer network: linear, positions, norm, linear.
 
-    Three differences from the published wrapper: the norms before the sublayers belong to the connections and are
-    RMSNorm, where the published ones are LayerNorm without bias (the last norm is); tables that the published core
-    carries and never uses (a token embedding and second positions) are left out; and there are as many positions as the
-    task has inputs.
+    There are three differences from the published wrapper. The norms before the sublayers belong to the connections and
+    are RMSNorm; the published ones are LayerNorm without bias, as the last norm is here. Tables that the published code
+    never uses (a token embedding and second positions) are omitted. There are as many positions as the task has inputs.
     """
 
     def __init__(self, architecture: Architecture):
@@ -152,14 +151,14 @@ class RegressionModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the positions; every other module draws its own parameters."""
+        """Initialise the positions; every other module initialises its own parameters."""
         nn.init.normal_(self.positions.weight, std=STD)
 
     def forward(self, x: Tensor, *, states: list[Any] | None = None, coefficients: list[Any] | None = None) -> Tensor:
         """Return predictions of the shape of x: (batch, seq, features) with at most `length` positions.
 
-        `states` collects the residual state before the first and after every sublayer, `coefficients` what every
-        connection read from it. A sequence of one token is whole.
+        states: a list that collects the residual state before the first sublayer and after each. coefficients: a list
+        that collects the coefficients of every connection. A sequence of one token counts as a whole sequence.
         """
         h = self.input(x) + self.positions.weight[: x.shape[1]]
         state = h.unflatten(-1, (-1, self.dim)) if self.expand is None else self.expand(h, whole_sequence(self.expand))
@@ -183,10 +182,11 @@ class RegressionModel(nn.Module):
 
 
 def row(name: str) -> ModelRow:
-    """Return the row called `name`: one of `MODELS`, a preset, or either with options, `name:option=value`.
+    """Return the row of a name: one of `MODELS` or a preset, with options if wanted (`name:option=value`).
 
     Raises:
-        InputError: an unknown name (with the nearest one), option or value, or a package whose scheme cannot be used.
+        InputError: the name (the message has the nearest), an option or a value is unknown, or the scheme of another
+            package cannot be used.
     """
     hint = ""
     try:
@@ -204,14 +204,15 @@ def row(name: str) -> ModelRow:
 
 @lru_cache
 def match(name: str, *, features: int, length: int, dim: int, layers: int, heads: int) -> Architecture:
-    """Return the sizes at which the model `name` has as many parameters as the plain residual, wrapper included.
+    """Return the sizes at which the model `name` has as many parameters as the plain residual, including the wrapper.
 
-    dim, layers and heads are the plain residual's. Published models keep their number of layers if they can (in
-    proportion, where the plain residual has fewer than 9), others take the number that leaves the MLP closest to 4
-    times the width; the MLP's hidden width takes up the rest. The zero-layer network keeps its small size.
+    dim, layers, heads: the plain residual's. Published models keep their number of layers if possible (scaled down if
+    the plain residual has fewer than 9). Others get the number of layers with which the hidden width of the MLP is
+    closest to 4 times the width. The hidden width then absorbs the rest. The zero-layer network keeps its small size.
 
     Raises:
-        InputError: unknown name, sizes that do not fit the scheme, or no sizes within 3 % of the plain residual.
+        InputError: the name is unknown, the sizes do not fit the scheme, or no sizes are within 3 % of the plain
+            residual.
     """
 
     def sized(name: str, row: ModelRow, layers: int, hidden: int, target: int = 1) -> Architecture:
@@ -224,12 +225,12 @@ def match(name: str, *, features: int, length: int, dim: int, layers: int, heads
     target = sized("residual", MODELS["residual"], layers, standard).parameters
     if model.layers == 0:
         return sized(name, model, 0, 0, target)
-    # Published models stay as near their layers as they can, others near the usual width of the MLP.
+    # Published models stay close to their number of layers, others to the usual hidden width of the MLP.
     usual = None if model.layers is None else max(1, round(model.layers * layers / PUBLISHED_LAYERS))
     matches = []
     for count in sorted(range(1, layers + 1), key=lambda count: abs(count - (usual or layers))):
         missing = target - sized(name, model, count, standard).parameters
-        # Every hidden unit costs a row and a column in each layer; steps of 4 keep the matrices aligned.
+        # Every hidden unit has a row and a column in each layer; multiples of 4 keep the matrices aligned.
         hidden = max(4, standard + 4 * round(missing / (count * 2 * dim * 4)))
         architecture = sized(name, model, count, hidden, target)
         if abs(architecture.ratio - 1) <= SIZE_TOLERANCE:

@@ -1,9 +1,9 @@
-"""The operators of the reflection experiment of arXiv 2605.06729: learn y = -x on R^64 without a network around them.
+"""The operators of the reflection experiment of arXiv 2605.06729: learn y = -x on R^64 with a single operator.
 
-The published comparison has three operators: the pooled Householder ("DDL" there, without the delta write), the gated
-mixture of rotation and reflection ("hybrid"), and a truncated Cayley map ("JPmHC"), whose start from I keeps it from
-ever reaching the eigenvalue -1. This one adds the exact rotation without a reflection, the Cayley map from its own
-start and exact, x + MLP(x), one linear map, and the hybrid from other gates and penalties.
+The published comparison has three operators: the pooled Householder (called "DDL", but without the delta write), the
+gated mixture of rotation and reflection ("hybrid"), and a truncated Cayley map ("JPmHC") that starts from I and
+therefore cannot reach the eigenvalue -1. Here there are also the exact rotation without a reflection, the Cayley map
+with JPmHC's own start and the exact one, x + MLP(x), one linear map, and the hybrid with other gates and penalties.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,14 +19,14 @@ DIM, HIDDEN = 64, 128
 
 
 class Gates(NamedTuple):
-    """The gates beta and gamma: (batch,), None if the operator has none."""
+    """The gates beta and gamma: (batch,) each, or None if the operator lacks the gate."""
 
     beta: Tensor | None = None
     gamma: Tensor | None = None
 
 
 class Operator(nn.Module):
-    """(batch, DIM) -> (batch, DIM). `forward` also appends its `Gates` to `coefficients`, as a model's does."""
+    """An operator (batch, DIM) -> (batch, DIM). Like a model, `forward` appends its `Gates` to `coefficients`."""
 
     gate_penalty = 0.0
 
@@ -65,7 +65,7 @@ class Rotation(Operator):
         self.beta = _network(1)
 
     def plane(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return two orthogonal unit vectors, so that only beta decides the angle of the rotation, and beta."""
+        """Return u, v and beta. u and v are orthogonal unit vectors, so that only beta determines the angle."""
         u = unit(self.u(x))
         v = self.v(x)
         return u, unit(v - (u * v).sum(-1, keepdim=True) * u), F.softplus(self.beta(x).squeeze(-1))
@@ -77,7 +77,7 @@ class Rotation(Operator):
 
 
 class Hybrid(Rotation):
-    """gamma Q x + (1 - gamma)(x - 2 k k^T x) with a gate gamma = sigmoid(w x + gate_bias), w = 0 at the start."""
+    """gamma Q x + (1 - gamma)(x - 2 k k^T x) with a gate gamma = sigmoid(w x + gate_bias); w starts at 0."""
 
     def __init__(self, gate_bias: float = -1.5, penalty: float = 0.5):
         super().__init__()
@@ -95,10 +95,10 @@ class Hybrid(Rotation):
 
 
 class SkewCayley(Operator):
-    """Y x, Y a Cayley map of a skew matrix W = S - S^T whose S is computed from x.
+    """Y x, with Y a Cayley map of the skew matrix W = S - S^T, where S is computed from x.
 
-    mode: "identity", the iteration from Y = I as in the published experiment; "linear", from Y = I + alpha W as JPmHC
-    defines it; "exact", a solve.
+    mode: "identity", the iteration starts from Y = I, as in the published experiment; "linear", from Y = I + alpha W,
+    as in JPmHC; "exact", by a linear solve.
     """
 
     def __init__(self, mode: str = "identity", alpha: float = 0.1):
@@ -139,9 +139,9 @@ class Linear(Operator):
 
 
 class OperatorRow(NamedTuple):
-    """A row of the table: its label, its class and options, and the cost of a step in units of the linear map's.
+    """A row of the table: its label, its class and options, and the cost of a step relative to the linear map's.
 
-    `is_control`: it is a control for its options.
+    is_control: whether the row is a control for its options.
     """
 
     label: str
@@ -151,7 +151,7 @@ class OperatorRow(NamedTuple):
     is_control: bool = False
 
 
-# The published setting of the hybrid, a gate from -1.5 and a penalty of 0.5, is the row "hybrid" itself.
+# The row "hybrid" itself has the published setting: a gate that starts from -1.5, and a penalty of 0.5.
 CONTROLS = [(bias, penalty) for bias in (-1.5, 0.0, 1.5) for penalty in (0.0, 0.5) if (bias, penalty) != (-1.5, 0.5)]
 OPERATORS: dict[str, OperatorRow] = {
     "householder": OperatorRow("pooled Householder, published as DDL", Householder, 3),

@@ -1,4 +1,4 @@
-"""The pictures of geometry records: losses, gates, norms through depth, errors by position, and the reflection."""
+"""Draw geometry records: losses, gates, norms by depth, errors by position, and the reflection."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +26,8 @@ PATTERNS: tuple[Any, ...] = (
 )
 REFERENCE_COLOUR = "#777777"
 WIDTH, PANEL_HEIGHT = 10.0, 3.3  # inches
-MOST_DOTS = 12  # more hide the dashes
-MOST_LINES = 7  # curves of a panel in colour; of more, three have colours and names, and the others are grey
+MOST_DOTS = 12  # more dots would hide the dashes
+MOST_LINES = 7  # a panel with more curves shows three in colour with names, and the others in grey
 OTHERS = {"color": "#c9c9c9", "linewidth": 0.9, "marker": "", "zorder": 1}
 
 PointList = list[tuple[float, float]]
@@ -35,11 +35,11 @@ Curve = Callable[[Record], PointList]
 
 
 class Panel(NamedTuple):
-    """The content of a panel: the mean curve of each group of runs with more than one point, and its seeds in pale.
+    """The content of a panel: the mean curve of each group with more than one point, and pale curves for its seeds.
 
-    scale     of the values; "ratio" is logarithmic with plain numbers
-    line      a value that divides the panel
-    levels    whether the references whose losses are near are grey lines
+    scale     the scale of the values; "ratio" is logarithmic with plain numbers
+    line      a value at which a line divides the panel
+    levels    whether references with similar losses are drawn as grey lines
     circles   a second curve, for the groups that are not causal
     """
 
@@ -60,7 +60,10 @@ def _finite(points: Iterable[Sequence[float | None]]) -> PointList:
 
 
 def _online(record: Record) -> PointList:
-    """Online minus full is paired: added to the line over all data, it has no noise from the choice of trajectories."""
+    """Return the online error by position: the curve over all data plus the paired difference online minus full.
+
+    This way it has no noise from the choice of trajectories.
+    """
     full = record.get("by_position") or []
     points = _finite((at + 1, full[at] + online - same) for at, online, same in record.get("online_by_position") or [])
     return [(at, loss) for at, loss in points if loss > 0]
@@ -98,7 +101,7 @@ PICTURES: dict[str, tuple[tuple[Panel, ...], str]] = {
 
 
 def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
-    """Draw the `PICTURES` that the records have data for, a panel for each task; return their paths."""
+    """Draw the `PICTURES` for which there are data, with a panel for each task; return their paths."""
     members = {task: groups(records, task) for task in TITLES}
     references = [record for record in records if record.get("kind") == "reference"]
     styles = _styles(group.name for group in chain(*members.values()))
@@ -120,7 +123,7 @@ def draw(records: Sequence[Record], folder: str | Path) -> list[Path]:
 
 
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Give every name a style, the same in all pictures, and different from all others as long as there are dashes."""
+    """Map every name to a line style, the same in all pictures. Styles differ as long as there are enough dashes."""
     styles = {name: {"color": colour} for name, colour in FIXED.items()}
     others = (name for name in dict.fromkeys(names) if name not in FIXED)
     return styles | {name: line_style(number, PATTERNS) for number, name in enumerate(others)}
@@ -183,14 +186,14 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
 
 
 def _named(panel: Panel) -> set[str]:
-    """Return the groups with a colour and a name: all, or of many the plain residual, the lowest and the highest."""
+    """Return the names of groups to show in colour: all, or of many the plain residual, the lowest and the highest."""
     ends = sorted((_mean(group, panel.curve)[-1][1], group.name) for group in panel.groups)
     names = [name for _, name in ends]
     return set(names) if len(names) <= MOST_LINES else {names[0], names[-1], "residual"}
 
 
 def _draw_levels(axes: Axes, references: Sequence[Record]) -> None:
-    """Draw grey lines for the references near the curves, named at the right edge."""
+    """Draw grey lines for references near the curves, with their names at the right edge."""
     low, high = axes.get_ylim()
     losses = {row["loss"]: row["label"] for row in references if row["model"] != "plane-known-floor"}
     near = sorted(loss for loss in losses if low / 3 < loss < high * 3)
@@ -204,7 +207,7 @@ def _draw_levels(axes: Axes, references: Sequence[Record]) -> None:
 
 
 def _mean(group: Group, curve: Curve) -> PointList:
-    """Return the mean over the runs that have the curve, at the places that they share."""
+    """Return the mean curve over the runs that have it, at their common positions."""
     curves = [dict(points) for points in map(curve, group.runs) if points]
     if not curves:
         return []

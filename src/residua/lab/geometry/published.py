@@ -1,8 +1,8 @@
-"""The numbers that were published for these tasks: arXiv:2605.06729 and its public repository. None of them is ours.
+"""The numbers published for these tasks in arXiv 2605.06729 and its public repository. None of them is ours.
 
-The models have descriptive names here. The publication's "DDL" is a Householder shortcut pooled over the sequence and
-without the delta write, which is not Deep Delta Learning (arXiv:2601.00417); its "mHC" splits the width into streams.
-Losses are mean squared errors; whether they are the best or the last of a run is not stated consistently.
+The models have descriptive names here. The publication's "DDL" is a Householder shortcut pooled over the sequence,
+without the delta write. It is not Deep Delta Learning (arXiv 2601.00417). Its "mHC" splits the width into streams.
+Losses are mean squared errors. The publication is inconsistent on whether they are the best or the last of a run.
 """
 
 from typing import Any, NamedTuple
@@ -16,13 +16,14 @@ RESEARCH = f"arXiv:2605.06729; docs/RESEARCH.md v3.6 of {REPOSITORY}"
 
 
 def _value(mean: float, deviation: float | None = None) -> Estimate:
-    """A mean over the published seeds, and its standard deviation, None if none was published."""
+    """Return the estimate with a published mean over the seeds, and standard deviation (None if not published)."""
     return Estimate(mean, deviation, PAPER_SEEDS)
 
 
 class PaperModel(NamedTuple):
-    """A description, the publication's name, the size, the parameters of the blocks, and whether the published code is
-    causal: if not, its coefficients come from the mean over the sequence.
+    """A published model: a description, the publication's name, the size, and the parameters of the blocks.
+
+    causal: whether the published code is causal; if not, its coefficients come from the mean over the sequence.
     """
 
     what: str
@@ -49,7 +50,7 @@ PAPER_MODELS: dict[str, PaperModel] = {
     "jpmhc": PaperModel("JPmHC", "JPmHC", "7 layers, width 512", 1_771_000),
     "edelta-sequence": PaperModel("EDelta, sequence", "EΔ-MHC-Geo", "6 layers", 1_788_000, causal=False),
 }
-# Of README, three seeds: mean squared errors in the order of `PAPER_MODELS`.
+# Mean squared errors in the order of `PAPER_MODELS`: README, three seeds.
 LOSSES: dict[str, tuple[Estimate, ...]] = {
     "gyroscope": (
         *(_value(3.78e-3, 0.04e-3), _value(3.36e-3, 0.13e-3), _value(4.02e-3, 0.03e-3)),
@@ -62,16 +63,16 @@ LOSSES: dict[str, tuple[Estimate, ...]] = {
     "near-pi": tuple(map(_value, (1.19e-5, 1.11e-5, 9.64e-3, 6.54e-6, 1.44e-6))),
     "near-pi-multi": tuple(map(_value, (3.34e-6, 3.75e-6, 1.63e-3, 1.69e-6, 1.24e-6))),
 }
-# Of the models trained on stability: only in RESEARCH, without a word on seeds.
+# The norm deviations of models trained on stability: only in RESEARCH, without seeds.
 NORM_DEVIATIONS = (0.474, 0.506, 0.543, 0.004, 0.001)
 
-# Of EDelta on the gyroscope by the weight of its gate's penalty, with its gates at the end, and in the main table:
-# RESEARCH, of seed 42, as its appendix says. 0.1 is the default, also of `LOSSES`.
+# EDelta on the gyroscope, by the weight of the gate penalty: losses, and gates at the end. RESEARCH, seed 42 according
+# to its appendix. 0.1 is the default, which `LOSSES` has too.
 PENALTY = {0.0: (8.2e-4, "[0.3, 0.7]"), 0.05: (6.1e-4, "[0.1, 0.9]"), 0.1: (5.69e-4, "{0, 1}"), 0.2: (5.8e-4, "{0, 1}")}
 PENALTY_DEFAULT = 0.1
 GYROSCOPE_EARLIER = 7.08e-4
-# Of EDelta with a penalty of 0.5 by the gate's logit at the start: the loss, and the mean and deviation of its gates
-# over sublayers at the end. RESEARCH, table 10, without a word on seeds.
+# EDelta with a penalty of 0.5, by the initial logit of the gate: the loss, and the mean and deviation of the gates over
+# sublayers at the end. RESEARCH, table 10, without seeds.
 STARTS: dict[str, dict[float, tuple[float, Estimate]]] = {
     "near-pi": {
         1.5: (2.10e-6, Estimate(1.0, 0.0, 12)),
@@ -91,7 +92,7 @@ REFLECTION: dict[str, dict[str, Estimate]] = {
     "jpmhc": {"cosine": _value(-0.30)},
     "edelta-sequence": {"cosine": _value(0.96), "gamma": _value(0.051, 0.005)},
 }
-# Mean cosines with -x by the number of training vectors, of "DDL" and "EΔ-MHC-Geo": RESEARCH, table 2, of one seed.
+# Mean cosines with -x by the number of training vectors, for "DDL" and "EΔ-MHC-Geo": RESEARCH, table 2, one seed.
 COSINES = {
     10: (-0.98, -1.00),
     25: (-0.85, -0.98),
@@ -105,8 +106,8 @@ COSINES = {
 def published(task: str) -> list[dict[str, Any]]:
     """Return the published rows of a task.
 
-    Each has model, label, causal (of the published code; None on the reflection, which has no later inputs), seeds,
-    source, and those published of: loss, norm_deviation, cosine, beta, gamma (each an `Estimate`), parameters.
+    Each has model, label, causal (of the published code; None on the reflection, which has no later inputs), seeds and
+    source; and, if published, loss, norm_deviation, cosine, beta, gamma (an `Estimate` each) and parameters.
     """
     facts = {"seeds": PAPER_SEEDS, "source": README}
     if task == "reflection":

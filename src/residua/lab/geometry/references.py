@@ -1,7 +1,7 @@
-"""References without training: predictors that see only the inputs up to t, and the floors that they imply.
+"""References without training: causal predictors, and the floors that they imply for every causal model.
 
-Each takes inputs (trajectories, length, dim) and returns predictions of the same shape; prediction t uses inputs up to
-t. A learned model that does worse than one of these has learned little.
+A predictor maps inputs (trajectories, length, dim) to predictions of the same shape; prediction t uses inputs up to t.
+A trained model that does worse than one of these has learned little.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,20 @@ def running_mean(inputs: Tensor) -> Tensor:
 
 
 def true_rotation(task: Task) -> Predictor:
-    """R x_t with the one rotation of a near-pi task."""
+    """Return the predictor R x_t, with the single rotation R of a near-pi task."""
     first, second, angle = near_pi_planes(task)
     axes = torch.eye(task.dim, dtype=torch.float64)
     planes = first.expand(task.dim, -1), second.expand(task.dim, -1)
-    # Row i of the points after one step is R e_i: the transpose of R.
+    # Row i of the points after one step is R e_i, so they form the transpose of R.
     transposed = rotate(axes, *planes, torch.tensor([[angle]], dtype=torch.float64), 1)[:, 1]
     return lambda inputs: (inputs.double() @ transposed.to(inputs.device)).to(inputs.dtype)
 
 
 def expected_rotation(dim: int) -> Tensor:
-    """E R of the gyroscope over planes and angles, (dim, dim) float64: E R x_0 is the best causal first prediction."""
+    """Return E R, the mean rotation of the gyroscope over planes and angles, (dim, dim) in float64.
+
+    E R x_0 is the best causal prediction at position 0.
+    """
     cosine, sine = expected_cosine_and_sine()
     first = torch.arange(dim - 1, dtype=torch.float64)
     # Row i: 1 / (dim - 1) for the first axis, then 1 / (dim - 1 - i) for each second axis j > i.
@@ -45,30 +48,30 @@ def expected_rotation(dim: int) -> Tensor:
 
 
 def causal_floor(dim: int) -> float:
-    """Return the least expected error at position 0 of the gyroscope that a causal model can reach, mean squared.
+    """Return the smallest expected squared error at position 0 of the gyroscope that a causal model can reach.
 
-    x_0 says nothing about the rotation, so the best prediction is E R x_0, whose error per coordinate is
-    (1 - ||E R||_F^2 / dim) / dim. A model below it has seen later inputs.
+    x_0 has no information on the rotation, so the best prediction is E R x_0, whose mean squared error per coordinate
+    is (1 - ||E R||_F^2 / dim) / dim. A model below this floor has seen later inputs.
     """
     return (1 - expected_rotation(dim).square().sum().item() / dim) / dim
 
 
 def plane_known_floor(dim: int) -> float:
-    """Return the same floor for a model that knows the plane, and not the angle, before it predicts."""
+    """Return the floor of `causal_floor` for a model that knows the plane of rotation in advance, but not the angle."""
     cosine, sine = expected_cosine_and_sine()
     return (2 - 2 * (cosine**2 + sine**2)) / dim**2
 
 
 def expected_first_point(inputs: Tensor) -> Tensor:
-    """E R x_0 (trajectories, dim): the prediction that reaches `causal_floor` on the gyroscope."""
+    """Return E R x_0, (trajectories, dim), the prediction that reaches `causal_floor` on the gyroscope."""
     return (inputs[:, 0].double() @ expected_rotation(inputs.shape[-1]).to(inputs.device).T).to(inputs.dtype)
 
 
 def solved_rotation(inputs: Tensor) -> Tensor:
-    """E R x_0 at position 0; from there on the rotation is read off the last two points, and applied.
+    """Predict E R x_0 at position 0; afterwards compute the rotation from the last two points, and apply it.
 
-    Two points are enough: they differ only in the two axes of the plane, by the angle. So the gyroscope leaves nothing
-    to learn after position 0, and this is, up to rounding, the best possible causal predictor.
+    Two points are enough, because they differ only in the two axes of the plane, by the angle. After position 0 there
+    is therefore nothing to learn, and this is the best causal predictor, up to rounding.
     """
     before, now = inputs[:, :-1].double(), inputs[:, 1:].double()
     axes = (now - before).abs().topk(2, dim=-1).indices
@@ -85,7 +88,7 @@ class Reference(NamedTuple):
 
 
 def predictors(task: Task) -> dict[str, Reference]:
-    """Return the references of a task by key; "solved" is the best possible one, if its closed form is known."""
+    """Return the references of a task by key; "solved" is the best possible predictor, if its closed form is known."""
     references = {
         "zero": Reference("predict 0", torch.zeros_like),
         "copy": Reference("copy x_t", torch.clone),
@@ -101,10 +104,11 @@ def predictors(task: Task) -> dict[str, Reference]:
 
 
 def references(task: Task) -> list[dict[str, Any]]:
-    """Return one record (`report`) per reference: its mean squared error on the validation data of `task`.
+    """Return a record (see `report`) for each reference: its mean squared error on the validation data of `task`.
 
-    On the gyroscope also the two floors of position 0, exact and not measured: their `loss` is the part of
-    position 0 in the mean over positions, so the "causal-floor" is the lowest expected loss of any causal model.
+    For the gyroscope there are also the two floors of position 0, which are exact and not measured. Their `loss` is the
+    contribution of position 0 to the mean over positions, so "causal-floor" is the lowest expected loss of a causal
+    model.
     """
     inputs, targets = task.data()[2:]
     records: list[dict[str, Any]] = []

@@ -3,19 +3,19 @@
 A record is a dict that JSON can hold. A run (`study.train`, `study.train_operator`) writes one of kind "run":
 
     task, model, label, seed    label: the name in tables; seed: of weights and batches (the data's is the task's)
-    parameters                  of all of the model, wrapper included
-    loss, best_loss             mean squared error on the whole validation set, at the end and the lowest on the way
+    parameters                  the number of parameters of the model, including the wrapper
+    loss, best_loss             mean squared error on the whole validation set, at the end and the lowest in between
     curve, gates                [[step, validation loss], ...], and the same for the mean "gamma" and "beta"
-    diverged                    the run ended with numbers that are not finite; values that were not measured are None
-    settings                    sizes and recipe; runs of different settings are never averaged
+    diverged                    whether the run ended with numbers that are not finite; unmeasured values are None
+    settings                    sizes and recipe; runs with different settings are never averaged
     position0_loss              mean squared error at position 0, from full sequences
     norm_deviation, stream_norms, and the fields of Causality, SquaredErrors and, for the gyroscope, Position0:
                                 see `measure`
-    cosine, cosines             reflection: the mean cosine of predictions with -x at the end; of operators by step
-    beta, gamma                 reflection: at the end
+    cosine, cosines             reflection: the mean cosine of predictions with -x, at the end and (operators) by step
+    beta, gamma                 reflection: the mean gates at the end
 
-A reference (`references.references`) has kind "reference". Records of other kinds are ignored. Published numbers are
-not records (`published.published`). Missing values and None are shown as a dash.
+A reference (`references.references`) has kind "reference". Records of other kinds are ignored. Published numbers come
+from `published.published`, not from records. Missing values and None are shown as a dash.
 """
 
 import json
@@ -48,7 +48,7 @@ SEQUENCE_COLUMNS = {"causal": "causal", "loss": "MSE, full sequence", "online_lo
 SEQUENCE_COLUMNS |= {"position0_loss": "MSE, position 0", "norm_deviation": "norm deviation"}
 REFLECTION_COLUMNS = {"cosine": "cosine with −x", "beta": "β", "gamma": "γ", "loss": "MSE"}
 AVERAGED = ("loss", "online_loss", "position0_loss", "norm_deviation", "cosine", "beta", "gamma")
-# How a mean and its deviation are written: losses, and other values.
+# The formats of a mean and its deviation, for losses and for other values.
 STYLES = dict.fromkeys(("cosine", "beta", "gamma"), (".3f", ".3f")) | {"norm_deviation": (".3g", ".1g")}
 LOSS_STYLE = (".2e", ".1e")
 
@@ -70,7 +70,7 @@ NOTES = f"""## How to read this
 
 
 class Group(NamedTuple):
-    """Runs of one model that differ only in their seed, in the order of their seeds."""
+    """Runs of one model that differ only in their seed, sorted by seed."""
 
     name: str
     runs: tuple[Record, ...]
@@ -81,22 +81,22 @@ class Group(NamedTuple):
 
 
 def groups(records: Iterable[Record], task: str) -> list[Group]:
-    """Group the runs of a task that differ only in their seed, in the order in which they first appear."""
+    """Group the runs of a task that differ only in their seed; groups are in order of first appearance."""
     runs = [record for record in records if record.get("kind") == "run" and record.get("task") == task]
     members = grouped(runs, lambda run: (run["label"], json.dumps(run.get("settings"))), itemgetter("seed"))
     return [Group(some[0]["label"], some) for some in members]
 
 
 def is_causal(group: Group) -> bool | None:
-    """Whether no run looks ahead; None if it was not measured."""
+    """Return whether all runs of a group are causal; None if this was not measured."""
     measured = [run["causal"] for run in group.runs if run.get("causal") is not None]
     return all(measured) if measured else None
 
 
 def summary(records: Sequence[Record], task: str) -> list[dict[str, Any]]:
-    """Return the rows of a task's table as numbers: references, then ours, then published; `source` says which.
+    """Return the rows of a task's table as numbers: references, then our runs, then published rows.
 
-    Means over seeds are `Estimate`s. A row never holds numbers of two sources.
+    `source` names the origin of a row; no row mixes two. Means over seeds are `Estimate`s.
     """
     references = {r["model"]: r for r in records if r.get("kind") == "reference" and r.get("task") == task}
     rows: list[dict[str, Any]] = []
@@ -111,7 +111,7 @@ def summary(records: Sequence[Record], task: str) -> list[dict[str, Any]]:
 
 
 def table(records: Sequence[Record], task: str) -> Table:
-    """The rows of a task as text; the first column says whose number it is: published, ours or reference."""
+    """Return the table of a task as text; the first column has the source: published, ours or reference."""
     rows = summary(records, task)
     columns = WHOSE | (REFLECTION_COLUMNS if task == "reflection" else SEQUENCE_COLUMNS)
     columns = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
@@ -119,7 +119,7 @@ def table(records: Sequence[Record], task: str) -> Table:
 
 
 def write_tables(records: Sequence[Record], folder: str | Path) -> list[Path]:
-    """Write `tables.md` and `tables.json`, with a table for every task that has runs; returns their paths."""
+    """Write `tables.md` and `tables.json`, with a table for every task that has runs; return their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tasks = {task: members for task in TASKS if (members := groups(records, task))}

@@ -20,7 +20,7 @@ from residua.lab.records.jsonlines import finite
 from residua.lab.training import TrainConfig
 from residua.lab.training.step import Step
 
-REPORT_STEPS = 10  # steps between two looks at the loss, which make a GPU wait
+REPORT_STEPS = 10  # steps between two checks of the loss, because each makes the host wait for the GPU
 StepReport = Callable[[int], None]
 
 
@@ -28,15 +28,16 @@ StepReport = Callable[[int], None]
 class Settings:
     """Sizes and recipe of a study, the same for all its models. The defaults are the published ones.
 
-    dim, layers, heads    of the plain residual, which all models match in parameters
-    features              of an input, fewer than `dim`, as the last norm removes a direction; None: as published for
-                          the task
+    dim, layers, heads    sizes of the plain residual; all models match its number of parameters
+    features              features of an input, fewer than `dim`, because the last norm removes a direction; None: as
+                          published for the task
     length                inputs of a trajectory; None: as published for the task
     num_train, num_val    trajectories; None: as published for the task
-    lr, final_lr          the peak, reached linearly after `warmup` steps, and the end of the cosine
-    weight_decay          of the weights of linear maps and of the positions. The published code decays every parameter
-                          with two axes or more; a scheme's mixing logits and filters have no reason to be small
-    online_trajectories   how many are scored online, at every `online_stride`-th position (see `measure`)
+    lr, final_lr          the peak learning rate, reached linearly after `warmup` steps, and that at the end of the
+                          cosine
+    weight_decay          weight decay of linear maps and of the positions. The published code decays every parameter
+                          with two or more axes; a scheme's mixing logits and filters need not be small
+    online_trajectories   the number of trajectories scored online, at every `online_stride`-th position (see `measure`)
     """
 
     steps: int = 2000
@@ -60,9 +61,9 @@ class Settings:
     online_stride: int = 4
 
     def task(self, name: str) -> Task:
-        """Return the task `name` in the sizes of this study. Raises InputError for an unknown one.
+        """Return the task `name` at the sizes of this study. Raises InputError for an unknown name.
 
-        The reflection keeps its single position and its few vectors, which define it.
+        The reflection always has a single position and few vectors, which define it.
         """
         published = task(name)
         sizes = {"dim": self.features}
@@ -72,7 +73,7 @@ class Settings:
 
     @property
     def training(self) -> TrainConfig:
-        """The settings of a step, without its learning rate."""
+        """The settings of a training step, except the learning rate."""
         names = ("lr", "beta1", "beta2", "weight_decay", "clip")
         return TrainConfig(**{name: getattr(self, name) for name in names})
 
@@ -86,7 +87,7 @@ class Settings:
 
 
 FULL = Settings()
-# A 12th of the parameters on shorter trajectories of fewer features: a hundred runs in 20 minutes on two cores.
+# A 12th of the parameters, with shorter trajectories of fewer features: a hundred runs in 20 minutes on two cores.
 QUICK = Settings(
     steps=900,
     batch_size=16,
@@ -120,7 +121,7 @@ class OperatorSettings:
 
 
 def job(model: str, task_name: str, seed: int, settings: Settings, device: torch.device) -> Job:
-    """Describe the run of one model, task and seed. Raises InputError if they do not exist or fit."""
+    """Return the job for one model, task and seed. Raises InputError if they do not exist or do not fit."""
     sized = settings.task(task_name)
     sizes = {"dim": settings.dim, "layers": settings.layers, "heads": settings.heads}
     architecture = match(model, features=sized.dim, length=sized.length, **sizes)
@@ -129,7 +130,7 @@ def job(model: str, task_name: str, seed: int, settings: Settings, device: torch
 
 
 def operator_job(name: str, seed: int, settings: OperatorSettings) -> Job:
-    """Describe the run of one operator and seed on the reflection. Raises InputError for an unknown name."""
+    """Return the job for one operator and seed on the reflection. Raises InputError for an unknown name."""
     key = f"reflection+{name}+{settings.num_train}+seed{seed}"
     return Job(key, train_operator, (name, seed, settings), settings.steps, operator(name).cost)
 
@@ -146,8 +147,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a model and return its record (see `report`).
 
-    Deterministic in its arguments, up to the order of sums in a GPU's kernels. A run whose loss is not finite ends
-    early. It takes seconds at the quick sizes and keeps no state in `place`.
+    The record depends only on the arguments, up to the order of sums in a GPU's kernels. A run whose loss is not finite
+    ends early. At the quick sizes a run takes seconds, so it keeps no state in `place`.
     """
     data = Data(*(part.to(device) for part in task.data()))
     model = _drawn(seed, architecture.build).to(device)
@@ -218,7 +219,7 @@ def train_operator(
 
 
 class _Fit(NamedTuple):
-    """A training: its steps, whether all losses were finite, and by score its curve [[step, value], ...]."""
+    """The result of a training: its steps, whether all losses were finite, and curves [[step, value], ...] by score."""
 
     steps: int
     converges: bool
@@ -226,11 +227,11 @@ class _Fit(NamedTuple):
     curves: dict[str, list[list[Any]]]
 
     def last(self, score: str) -> float | None:
-        """Return the value at the end, None if the model has none or diverged."""
+        """Return the last value of a score; None if the model has no such score, or diverged."""
         return self.curves[score][-1][1] if self.converges and score in self.curves else None
 
     def record(self, task: str, model: str, label: str, seed: int) -> dict[str, Any]:
-        """Return the part of a record that all runs have."""
+        """Return the fields of a record that all runs have."""
         return {
             "kind": "run",
             "task": task,
@@ -264,7 +265,7 @@ def _fit(
     optimizer: torch.optim.Optimizer | None = None,
     before: bool = False,
 ) -> _Fit:
-    """Train until a loss or a gradient is not finite. With `before`, evaluate also at step 0."""
+    """Train, and stop early if a loss or a gradient is not finite. before: whether to evaluate at step 0 too."""
     curves: dict[str, list[list[Any]]] = {}
 
     def evaluated(step: int) -> bool:
@@ -311,7 +312,7 @@ def _gate_means(coefficients: list[Any]) -> dict[str, float]:
     return {gate: sum(parts) / len(parts) for gate, parts in means.items() if parts}
 
 
-# The measurements of a model: None if it diverged or the task has a single position.
+# The measurements of a model; None if it diverged or the task has a single position.
 _NOTHING: dict[str, Any] = dict.fromkeys(
     (*measure.SquaredErrors._fields, *measure.Causality._fields, "position0_loss", "norm_deviation", "stream_norms")
 )
@@ -323,12 +324,12 @@ def _measure(model: nn.Module, task: Task, data: Data, settings: Settings) -> di
     with torch.no_grad():
         model(data.val_inputs[:64], states=states)
         norms = measure.stream_norms(states)
-        if task.length == 1:  # a single position: no order to keep, no prefix to score
+        if task.length == 1:  # a single position has no later inputs and no prefixes
             predictions = model(data.val_inputs)
             loss = F.mse_loss(predictions, data.val_targets).item()
             cosine = F.cosine_similarity(predictions, data.val_targets, dim=-1).mean().item()
             return _NOTHING | {"loss": loss, "cosine": cosine, "stream_norms": norms}
-    data = Data(*(part.cpu() for part in data))  # scores are summed there, wherever the model is
+    data = Data(*(part.cpu() for part in data))  # scores are summed on the CPU
     sample = {"trajectories": settings.online_trajectories, "stride": settings.online_stride}
     scores = measure.full_and_online(model, data.val_inputs, data.val_targets, **sample)
     return {

@@ -1,7 +1,7 @@
-"""The tasks of arXiv:2605.06729, made on the fly: next points of a motion on the sphere, and a negation.
+"""The tasks of arXiv 2605.06729, generated on the fly: predict the next point of a motion on the sphere, or negate x.
 
-The distributions are as in the paper's public code (commit 783e727); the random numbers are torch's, so the single
-trajectories are ours. A task is a pure function of its fields: the same fields give the same data everywhere.
+The distributions are those of the paper's public code (commit 783e727). Random numbers are torch's, so the trajectories
+differ. The data of a task are a pure function of its fields, and the same everywhere.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from residua.errors import require
 
-# Angles in radians. The gyroscope's is drawn uniformly; an exact Cayley transform cannot reach pi itself.
+# Angles in radians. The gyroscope's angle is uniform in this range. An exact Cayley transform cannot reach pi.
 GYROSCOPE_ANGLES = (0.1, 2.5)
 NEAR_PI_ANGLE = 3.10
 NEAR_PI_MULTI_ANGLE = 3.14
@@ -22,7 +22,10 @@ STABILITY_NOISE = 1e-3
 
 
 class Data(NamedTuple):
-    """Inputs and targets (trajectories, length, dim) in float32, on the CPU; target t belongs to inputs up to t."""
+    """Inputs and targets, (trajectories, length, dim), in float32 on the CPU.
+
+    Target t has to be predicted from inputs up to t.
+    """
 
     train_inputs: Tensor
     train_targets: Tensor
@@ -34,8 +37,8 @@ class Data(NamedTuple):
 class Task:
     """A task and its sizes; `dataclasses.replace` gives a smaller one.
 
-    `length` is the number of inputs of a trajectory (a trajectory has one point more). With `val_seed` None the
-    validation set is the last `num_val` trajectories of the draw with `seed`; otherwise it is a separate draw.
+    length: the number of inputs of a trajectory, which has one more point. val_seed: None takes the last `num_val`
+    trajectories drawn with `seed` for validation; otherwise they are drawn separately.
     """
 
     name: str
@@ -47,7 +50,7 @@ class Task:
     val_seed: int | None = None
 
     def data(self) -> Data:
-        """Return training and validation data; equal fields give equal numbers."""
+        """Return training and validation data; tasks with equal fields have equal data."""
         draw = _DRAW[self.name]
         generator = Generator().manual_seed(self.seed)
         if self.val_seed is None:
@@ -59,7 +62,7 @@ class Task:
 
 
 def task(name: str) -> Task:
-    """Return the task of this name at its published size. Raises InputError, with all names, for an unknown one."""
+    """Return the task `name` at its published size. Raises InputError, with all names, for an unknown name."""
     require(name in TASKS, "a task", f"one of {', '.join(TASKS)}", name)
     return TASKS[name]
 
@@ -67,8 +70,8 @@ def task(name: str) -> Task:
 def rotate(start: Tensor, first: Tensor, second: Tensor, angle: Tensor, steps: int) -> Tensor:
     """Return R^s start for s = 0 ... steps, with R the rotation by `angle` from axis `first` towards axis `second`.
 
-    start (num, dim); first, second (num, planes), axes in no other plane; angle (num, planes) or broadcastable.
-    Returns (num, steps + 1, dim). R^s is applied at once as the angle s * angle, so that no error accumulates.
+    start: (num, dim); first, second: (num, planes), axes that are in no other plane; angle: (num, planes) or
+    broadcastable. Returns (num, steps + 1, dim). R^s is a rotation by s * angle, so that errors do not accumulate.
     """
     turns = torch.arange(steps + 1, dtype=start.dtype).view(1, -1, 1) * angle.unsqueeze(1)
     a, b = start.gather(1, first).unsqueeze(1), start.gather(1, second).unsqueeze(1)
@@ -86,7 +89,7 @@ def unit_vectors(*shape: int, generator: Generator) -> Tensor:
 
 
 def _whole(below: Tensor, generator: Generator) -> Tensor:
-    """Draw a uniform whole number in [0, below) for each entry of `below`."""
+    """Draw a uniform integer in [0, below) for each entry of `below`."""
     return (torch.rand(below.shape, generator=generator, dtype=torch.float64) * below).long().clamp(max=below - 1)
 
 
@@ -96,9 +99,9 @@ def _shifted(points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gyroscope(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw a rotation per trajectory in a plane of two axes: i is uniform over all but the last, j over those after i.
+    """Draw a rotation per trajectory in the plane of axes i < j: i uniform over all but the last axis, j over the rest.
 
-    As published. The planes are not equally likely: with 16 axes, the last is in 22 % of them, the first in 6.7 %.
+    As published, planes are not equally likely: of 16 axes, the last is in 22 % of the planes and the first in 6.7 %.
     """
     start = unit_vectors(num, task.dim, generator=generator)
     low, high = GYROSCOPE_ANGLES
@@ -116,7 +119,7 @@ def _stability(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tens
 
 
 def near_pi_planes(task: Task) -> tuple[Tensor, Tensor, float]:
-    """Return first axes, second axes (each of shape (planes,)) and the angle of the one rotation of a near-pi task."""
+    """Return the first axes (planes,), second axes (planes,) and angle of the single rotation of a near-pi task."""
     if task.name == "near-pi":
         return torch.tensor([0]), torch.tensor([1]), NEAR_PI_ANGLE
     first = torch.arange(0, task.dim, 2)
@@ -124,7 +127,7 @@ def near_pi_planes(task: Task) -> tuple[Tensor, Tensor, float]:
 
 
 def _near_pi(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw only the start: the rotation is the same in every trajectory."""
+    """Draw the starts; the rotation is the same for all trajectories."""
     first, second, angle = near_pi_planes(task)
     start = unit_vectors(num, task.dim, generator=generator)
     planes = first.expand(num, -1), second.expand(num, -1)
@@ -132,7 +135,7 @@ def _near_pi(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor
 
 
 def _reflection(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw standard normal vectors, not of unit norm, and return them with their negatives."""
+    """Draw standard normal vectors, which are not of unit norm, and return them with their negatives."""
     x = torch.randn(num, 1, task.dim, generator=generator, dtype=torch.float64).float()
     return x, -x
 

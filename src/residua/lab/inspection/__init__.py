@@ -1,4 +1,4 @@
-"""Analyse the connections of a trained model: traces, spectra, summaries, and telemetry of training."""
+"""Analyse the connections of a trained model: traces, spectra, summaries, and telemetry during training."""
 
 from residua.lab.inspection.boundaries import Lens, boundaries, logit_lens
 from residua.lab.inspection.summary import overview, sublayer_statistics, summary, warnings

@@ -1,7 +1,7 @@
-"""Look into a model between its sublayers, and change the state there.
+"""Read and change the state of a model between its sublayers.
 
-The readout of a scheme makes one tensor (batch, seq, dim) from any state, as it does at the end of the model.
-`boundaries` gives that tensor to hooks at every boundary, and writes the values that they return back into the state.
+The readout of a scheme makes one tensor (batch, seq, dim) from any state, as at the end of the model. `boundaries`
+passes this tensor to hooks at every boundary, and writes the values that they return back into the state.
 """
 
 import copy
@@ -28,29 +28,29 @@ from residua.lab.inspection.watch import StandIn, as_written, replaced
 from residua.models.cache import CACHE_NAMES, attention_mask_of, documents_of, padding_of
 
 LOGITS = 2**26
-"""Numbers of logits at a time, of some boundaries."""
+"""The largest number of logits that are computed at a time."""
 STEPS, ITERATIONS = 10, 100
-"""Newton steps at most for a readout that is not linear, and iterations for the linear equations of each."""
+"""The largest numbers of Newton steps for a nonlinear readout, and of iterations for the linear equations of a step."""
 READ_TOLERANCE = 1e-6
-"""The largest difference, relative to the wanted value, between it and the readout of the state that was found."""
+"""The largest difference between the wanted readout and that of the new state, relative to the wanted readout."""
 
 
 @contextmanager
 def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
-    """Give a module for every boundary of a model, ours or converted, to register forward hooks on.
+    """Yield a module for every boundary of a model, ours or converted, on which to register forward hooks.
 
-    The modules are named after the sublayer that wrote last, "1 attention", and the first "embedding". In every forward
-    pass the output of each is the readout of the state there, (batch, seq, dim), as at the end of the model and before
-    its last norm. If a hook returns another value, the state gets the smallest change, in the Euclidean norm, after
-    which its readout is that value: for a linear readout the pseudo-inverse times the difference, for another one
+    The first module is named "embedding", the others after the sublayer that wrote last, such as "1 attention". In
+    every forward pass, the output of a module is the readout of the state at its boundary, (batch, seq, dim), before
+    the last norm of the model. If a hook returns another value, the state gets the smallest change in the Euclidean
+    norm such that its readout is this value: for a linear readout the pseudo-inverse times the difference, otherwise
     Newton steps of this kind. Otherwise the state stays the same, bit for bit. A module without hooks costs nothing.
 
-    Values are written back under `torch.no_grad()`; with gradients only if the state is itself the readout. Inside
+    Values can be written back under `torch.no_grad()`; with gradients only if the state itself is the readout. Inside
     the context the modules are also the submodule `boundaries` of the model.
 
     Raises:
-        InputError: the model is of another kind. In a forward pass: the readout looks at earlier tokens and rows are
-            padded, packed or begun in a cache, or no state near the one that is there has the wanted readout.
+        InputError: the model is of another kind. In a forward pass: the readout reads earlier tokens and rows are
+            padded, packed or continued from a cache; or no state near the current one has the wanted readout.
     """
     subject = Subject.of(model)
     names = [name.replace(".", " ") for name in ("embedding", *subject.sublayers)]
@@ -80,7 +80,7 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
 
 
 def _whole_rows(given: dict[str, Any]) -> bool:
-    """Whether every row of a forward pass is one text from its first token on; given: its arguments by name."""
+    """Return whether every row of a forward pass is one text from its first token on; given: the arguments by name."""
     if any(cache.get_seq_length() for name in CACHE_NAMES if (cache := given.get(name)) is not None):
         return False
     tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
@@ -91,7 +91,7 @@ def _whole_rows(given: dict[str, Any]) -> bool:
 
 
 class _Passed(StandIn):
-    """A connection with the boundary before its read and that after its write, which are visited there, or None."""
+    """A stand-in that visits the boundary before the connection's read and that after its write (None: not here)."""
 
     def __init__(self, connection: Any, before: nn.Module | None, after: nn.Module | None, collapse: nn.Module):
         super().__init__(connection)
@@ -107,10 +107,10 @@ class _Passed(StandIn):
 def _stand_ins(
     connections: Iterable[Any], points: Sequence[nn.Module], ends: Sequence[int], collapse: nn.Module
 ) -> list[_Passed]:
-    """Return the stand-ins of the connections: in our models the boundary after each is visited at its write.
+    """Return the stand-ins of the connections. In our models the boundary after a connection is visited at its write.
 
-    ends: of the layers of transformers, which may add attention and MLP to one read, one after the other. So a boundary
-    inside such a layer is visited at the next read, and that at its end after the layer.
+    ends: the last connections of the layers of a converted model; empty for ours. Such a layer may add attention and
+    MLP after a single read, so a boundary inside it is visited at the next read, and that at its end after the layer.
     """
     if not ends:
         return [_Passed(c, None if i else points[0], points[i + 1], collapse) for i, c in enumerate(connections)]
@@ -119,13 +119,13 @@ def _stand_ins(
 
 def _output_of(method: Callable[..., Any], point: nn.Module, collapse: nn.Module, output: Any, memories: Any) -> Any:
     """Return the outputs of a layer, after the hooks of its last boundary."""
-    if isinstance(output, Flow) and output.carry is None and not output.ahead:  # else it is refused
+    if isinstance(output, Flow) and output.carry is None and not output.ahead:  # otherwise the layer raises an error
         output.state = _visit(point, collapse, output.state)
     return method(output, memories)
 
 
 def _visit(point: nn.Module | None, collapse: nn.Module, state: State) -> State:
-    """Return the state after the hooks of a boundary."""
+    """Run the hooks of a boundary on the readout of `state`; return the resulting state."""
     if point is None or not (point._forward_hooks or point._forward_pre_hooks):
         return state
     x = collapse(state, whole_sequence(collapse))
@@ -137,7 +137,7 @@ def _visit(point: nn.Module | None, collapse: nn.Module, state: State) -> State:
 
 
 def written(collapse: nn.Module, state: State, value: Tensor) -> State:
-    """Return the state with the readout `value` that is nearest to `state`, see `boundaries`. Raises InputError."""
+    """Return the state nearest to `state` whose readout is `value`, see `boundaries`. Raises InputError."""
     if isinstance(collapse.compress if type(collapse) is Collapse else collapse, Same):
         return value
     if torch.is_grad_enabled() and any(part.requires_grad for part in [value, *tree_leaves(state)]):
@@ -170,8 +170,10 @@ def written(collapse: nn.Module, state: State, value: Tensor) -> State:
 
 
 def _least_change(read: Callable[[Tensor], Tensor], point: Tensor, missing: Tensor) -> Tensor:
-    """Return the smallest change with J change = `missing`, J the Jacobian of `read`: J^T z with J J^T z = missing, z
-    by conjugate gradients."""
+    """Return the smallest change with J change = `missing`, where J is the Jacobian of `read` at `point`.
+
+    It is J^T z with J J^T z = missing; z is found by conjugate gradients.
+    """
     scale = 1e-4 * point.abs().max().clamp(min=1e-6)
 
     def transposed(z: Tensor) -> Tensor:
@@ -200,12 +202,12 @@ def _least_change(read: Callable[[Tensor], Tensor], point: Tensor, missing: Tens
 
 @dataclass(frozen=True)
 class Lens:
-    """The predictions of a model if it ended at each boundary. Sizes: B boundaries, T tokens, k predictions.
+    """The predictions that a model would make if it ended at a boundary. B boundaries, T tokens, k predictions.
 
-    names        of the boundaries
-    loss         (B, T): -log p of the token after each, NaN for the last
-    tokens       (B, T, k): the likeliest next tokens, likeliest first
-    probability  (B, T, k): their probabilities
+    names        the names of the boundaries
+    loss         (B, T): -log p of the next token, NaN at the last token
+    tokens       (B, T, k): the k most probable next tokens, in descending order
+    probability  (B, T, k): the probabilities of these
     """
 
     names: tuple[str, ...]
@@ -215,10 +217,10 @@ class Lens:
 
 
 def logit_lens(model: nn.Module, tokens: Sequence[int] | Tensor, *, top: int = 5) -> Lens:
-    """Return the logit lens of a text: the readout at every boundary through the model's last norm and head.
+    """Return the logit lens of a text: the predictions of the model's last norm and head from every boundary's readout.
 
-    At the last boundary these are the model's predictions. Raises InputError for a model of another kind, and for one
-    without a head.
+    At the last boundary these are the model's own predictions. Raises InputError for a model of another kind or without
+    a head.
     """
     subject = Subject.of(model)
     require(subject.head, "the model of a lens", "one with a language-model head", type(model).__name__)

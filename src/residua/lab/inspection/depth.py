@@ -1,4 +1,4 @@
-"""The weights of reads over depth: one row for each sublayer, one column for each source."""
+"""Collect the weights of reads over depth: one row for each sublayer, one column for each source."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from residua.lab.inspection.measure import each_token
 
 
 class DepthReads:
-    """Collect `DepthWeights` of T tokens, sublayer by sublayer; `sampled`: (P) positions of tokens.
+    """Collect `DepthWeights` of T tokens, sublayer by sublayer; sampled: (P) positions of tokens.
 
-    Sublayers see different sources: later ones more, and a sum may still have been growing. Those that begin with the
-    same sublayer are one column.
+    Sublayers see different sources: later sublayers see more, and a sum of outputs may still be incomplete. Sources
+    that begin with the same sublayer share a column.
     """
 
     def __init__(self, sampled: Tensor):
@@ -38,12 +38,12 @@ class DepthReads:
         return ["learned" if source is None else _name(source, sublayers) for source in self.sources()]
 
     def left_out(self, depth: int) -> dict[str, list[int]]:
-        """Return those of `depth` sublayers that read no sources while others do, as `Trace.facts` has them."""
+        """Return `left_out` of `Trace.facts`: those of `depth` sublayers that read no sources although others do."""
         missing = [i for i in range(depth) if i not in self._weights]
         return {"depth_weights": missing} if self._weights and missing else {}
 
     def values(self, depth: int) -> dict[str, Tensor]:
-        """Return depth_weights, depth_mean and sources_read of `depth` sublayers as `Trace` describes them."""
+        """Return depth_weights, depth_mean and sources_read of `depth` sublayers, as described in `Trace`."""
         if not self._weights:
             return {}
         starts = [_start(source) for source in self.sources()]
@@ -54,16 +54,16 @@ class DepthReads:
         counts = torch.ones(depth, len(first[3]))
         for i, (sources, sampled, average, count) in self._weights.items():
             columns = [starts.index(_start(source)) for source in sources]
-            weights[i, ..., columns] = sampled  # a single read is that of all inputs
+            weights[i, ..., columns] = sampled  # a single read counts for all inputs
             mean[i, ..., columns] = average
             counts[i] = count
         return {"depth_weights": weights, "depth_mean": mean, "sources_read": counts}
 
 
 def sources_read(weights: Tensor) -> Tensor:
-    """Return how many sources a token reads, in effect: (T, reads, sources) -> (T), from 1 to all.
+    """Return the effective number of sources that a token reads, from 1 to all: (T, reads, sources) -> (T).
 
-    The exponential of the entropy of the weights' absolute values, scaled to a sum of 1; the mean over the reads.
+    This is the exponential of the entropy of the absolute weights, scaled to a sum of 1; the mean over the reads.
     """
     sizes = weights.abs()
     shares = sizes / sizes.sum(-1, keepdim=True).clamp_min(torch.finfo(sizes.dtype).tiny)  # all may be 0 at the start

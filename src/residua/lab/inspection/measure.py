@@ -1,7 +1,7 @@
-"""The measurements at one connection of a forward pass, for every scheme.
+"""Measure one connection of a forward pass, for any scheme.
 
-They take a `ConnectionRecord` of one sequence (batch 1) and return tensors with one row for each of its T tokens, by
-their names in `Trace.values`. Only the connection knows the structure of the state.
+The functions take data of one sequence (batch 1) and return tensors with one row for each of its T tokens, keyed as in
+`Trace.values`. Only the connection knows the structure of the state.
 """
 
 import torch
@@ -16,7 +16,7 @@ from residua.ops import at_least_float32
 
 
 def measured(record: ConnectionRecord, shortcut: RankOne | Mixing | None) -> dict[str, Tensor]:
-    """Return norms and the values of the shortcut. The keys depend only on the connection."""
+    """Return the norms and the values of the shortcut of one record. The keys depend only on the connection."""
     values = {"output_norm": norm(record.y), "change_norm": change(record.before, record.after)}
     if record.normed is not None:
         values["input_norm"] = norm(record.normed)
@@ -26,7 +26,7 @@ def measured(record: ConnectionRecord, shortcut: RankOne | Mixing | None) -> dic
 
 
 def stream_similarity(streams: Tensor) -> Tensor:
-    """Return the mean cosine between two different streams of each token: (1, T, n, dim) -> (T), 1 for copies.
+    """Return the mean cosine between different streams of a token: (1, T, n, dim) -> (T); 1 for copies.
 
     A stream of zeros has the cosine 0 with all others.
     """
@@ -43,7 +43,7 @@ def norm(state: State) -> Tensor:
 
 
 def change(before: State, after: State) -> Tensor:
-    """Return |X' - X| of each token, (T). A tensor that X' adds to the state is counted as a whole."""
+    """Return |X' - X| of each token, (T). A tensor that only X' has counts with its whole norm."""
     earlier = tree_leaves(before)
     return norm(
         [
@@ -59,7 +59,7 @@ def gates(shortcut: RankOne | Mixing | None) -> dict[str, Tensor]:
 
 
 def rank_one(shortcut: RankOne, y: Tensor) -> dict[str, Tensor]:
-    """Return gate, readout and direction of X - beta (X k) k^T, and the write along k, if there is one."""
+    """Return the gate, readout and direction of X - beta (X k) k^T, and the write along k if there is one."""
     beta, k, readout = (
         each_token(x, y, axes) for x, axes in ((shortcut.beta, 0), (shortcut.k, 1), (shortcut.readout, 1))
     )
@@ -75,7 +75,7 @@ def rank_one(shortcut: RankOne, y: Tensor) -> dict[str, Tensor]:
 
 
 def mixing(shortcut: Mixing, y: Tensor) -> dict[str, Tensor]:
-    """Return the matrix that mixes the rows, its gates and errors, and the weights that read and write the rows."""
+    """Return the mixing matrix, its gates, its errors, and the weights that read and write the rows."""
     h_res = each_token(shortcut.h_res, y, 2)
     values = {
         "h_res": h_res,
@@ -90,6 +90,9 @@ def mixing(shortcut: Mixing, y: Tensor) -> dict[str, Tensor]:
 
 
 def each_token(coefficient: Tensor, y: Tensor, axes: int) -> Tensor:
-    """Expand a coefficient with `axes` inner axes to one row per token of y: (1, T, dim), if tokens share it."""
+    """Return a coefficient with one row per token of y, (1, T, dim), expanded if tokens share it.
+
+    axes: the number of the coefficient's axes after (batch, seq).
+    """
     inner = coefficient.shape[coefficient.dim() - axes :]
     return at_least_float32(coefficient).expand(1, y.shape[1], *inner)[0]

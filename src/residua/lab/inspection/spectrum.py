@@ -1,7 +1,7 @@
 """Spectra of shortcuts and of their products over depth, alignment and effective rank of directions.
 
-S sublayers in order, P tokens; computed in float64. If a value is not finite, the results of its token are NaN from its
-sublayer on.
+There are S sublayers and P tokens. All results are computed in float64. If a value is not finite, the results of its
+token are NaN from its sublayer on.
 """
 
 from typing import NamedTuple
@@ -13,9 +13,10 @@ from residua.ops import compose
 
 
 class Products(NamedTuple):
-    """Results for the product M_l ... M_0 of shortcuts for every l: (S, P); `singular_values` of the last one: (P, r).
+    """Results for the product M = M_l ... M_0 of shortcuts, for every l: (S, P) each.
 
-    determinant; singular_max, singular_min; defect: the spectral norm of M^T M - I, 0 for an isometry.
+    determinant; singular_max, singular_min; defect: the spectral norm of M^T M - I, which is 0 for an isometry.
+    singular_values: (P, r), of the product of all S shortcuts.
     """
 
     determinant: Tensor
@@ -28,16 +29,17 @@ class Products(NamedTuple):
 def rank_one_products(k: Tensor, beta: Tensor) -> Products:
     """Analyse the products of the shortcuts I - beta k k^T of S delta writes on R^d. k: (S, P, d), beta: (S, P).
 
-    Outside the span of the k's every product is the identity, so with K^T = Q R the matrix I - R T R^T, for the WY
-    form I - K^T T K of `ops.compose`, has all singular values but d - min(S, d) ones. det M_l = prod(1 - beta |k|^2).
+    `ops.compose` gives a product in the WY form I - K^T T K. It is the identity outside the span of the k's. With the
+    QR decomposition K^T = Q R, the small matrix I - R T R^T therefore has all of its singular values, except d - min(S,
+    d) that are 1. det M_l = prod(1 - beta |k|^2).
     """
     k, beta = k.double(), beta.double()
     broken = ~(k.isfinite().all(-1) & beta.isfinite())
     k, beta = k.masked_fill(broken.unsqueeze(-1), 0.0), beta.masked_fill(broken, 0.0)
     sublayers, _, dim = k.shape
     directions = k.transpose(0, 1)
-    triangle = torch.linalg.qr(directions.mT, mode="r").R  # (P, r, S): the first l columns need only the first l rows
-    steps = compose(directions, beta.T).t  # its leading blocks are the T of the first writes
+    triangle = torch.linalg.qr(directions.mT, mode="r").R  # (P, r, S), upper triangular: column l uses rows up to l
+    steps = compose(directions, beta.T).t  # the leading blocks are the T of the first writes
     largest, smallest, defect, values = [], [], [], None
     for count in range(1, sublayers + 1):
         size = min(count, dim)
@@ -53,7 +55,7 @@ def rank_one_products(k: Tensor, beta: Tensor) -> Products:
 
 
 def matrix_products(m: Tensor) -> Products:
-    """Analyse the products of S shortcuts that are n x n matrices: m (S, P, n, n), with the target stream first."""
+    """Analyse the products of S shortcuts that are n x n matrices; m: (S, P, n, n), with the target stream first."""
     m = m.double()
     broken = ~m.isfinite().all(-1).all(-1)
     identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
@@ -67,7 +69,7 @@ def matrix_products(m: Tensor) -> Products:
 
 
 def _broken(products: Products, broken: Tensor) -> Products:
-    """Set results to NaN from each token's first `broken` sublayer on: (S, P)."""
+    """Set the results of each token to NaN from its first `broken` sublayer on; broken: (S, P), boolean."""
     since = broken.cumsum(0) > 0
     *depth, last = products
     return Products(*(x.masked_fill(since, torch.nan) for x in depth), last.masked_fill(since[-1, :, None], torch.nan))
@@ -83,7 +85,7 @@ def orthogonality_error(m: Tensor) -> Tensor:
 
 
 def cosines(k: Tensor) -> Tensor:
-    """Return cos(k_i, k_j) between the directions of S sublayers at each token: (S, P, d) -> (P, S, S); 0 for k = 0."""
+    """Return cos(k_i, k_j) for the directions of S sublayers at each token: (S, P, d) -> (P, S, S); 0 if k = 0."""
     k = k.double().transpose(0, 1)
     k = k / k.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(k.dtype).tiny)
     return k @ k.mT
@@ -95,10 +97,11 @@ def alignment(k: Tensor) -> Tensor:
 
 
 def effective_rank(k: Tensor) -> Tensor:
-    """Return exp of the entropy of the cosines' eigenvalues, normalised to sum 1: (S, P, d) -> (P).
+    """Return the effective rank of the directions of S sublayers at each token (Roy and Vetterli 2007).
 
-    1 if all directions are parallel, min(S, d) if they fill the space evenly (Roy and Vetterli 2007). A direction k = 0
-    adds nothing; if all are 0, the rank is 0.
+    It is exp of the entropy of the eigenvalues of `cosines`, normalised to sum 1: 1 if all directions are parallel,
+    min(S, d) if they fill the space evenly. Directions k = 0 do not count; if all are 0, the rank is 0.
+    k: (S, P, d) -> (P).
     """
     gram = cosines(k)
     broken = ~gram.isfinite().all(-1).all(-1)

@@ -1,4 +1,4 @@
-"""A language model as analyses see it, one of ours or a converted one."""
+"""One interface for analyses to our language models and converted ones."""
 
 import inspect
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from residua.lab.opening import context_of
 from residua.models import ResiduaForCausalLM, ResiduaModel
 from residua.ops import at_least_float32
 
-# Compute logits for this many tokens at a time: with a large vocabulary they are a pass's largest tensors.
+# Compute logits for this many tokens at a time; with a large vocabulary they are the largest tensors of a pass.
 LOGITS_AT_A_TIME = 256
 
 TakeRecord = Callable[[ConnectionRecord], None]
@@ -28,8 +28,8 @@ TakeRecord = Callable[[ConnectionRecord], None]
 class Subject:
     """A language model whose connections can be watched.
 
-    sublayers: their names, in order. context: the largest number of tokens, or None; vocabulary: the number of token
-    ids. head: whether it predicts tokens.
+    sublayers: the names of the sublayers, in order. context: the largest number of tokens, or None. vocabulary: the
+    number of token ids. head: whether the model predicts tokens.
     """
 
     model: nn.Module
@@ -43,7 +43,7 @@ class Subject:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Subject":
-        """Raises InputError for a model of another kind."""
+        """Return the subject of a model. Raises InputError for a model that is neither ours nor converted."""
         if isinstance(model, (ResiduaForCausalLM, ResiduaModel)):
             trunk = model.model if isinstance(model, ResiduaForCausalLM) else model
             config = trunk.config
@@ -72,10 +72,10 @@ class Subject:
         )
 
     def run(self, ids: Tensor, record: TakeRecord, *, logits_to_keep: int = 0, **options: Any) -> Any:
-        """Run the model on token ids (rows, T), calling `record` after every write; return its output.
+        """Run the model on token ids (rows, T), and call `record` after every write. Return the model's output.
 
-        logits_to_keep: for how many of the last tokens to compute logits, if the model can choose; 0 for all.
-        options: further arguments of the model.
+        logits_to_keep: the number of last tokens for which logits are computed, if the model has this argument; 0 for
+        all. options: further arguments of the model.
         """
         options |= {"input_ids": ids, "use_cache": False}
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
@@ -84,9 +84,9 @@ class Subject:
             return self.model(**options)
 
     def losses(self, ids: Tensor, record: TakeRecord) -> Tensor:
-        """Run the model on T token ids as `run` does; return -log p of the token after each, (T).
+        """Run the model on T token ids as `run` does; return -log p of the next token, (T).
 
-        They are NaN for the last token, and without a head.
+        NaN for the last token, and for all tokens if the model has no head.
         """
         losses = torch.full((len(ids),), torch.nan, dtype=torch.float64, device=ids.device)
         if isinstance(self.model, ResiduaForCausalLM):

@@ -11,19 +11,19 @@ from residua.lab.records.jsonlines import finite
 from residua.lab.records.table import Table
 
 STUCK = 1e-3
-"""Mean distance of a gate from its initial value below which it has not moved."""
+"""A gate has not moved if its mean distance from its initial value is below this."""
 SATURATED = 0.005
-"""Distance of a gate from its bounds, as a fraction of its range, below which its gradient is under
-1/50 of the largest."""
+"""A gate is saturated if it is closer to a bound than this fraction of its range; its gradient is then under 1/50 of
+the largest."""
 MOST = 0.9
-"""Fraction of the tokens, or of the weights, that counts as all of them."""
+"""A larger fraction of the tokens, or of the weights, counts as all of them."""
 IDENTITY = 0.01
-"""Mean distance of the entries of a mixing matrix from the identity's, the largest of a token, below which it does not
-mix."""
+"""A mixing matrix does not mix if the largest distance of its entries from the identity's, averaged over tokens, is
+below this."""
 COPIES = 1e-5
-"""Distance of the mean cosine between streams from 1, about what float32 can tell, below which they are copies."""
+"""Streams are copies if their mean cosine is closer to 1 than this, about the resolution of float32."""
 CONSTRAINT = 0.05
-"""Largest mean error of a constraint that rounding or too few iterations can explain."""
+"""The largest mean error of a constraint that rounding or too few iterations can explain."""
 NOT_CAUSAL = "not causal: the coefficients of a token depend on later tokens, so losses of this model mean nothing"
 ALL_COPIES = (
     "the streams are copies of one another before and after every sublayer: together they hold no more than one"
@@ -31,19 +31,19 @@ ALL_COPIES = (
 
 
 class TraceCheck(NamedTuple):
-    """A statement that holds for a trace unless there are `warnings`, one sentence each."""
+    """A statement about a trace. It holds unless there are `warnings`, a sentence each."""
 
     holds: str
     warnings: Sequence[str]
 
 
 def warnings(trace: Trace) -> list[str]:
-    """Return warnings for a reader of the numbers, one sentence each; empty if nothing is wrong."""
+    """Return warnings about a trace, one sentence each; empty if nothing is wrong."""
     return [sentence for check in checks(trace) for sentence in check.warnings]
 
 
 def checks(trace: Trace) -> Iterator[TraceCheck]:
-    """Check a trace as far as it has the values."""
+    """Yield the checks for which a trace has the values."""
     facts, values = trace.facts, trace.values
     yield TraceCheck("all numbers are finite", _not_finite(trace))
     yield TraceCheck("the connection is causal", [] if facts["causal"] else [NOT_CAUSAL])
@@ -60,11 +60,11 @@ def checks(trace: Trace) -> Iterator[TraceCheck]:
 
 
 def sublayer_statistics(trace: Trace) -> list[dict[str, Any]]:
-    """Return every sublayer's numbers, averaged over the tokens, as plain values; None for numbers that are not finite.
+    """Return the numbers of every sublayer, averaged over the tokens, as plain values; None if not finite.
 
-    Means have the names of `Trace.values`; gates also have `_q05`, `_q50`, `_q95`. Singular values and
-    determinants belong to the product of all shortcuts so far; they are medians over the sampled tokens. `most_read`
-    names the source with the largest weight, `most_read_weight`; both are None for a sublayer that reads none.
+    Means have the names of `Trace.values`; gates also have the quantiles `_q05`, `_q50`, `_q95`. Singular values and
+    determinants are those of the product of all shortcuts so far, as medians over the sampled tokens. `most_read` names
+    the source with the largest weight, which is `most_read_weight`; both are None for a sublayer that reads no sources.
     """
     values, gates = trace.values, trace.facts["gates"]
     columns: dict[str, Sequence[Any]] = {"sublayer": trace.facts["sublayers"]}
@@ -107,7 +107,7 @@ def summary(trace: Trace) -> Table:
 
 
 def overview(trace: Trace) -> list[str]:
-    """Return lines about the text that was read, the numbers over the whole depth, and the meaning of the columns."""
+    """Return lines about the text that was read, about the whole depth, and about the meaning of the columns."""
     facts, values = trace.facts, trace.values
     headline = [facts["preset"] or facts["scheme"]["scheme"]]
     headline += [f"step {facts['checkpoint']}"] if facts["checkpoint"] is not None else []
@@ -210,7 +210,7 @@ def _not_finite(trace: Trace) -> list[str]:
     values = trace.values
     broken = []
     for name, value in values.items():
-        numbers = value[..., :-1] if name in ("token_loss", "lens_loss") else value  # nothing follows the last token
+        numbers = value[..., :-1] if name in ("token_loss", "lens_loss") else value  # there is no token after the last
         if name == "token_loss" and numbers.isnan().all():
             continue  # a model without a head
         if not numbers.isfinite().all():
@@ -269,5 +269,5 @@ def _compressors(trace: Trace) -> Iterator[str]:
 
 
 def _from_identity(h_res: Tensor) -> Tensor:
-    """Return the largest difference of an entry from the identity: (S, T, n, n) -> (S, T)."""
+    """Return the largest difference between an entry and the identity's: (S, T, n, n) -> (S, T)."""
     return (h_res - torch.eye(h_res.shape[-1])).abs().amax((-2, -1))

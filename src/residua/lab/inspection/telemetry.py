@@ -17,7 +17,7 @@ QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 
 @torch.no_grad()
 def has_gates(stream: Stream, dim: int) -> bool:
-    """Return whether the connections of a stream have gates for `gate_quantiles`, by running one token through one."""
+    """Run one token through a connection of a stream; return whether it has gates for `gate_quantiles`."""
     for connection in stream.connections[:1]:
         weights = next(stream.parameters(), None)
         like = {} if weights is None else {"dtype": weights.dtype, "device": weights.device}
@@ -30,8 +30,8 @@ def has_gates(stream: Stream, dim: int) -> bool:
 def gate_quantiles(model: nn.Module, tokens: Tensor, **options: Any) -> dict[str, dict[str, list[float]]]:
     """Return mean and quantiles of every gate over the tokens (rows, T), {"beta": {"mean": [S], "q05": [S], ...}, ...}.
 
-    S sublayers; one forward pass without gradients, in the precision of the caller. If ranks hold parts of the
-    model, all of them must call this together. options: further arguments of the model.
+    There are S sublayers. This takes one forward pass without gradients, in the precision of the caller. If the model
+    is sharded over ranks, all of them must call this together. options: further arguments of the model.
     """
     sublayers: dict[str, list[Tensor]] = {}
 
@@ -44,7 +44,7 @@ def gate_quantiles(model: nn.Module, tokens: Tensor, **options: Any) -> dict[str
 
 
 def _quantiles(gates: Tensor) -> dict[str, Any]:
-    """Return mean and quantiles of gates: (S, tokens), with one copy to the host, which waits for the device."""
+    """Return mean and quantiles of gates, (S, tokens). Only one copy makes the host wait for the device."""
     shares = torch.tensor(list(QUANTILES.values()), device=gates.device)
     table = torch.cat([gates.mean(-1, keepdim=True).T, gates.quantile(shares, -1)]).tolist()
     return dict(zip(("mean", *QUANTILES), table))

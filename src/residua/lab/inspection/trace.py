@@ -1,6 +1,6 @@
 """A trace: measurements of every connection of a language model at every token of one text.
 
-`trace` runs the model once, through the public read and write of its connections, and keeps only small arrays.
+`trace` runs the model once, with stand-ins for the `read` and `write` of its connections, and keeps only small arrays.
 """
 
 import json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRACE_VERSION = 1
-"""Of the format of trace files."""
+"""The version of the format of trace files."""
 
 
 @dataclass(frozen=True)
@@ -40,37 +40,37 @@ class Trace:
     CPU (`token_ids` int64); X is the state, x the sublayer's input, y its output.
 
     every scheme
-        token_ids (T); token_loss (T): of predicting the next token, in nats, NaN for the last
+        token_ids (T); token_loss (T): the loss of predicting the next token, in nats, NaN for the last token
         state_norm (S + 1, T): |X| before each sublayer and after the last
         input_norm (S, T): |x| before its norm, if the connection has one; output_norm (S, T): |y|
         change_norm (S, T): |X' - X|
-        lens_loss (S, T): token_loss if the model ended after the sublayer (`logit_lens`); only in the traces of
+        lens_loss (S, T): the token_loss if the model ended after the sublayer (`logit_lens`); only in traces made by
             `residua explore`, not in the result of `trace`
     shortcut "rank-one" (`connections.RankOne`)
         beta (S, T); readout (S, T, n): k^T X; erase_norm (S, T): beta |k^T X|
         target (S, T, n): v; write_norm, discrepancy_norm (S, T): beta |v|, |v - k^T X|, if v is written
         compress_share (S, n): the weight of each row in the sublayer's input
-        direction (S, P, d): the unit vector k; alignment (S, S): mean |cos(k_i, k_j)|; effective_rank (P): of the k's
+        direction (S, P, d): the unit vector k; alignment (S, S): mean |cos(k_i, k_j)|; effective_rank (P) of the k's
     shortcut "mixing" (`connections.Mixing`)
         h_pre, h_post (S, T, n); h_res (S, T, n, n): the shortcut's matrix, target stream first
         row_error, column_error (S, T): largest |sum - 1|; orthogonality_error (S, T): |H^T H - I|, spectral
-        the gates that h_res depends on (S, T), by the names that the scheme gives them; angles are in radians
+        gates that h_res depends on (S, T), under the scheme's names; angles in radians
     streams side by side (`Connection.streams`)
         stream_similarity (S + 1, T): the mean cosine between two streams, before each sublayer and after the last
     reads over depth (`connections.DepthWeights`), with `facts["sources"]` as columns
         depth_weights (S, P, reads, sources), depth_mean (S, reads, sources): the weights, and their mean over all T
             tokens; 0 for a source that a sublayer does not read
-        sources_read (S, T): how many sources a sublayer reads, in effect; 1 if it reads only the last state
+        sources_read (S, T): the effective number of sources that a sublayer reads; 1 if it reads only the last state
     products M_l ... M_0 of the shortcuts of sublayers 0 to l, on R^d for rank-1 shortcuts, otherwise on R^n
         determinant, singular_max, singular_min, defect (S, P): defect is |M^T M - I|, spectral
-        singular_values (P, r): after the last sublayer; r = min(S, d), where the others are 1, or r = n
+        singular_values (P, r): after the last sublayer; r = min(S, d) on R^d, where all others are 1; r = n on R^n
 
-    `facts`, metadata for JSON: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
-    ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); gates: by
-    the names of those in `values`, their `connections.GateFacts`; left_out: by the name of a
-    mapping or gate, the sublayers that omit it; sources, reads: their names, by the axes of depth_weights; dim; rows
-    (of width dim in the last state); sublayers (their names); run and checkpoint (or None); sampled (token positions);
-    loss (mean of token_loss, or None); lens, with lens_loss: the prediction after each sublayer and token.
+    `facts` is metadata for JSON: version of the format; residua, commit, date; preset (or None) and scheme; shortcut
+    ("rank-one", "mixing" or None); causal; constraint on h_res ("doubly stochastic", "orthogonal" or None); gates: the
+    `connections.GateFacts` of each gate in `values`, by name; left_out: for each omitted mapping or gate, the sublayers
+    that omit it; sources, reads: the names along these axes of depth_weights; dim; rows: the number of rows of width
+    dim in the last state; sublayers: their names; run and checkpoint (or None); sampled: positions of tokens; loss: the
+    mean of token_loss, or None; lens, with lens_loss: the predictions after each sublayer and token.
     """
 
     facts: dict[str, Any]
@@ -91,8 +91,10 @@ class Trace:
         return len(self.tokens)
 
     def regimes(self, identity: float = 0.5, reflection: float = 1.5) -> Tensor:
-        """Return fractions of the tokens, (S, 4): beta < -`identity`, which enlarges the part along k; up to
-        `identity`; between; beta > `reflection`.
+        """Return the fractions of tokens in four ranges of beta, (S, 4).
+
+        beta < -identity, which enlarges the component along k; from there up to identity; from identity to reflection;
+        beta > reflection.
 
         Raises:
             InputError: the scheme has no beta.
@@ -104,7 +106,7 @@ class Trace:
         return torch.stack([enlarging, (beta < identity) & ~enlarging, between, reflecting], -1).float().mean(1)
 
     def save(self, path: str | Path) -> Path:
-        """Write `values` as one safetensors file, with `facts` and `tokens` as JSON in its metadata. Raises OSError."""
+        """Write `values` into a safetensors file, with `facts` and `tokens` as JSON in its metadata. Raises OSError."""
         path = Path(path)
         metadata = {
             "residua_trace": str(TRACE_VERSION),
@@ -116,7 +118,7 @@ class Trace:
         return path
 
     def keep(self, folder: str | Path) -> Path | None:
-        """Save the trace in the folder of its run; if that cannot be written, say so and return None."""
+        """Save the trace in the folder of its run and return the path. If this fails, print a line and return None."""
         path = trace_file(folder, self.facts["checkpoint"])
         try:
             unlinked(path.parent)
@@ -153,7 +155,7 @@ NEEDED_FACTS: Mapping[str, Any] = {
     "sublayers": list,
     "sampled": list,
 }
-"""The facts that every reader of a trace needs, and their types."""
+"""The facts that must be in a trace, and their types."""
 
 
 def _parsed(metadata: Mapping[str, str], name: str, path: str | Path) -> Any:
@@ -164,9 +166,9 @@ def _parsed(metadata: Mapping[str, str], name: str, path: str | Path) -> Any:
 
 
 def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
-    """Return the facts of a trace of `count` tokens. Raises InputError for others."""
+    """Return the facts of a trace of `count` tokens after checking them. Raises InputError for invalid facts."""
     require(isinstance(facts, dict), f"{path}: facts", "an object", facts)
-    facts = {**facts, "sources": facts.get("sources", [])}  # a trace without reads over depth may have none
+    facts = {**facts, "sources": facts.get("sources", [])}  # may be missing if the scheme has no reads over depth
     for name, kind in NEEDED_FACTS.items():
         require(name in facts and fits(facts[name], kind), f"{path}: facts.{name}", words(kind), facts.get(name))
     for name in ("sublayers", "sources"):
@@ -182,7 +184,7 @@ def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
 
 
 def trace_file(folder: str | Path, step: int) -> Path:
-    """Return the path of the trace of a step in a run folder."""
+    """Return the path of the trace at a step of a run."""
     return Path(folder) / "analysis" / f"trace-step-{step}.safetensors"
 
 
@@ -197,15 +199,15 @@ def trace(
     """Run the model once over `tokens` and measure its connections. The model is not changed.
 
     Args:
-        model: one of ours or a converted one, in any mode, dtype and on any device; without a language-model head there
-            are no losses.
+        model: one of ours or a converted one, in any mode and dtype and on any device. Without a language-model head
+            there are no losses.
         tokens: T token ids.
-        text: the T pieces of text that the tokens stand for; by default their numbers.
+        text: the text of each token; None for the token ids as text.
         sample: number of evenly spaced tokens for values that are large or slow to compute.
         facts: further metadata for `Trace.facts`, such as run and checkpoint.
 
     Raises:
-        InputError: the model is of another kind, or the tokens do not fit it.
+        InputError: the model is neither ours nor converted, or the tokens do not fit the model.
     """
     subject = Subject.of(model)
     ids = _token_ids(tokens, subject)
@@ -243,12 +245,12 @@ def trace(
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
-    """Return the text of each token separately; part of a character gives a replacement character."""
+    """Return the text of each token; a token with part of a character becomes a replacement character."""
     return [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
 
 
 class _Recorder:
-    """Collect the values of every sublayer; `sampled`: (P) positions of tokens."""
+    """Collects the values of every sublayer; sampled: (P) positions of tokens."""
 
     def __init__(self, sampled: Tensor):
         self.sampled = sampled
@@ -277,7 +279,7 @@ class _Recorder:
                 self.left_out.setdefault(name, []).append(record.index)
         self.gates |= dict.fromkeys(gates(shortcut))
         values = measured(record, shortcut)
-        # Values that are multiplied over the whole depth stay in float64, at the sampled tokens.
+        # Values for products over depth are kept in float64, at the sampled tokens.
         exact = {name: values[name].cpu()[self.sampled].double() for name in _MULTIPLIED if name in values}
         values.pop("direction", None)
         self._rows.append({name: rows.to("cpu", torch.float32) for name, rows in values.items()})
@@ -299,7 +301,7 @@ class _Recorder:
 
 
 def _facts_of(gate: GateFacts | None) -> dict[str, Any]:
-    """Return the facts of a gate as JSON gives them back."""
+    """Return the facts of a gate as plain values, as they will be read from JSON."""
     ends, start = gate or GateFacts()
     return {"range": None if ends is None else list(ends), "start": start}
 

@@ -1,4 +1,4 @@
-"""Watch a forward pass: stand-ins of the connections, which do the same and record their inputs and outputs."""
+"""Watch a forward pass by stand-ins for `read` and `write` that do the same and record inputs and outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,12 +28,12 @@ class ConnectionRecord(NamedTuple):
     after: State
 
     def shortcut(self) -> RankOne | Mixing | None:
-        """Return the linear map that the connection applied to the state; None if it describes none."""
+        """Return the linear map that the connection applied to the state; None if it does not describe one."""
         return self.connection.shortcut(self.before, self.carry, self.y)
 
 
 class StandIn:
-    """Stand in for the `read` and `write` of a connection, which are `inner_read` and `inner_write`."""
+    """Replaces the `read` and `write` of a connection; the originals are `inner_read` and `inner_write`."""
 
     read: Callable[..., tuple[Any, Carry]]
     write: Callable[[Tensor, Carry], State]
@@ -45,7 +45,7 @@ class StandIn:
 
 @contextmanager
 def replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """Put stand-ins in the place of their connections, in any model."""
+    """Use the stand-ins in place of their connections in this context, in any model."""
     try:
         for stand_in in stand_ins:
             vars(stand_in.connection).update(read=stand_in.read, write=stand_in.write)
@@ -93,8 +93,8 @@ def watching(stream: Stream, record: Callable[[ConnectionRecord], None]) -> Abst
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Run parts of the model that were compiled in place as Python: compiled code would not call `record`."""
-    # This loads the compiler, which takes seconds, so skip it if nothing is compiled.
+    """In this context, run modules that were compiled in place without compilation; compiled code skips `record`."""
+    # Skipped if nothing is compiled, because it loads the compiler, which takes seconds.
     if all(module._compiled_call_impl is None for module in model.modules()):
         yield
         return

@@ -1,4 +1,4 @@
-"""A study as its file describes it: sizes, schemes, a tuning budget for each, seeds and questions."""
+"""The definition of a study, as in its file: sizes, schemes, tuning budgets, seeds and questions."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ from residua.lab.training import load_config
 Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 BY_THE_STUDY = ("train.seed", "train.steps", "train.warmup_steps", "train.evaluate_every", "model.connection")
-"""Keys that a study sets itself."""
+"""The keys of the configuration that a study sets itself."""
 
 
 def _distinct(least: int, expected: str) -> Range:
@@ -65,9 +65,9 @@ Over = Annotated[
 class Entry:
     """One scheme of a study.
 
-    connection      a preset's name, with options if wanted: "residual:expand=conv"; the name of the row without it
-    keys            keys of the configuration that only this scheme has
-    parameters_of   another scheme of the study: the MLPs are widened until both have as many parameters
+    connection      a preset's name, with options if wanted: "residual:expand=conv"; by default the name of the entry
+    keys            keys of the configuration that are set only for this scheme
+    parameters_of   another scheme of the study; the MLPs are widened until this one has as many parameters
     """
 
     name: str
@@ -82,16 +82,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Size:
-    """One size.
+    """One size of a study.
 
-    keys                   keys of the configuration that only this size has
-    tuned                  another size, whose tuned settings this one takes; None if it has a search of its own
-    over                   with `tuned`: keys and values of a further search from there, in runs of full length
-    longer                 `Study.longer` of this size; without longer runs only equal tokens are compared
-    tokens_per_parameter   `Study.tokens_per_parameter` of this size
-    seeds                  some of the study's seeds, for a size with long runs; questions then add none
-    noise                  "pooled": one standard deviation over the seeds for all schemes; "own": one for each, if some
-                           runs may go through a transition and others not
+    keys                   keys of the configuration that are set only for this size
+    tuned                  another size, from which this size takes its tuned settings; None for its own search
+    over                   with `tuned`: keys and values of a further search that starts from there, in full runs
+    longer                 overrides `Study.longer`; without longer runs, schemes are compared only at equal tokens
+    tokens_per_parameter   overrides `Study.tokens_per_parameter`
+    seeds                  some of the study's seeds, for a size with long runs; questions then add no seeds
+    noise                  "pooled": one standard deviation over seeds for all schemes; "own": one for each scheme, if
+                           some runs may go through a transition and others not
     """
 
     name: str
@@ -110,21 +110,21 @@ class Size:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The tuning budget of every scheme, as the report states it.
+    """The tuning budget of every scheme, which the report states.
 
-    over             the keys that are tuned and the values that the search begins with, its grid
-    runs             points for each scheme at most; the search goes from the best one to its neighbours
-    baseline_runs    points for each baseline at most
-    factors          the factor from a point to its neighbours, by key; 2 for any other key
-    length           the length of a tuning run, as a fraction of a reported one
+    over             the tuned keys, and the values with which the search begins, its grid
+    runs             the largest number of points per scheme; the search moves from the best point to its neighbours
+    baseline_runs    the largest number of points per baseline
+    factors          the factor between a point and its neighbours, by key; 2 for all other keys
+    length           the length of a tuning run, as a fraction of a reported run
     finalists        the number of best points that are then trained in full, because short runs favour high learning
                      rates; with 1 the best point of the search is reported
     seed             the seed of the search; no reported run has it
     final_seeds      the seeds of the finalists, which are compared by their means, because one seed cannot separate
-                     close points; no reported run has them; only `seed` if empty
-    rule             "one seed": `seed` tunes. "all seeds": every point is trained in full with the seeds of the study.
-                     The best one has the lowest mean loss on labels that do not repeat, because that loss does not
-                     jump when a run learns to copy. The report shows all points and how many of their runs copy
+                     close points; no reported run has them; if empty, only `seed`
+    rule             "one seed": tuning uses only `seed`. "all seeds": every point is trained in full with the seeds of
+                     the study. The best point has the lowest mean loss on labels that do not repeat, because this loss
+                     does not jump when a run learns to copy. The report shows all points, and how many runs copy
     """
 
     over: Over
@@ -151,7 +151,7 @@ class Tuning:
 
     @property
     def own_seeds(self) -> set[int]:
-        """The seeds that tune; no reported run may have them."""
+        """The seeds that are used for tuning; no reported run may have them."""
         return set() if self.every else {self.seed, *self.finalist_seeds}
 
     def __post_init__(self) -> None:
@@ -169,13 +169,13 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Question:
-    """One question, which a study answers with a difference at each size for every comparison.
+    """One question. A study answers it with a difference for every comparison at every size.
 
     ask       the question in words
-    compare   pairs of schemes: the loss of the first minus that of the second
+    compare   pairs of schemes: the loss of the first minus the loss of the second
     at        the measures at which they are compared: equal "tokens", "FLOPs", "seconds" or "compiled seconds" (of a
-              step through `torch.compile`). For all but tokens the second scheme of each pair must be a baseline
-    seeds     further seeds of the schemes that it compares, in addition to the study's; only at equal tokens
+              step through `torch.compile`). Except for tokens, the second scheme of each pair must be a baseline
+    seeds     further seeds for the compared schemes, in addition to the study's; only at equal tokens
     """
 
     name: str
@@ -196,25 +196,25 @@ class Question:
 
 @dataclass(frozen=True)
 class Study:
-    """A study as its file describes it.
+    """The definition of a study.
 
     title                  the name of the study, in words
-    config                 the recipe or YAML file of `residua train` that all runs share, or several
-    set                    keys of the configuration that differ from it, the same for all runs
-    tokens_per_parameter   the tokens of every run, for each parameter of the first baseline at that size
-    epochs                 how often a run may see the data at most
+    config                 the recipe or YAML file of `residua train` for all runs, or several
+    set                    keys of the configuration that override `config`, for all runs
+    tokens_per_parameter   the tokens of every run, per parameter of the first baseline at this size
+    epochs                 the largest number of times that a run may see the data
     sizes                  the sizes by name, in the order of the runs
     schemes                the schemes by name, in the order of the runs
     baselines              the schemes that the others are compared with, the plainest first
     tuning                 the budget of the search for each scheme
-    seeds                  the seeds of the reported runs; none of them tunes
+    seeds                  the seeds of the reported runs; none of them is used for tuning
     longer                 lengths of further runs of the baselines, as multiples of the reported length, for the
                            comparison at equal FLOPs and seconds
-    warmup                 the warmup's share of the steps
+    warmup                 the warmup as a fraction of the steps
     evaluations            the number of points in a learning curve
-    questions              the questions that the study is to answer, by name
+    questions              the questions that the study answers, by name
     primary                the contrasts at equal tokens that are named before their runs: pairs of schemes by size.
-                           p-values are corrected for their number; everything else is descriptive
+                           p-values are corrected for their number; all other results are descriptive
 
     Raises:
         InputError: a value cannot be used.
@@ -276,7 +276,7 @@ class Study:
         self.tuning_at(size.name)  # checks the budget
 
     def longer_at(self, size: str) -> Sequence[float]:
-        """Return the lengths of the baselines' further runs at a size, as multiples of the reported length."""
+        """Return the lengths of further runs of the baselines at a size, as multiples of the reported length."""
         longer = self.sizes[size].longer
         return self.longer if longer is None else longer
 
@@ -289,12 +289,12 @@ class Study:
         return self.sizes[size].seeds or self.seeds
 
     def measure_at(self, size: str, scheme: str) -> Measurement:
-        """Return how the losses of a scheme at a size are measured, as far as the file of the study determines it."""
+        """Return how losses of a scheme at a size are measured, as far as the study's file determines it."""
         keys = {**self.set, **self.sizes[size].keys, **self.schemes[scheme].keys}
         return Measurement.of({key: value for key, value in keys.items() if decides_measure(key)}, {})
 
     def searches(self, size: str) -> list[str]:
-        """Return the sizes whose searches give the settings of a size, in order: each starts where the last ended."""
+        """Return the sizes of the searches behind a size's settings; each search starts from the previous result."""
         tuned, over = self.sizes[size].tuned, self.sizes[size].over
         before = [] if tuned is None else self.searches(tuned)
         return [*before, size] if tuned is None or over is not None else before
@@ -305,9 +305,9 @@ class Study:
         return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 
     def further_seeds(self, size: str, scheme: str) -> list[int]:
-        """Return the further seeds of a scheme: those of the questions about it, if all their schemes are in the study.
+        """Return the seeds of a scheme that only questions add, from questions whose schemes are all in the study.
 
-        There are none at a size that has seeds of its own.
+        Empty at a size with its own seeds.
         """
         if self.sizes[size].seeds is not None:
             return []
@@ -315,15 +315,15 @@ class Study:
         return sorted({seed for question in asked for seed in question.seeds})
 
     def data(self, path: str | None) -> str:
-        """Return the folder of the data: `path`, or else that of the configuration. Raises InputError without one."""
+        """Return the folder of the data: `path`, or that of the configuration. Raises InputError if both are None."""
         folder = path or load_config(self.config, self.set).data.path
         require(folder is not None, "--data", "a folder that residua prepare made", None)
         return folder
 
     def only(self, schemes: Sequence[str] | None = None, sizes: Sequence[str] | None = None) -> "Study":
-        """Return this study with its baselines, some of its other schemes and some of its sizes.
+        """Return this study with only some of its sizes, and only its baselines and some of its other schemes.
 
-        A scheme that the file does not have, such as a registered one, joins with its name. Raises InputError for an
+        A scheme that is not in the file, such as a registered one, is added under its name. Raises InputError for an
         unknown size.
         """
         check_names("--sizes", sizes, self.sizes)
@@ -341,7 +341,7 @@ def load_study(source: str) -> Study:
     """Read a study: "resbench", or a YAML file.
 
     Raises:
-        InputError: there is no such file, or a key or value in it cannot be used.
+        InputError: the file does not exist, or has an invalid key or value.
     """
     if source == "resbench":
         text = (resources.files("residua.lab.study") / "resbench.yaml").read_text(encoding="utf-8")
@@ -351,7 +351,7 @@ def load_study(source: str) -> Study:
         nearest = did_you_mean(source, ["resbench"])
         raise InputError(f"the study must be resbench or a YAML file, got {source!r}{nearest}")
     study = read_study(parse_yaml(text, source), source)
-    # Only here: the report of a folder must not need the packages that bring its schemes.
+    # Only here, because the report of a folder must not need the packages with its schemes.
     entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
     for name, question in study.questions.items():
         check_names(f"questions.{name}.compare", question.schemes, entries)
@@ -362,7 +362,7 @@ def load_study(source: str) -> Study:
 
 
 def read_folder(out: Path) -> Study:
-    """Return the study that a folder holds. Raises InputError if it holds none."""
+    """Return the study in a folder. Raises InputError if there is none."""
     path = out / "study.json"
     if not path.is_file():
         raise InputError(
@@ -382,7 +382,7 @@ def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any])
 
 
 def read_study(document: Any, source: str) -> Study:
-    """Return the study in a document: of a file, or of a folder, in which each part has its keys in `keys`."""
+    """Return the study in a document, from a file or from a folder; in a folder each part has its keys under `keys`."""
     sections: dict[str, type] = {"sizes": Size, "schemes": Entry, "questions": Question}
     values = dict(mapping(document, source))
     try:
@@ -398,7 +398,7 @@ def read_study(document: Any, source: str) -> Study:
 
 
 def _part(name: str, document: Any, kind: type, section: str) -> Any:
-    """Return a size, a scheme or a question. Its keys with a dot are keys of the configuration."""
+    """Return a size, a scheme or a question from a document. Keys with a dot are keys of the configuration."""
     where = f"{section}.{name}"
     values = {**mapping({} if document is None else document, where), "name": name}
     if kind is not Question:

@@ -1,12 +1,12 @@
-"""Run a study: train the runs that its folder does not hold yet, resumable after any kill.
+"""Run a study: train the runs that are missing in its folder. A killed study can be resumed.
 
-A folder of a study holds
+The folder of a study contains
 
     study.json       the study, with the schemes and sizes of all calls, so that none is lost from the report
-    settings.json    its title and the fingerprint of the data: others are refused
+    settings.json    the title and the fingerprint of the data; others are refused
     records.jsonl    one line for every finished run
     costs.jsonl      one line for the cost of a step of each scheme at each size
-    runs/            the state of runs that are under way
+    runs/            the state of unfinished runs
 """
 
 import itertools
@@ -50,21 +50,21 @@ def run_study(
     rounds: int = ROUNDS,
     progress: bool = True,
 ) -> Plan:
-    """Train the runs of a study that the folder `out` does not hold yet. After a kill, call this again to continue.
+    """Train the runs of a study that are missing in the folder `out`. After a kill, call this again to continue.
 
-    The study may grow from call to call: runs of other schemes and sizes stay in the folder.
+    The study may grow from call to call; runs of other schemes and sizes stay in the folder.
 
     Args:
-        data: a folder of prepared data instead of the one in the study's configuration.
-        sizes: the sizes that get rows; the other ones of the study only tune. None for all of them.
-        processes: runs at the same time, each with one thread; no number depends on it.
-        executor: makes the runs and measures the costs in place of these processes, see `run_jobs`.
-        costs: measure time and memory of the schemes that have no record of them.
-        rounds: the rounds of timing, in which the schemes take turns.
+        data: a folder of prepared data, in place of the folder in the study's configuration.
+        sizes: the sizes to report; the study's other sizes are only tuned, if these need it. None for all sizes.
+        processes: simultaneous runs, each with one thread; no result depends on their number.
+        executor: runs the jobs and measures the costs in place of these processes, see `run_jobs`.
+        costs: measure time and memory of the schemes without a record of them.
+        rounds: the number of timing rounds, in which the schemes take turns.
 
     Raises:
         InputError: the study, the data or the folder cannot be used.
-        RunError: a run failed for another reason than its numbers, or a result could not be written.
+        RunError: a run failed for another reason than divergence, or a result could not be written.
     """
     out = Path(out)
     plan = Plan(study, study.data(data), sizes)
@@ -90,13 +90,13 @@ def run_study(
 
 
 class Forecast(NamedTuple):
-    """The largest cost of one size of a study, and the differences that it can detect.
+    """The largest possible cost of one size of a study, and the difference that it can detect.
 
-    tokens   of a reported run
-    flops    of the matrix products of all runs
-    hours    of all runs, one after the other
+    tokens   the tokens of a reported run
+    flops    the FLOPs of the matrix products of all runs
+    hours    the hours of all runs, one after the other
     sees     the difference that four of five such studies would detect, in standard deviations of the difference
-             between two runs with one seed
+             between two runs with the same seed
     """
 
     size: str
@@ -109,9 +109,9 @@ class Forecast(NamedTuple):
 
 
 def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Forecast]:
-    """Yield the cost of a study for each size that has runs, without training.
+    """Yield the cost of each size of a study that has runs, without training.
 
-    flops_per_second: the speed; None for that of the first baseline's step, measured here at each size.
+    flops_per_second: the speed; None to measure it here at each size, by a step of the first baseline.
     """
     for size, group in itertools.groupby(plan.at_most(), lambda part: part.size):
         parts = list(group)
@@ -151,9 +151,9 @@ def joined(study: Study, out: Path) -> Study:
     """Return the study with the schemes and sizes that are already recorded in its folder.
 
     Raises:
-        InputError: the runs of the folder had other settings, so that rows would mix runs that cannot be compared; or
-            the study leaves out seeds, baselines, longer runs, tuning runs or primary contrasts that the folder's study
-            has; or it names a primary contrast whose runs are already in the folder.
+        InputError: the runs in the folder have other settings, so that rows would mix runs that cannot be compared; the
+            study lacks seeds, baselines, longer runs, tuning runs or primary contrasts of the folder's study; or it
+            names a new primary contrast whose runs are already in the folder.
     """
     if not (out / "study.json").is_file():
         return study
@@ -187,7 +187,7 @@ def _fixed(study: Study) -> dict[str, Any]:
 
 
 def _growing(study: Study) -> dict[str, Sequence[Any]]:
-    """Return the lists that may grow. Shortening one would choose among results."""
+    """Return the lists that may grow but not shrink, because shortening one would select among results."""
     parts = {name: getattr(study, name) for name in ("seeds", "baselines", "longer")}
     parts["tuning.final_seeds"] = study.tuning.finalist_seeds
     parts |= {f"primary.{name}": [tuple(sorted(pair)) for pair in study.primary.get(name, ())] for name in study.sizes}
@@ -197,10 +197,10 @@ def _growing(study: Study) -> dict[str, Sequence[Any]]:
 def open_study(
     out: str | Path, data: str | None = None, study: Study | None = None, sizes: Sequence[str] | None = None
 ) -> tuple[Plan, list[Record]]:
-    """Return the plan of a study's folder, or of `study` if it has grown, and the records.
+    """Return the plan of the study in a folder, or of `study` if it has grown, and the records.
 
     Raises:
-        InputError: the folder holds no study, or one with other settings; or its data are elsewhere or have changed.
+        InputError: the folder has no study, or one with other settings; or its data were moved or have changed.
     """
     out = Path(out)
     recorded = read_folder(out)
@@ -215,7 +215,7 @@ def open_study(
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
     """Return the jobs of all runs that the study needs so far, including the finished ones."""
     return [
-        # The cost of a step grows with the model as the number of steps does.
+        # The cost of a step is proportional to the size of the model, as the number of steps is.
         Job(run.key, train_run, (run,), run.config.train.steps, float(plan.steps[run.size]), (place,), run.title)
         for place, run in enumerate(plan.runs(finished))
     ]
@@ -239,7 +239,7 @@ def train_point(
     folder = RunFolder(place)
     begun = folder.config.is_file()
     if not begun:
-        remove(place)  # of a run that was killed before it wrote its configuration
+        remove(place)  # left by a run that was killed before it wrote its configuration
     record = {"point": dict(point), "seed": seed, "steps": config.train.steps}
     try:
         result = train(config, place, resume=begun, progress=report)
@@ -247,14 +247,14 @@ def train_point(
         return record | {"val_loss": None, "diverged": str(error)}
     if result["interrupted"]:
         if signal.getsignal(result["signal"]) not in (signal.SIG_DFL, None):
-            signal.raise_signal(result["signal"])  # training caught it; the loop over all runs needs it too
+            signal.raise_signal(result["signal"])  # training caught the signal, but the loop over all runs needs it too
         raise KeyboardInterrupt
     rows = jsonlines.read_metrics(folder.metrics)
     names = ("val_loss", "loss", "tokens", "seconds", "tokens_per_second")
     if "bits_per_byte" in result:
         names = (*names, "bits_per_byte")
     facts = read_object(folder.facts)
-    facts.get("data", {}).pop("place", None)  # of this folder, which is removed
+    facts.get("data", {}).pop("place", None)  # in this folder, which will be removed
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
     record |= finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
     for prefix in ("", "further_"):
@@ -275,12 +275,12 @@ def measure_costs(
     executor: Executor | None = None,
     progress: bool = True,
 ) -> None:
-    """Measure the cost of every scheme at every size that has no record of it.
+    """Measure the cost of every scheme at every size without a record of it.
 
-    again: measure all of them, as on a quieter machine or in more rounds; the last costs count. compiled: measure the
-    time of a step through `torch.compile`, in addition to that of the step that the runs take.
+    again: measure all of them again, for example on a quieter machine or in more rounds; the last costs count.
+    compiled: measure the time of a step through `torch.compile`, in addition to that of the step that the runs take.
 
-    The schemes of a size are measured in the same rounds of one process, so a new one is measured with the baselines.
+    The schemes of a size are measured in the same rounds of one process. A new scheme is measured with the baselines.
     """
     path = out / "costs.jsonl"
     rows = () if again else jsonlines.read(path)
@@ -320,7 +320,7 @@ def _measure_size(
 
 
 class _Costs(Records):
-    """The file of costs. A job measures several schemes; each is a line."""
+    """The file of costs. A job measures several schemes and writes a line for each."""
 
     def add(self, record: Record) -> None:
         for cost in record["costs"]:

@@ -1,4 +1,4 @@
-"""The records of a study: the types of their fields, checked once, when the file is read, and costs as objects."""
+"""The types of the records of a study, which are checked when the file is read, and costs as objects."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ class _RunFields(_Named):
 
 
 class RunRecord(_RunFields, total=False):
-    """The record of a run."""
+    """The fields of the record of a run."""
 
     facts: Annotated[dict[str, Any] | None, Range("an object with an object data, or null", _are_facts)]
     tokens: int | None
@@ -99,7 +99,7 @@ class _CostFields(_Named):
 
 
 class CostRecord(_CostFields, total=False):
-    """The record of a cost."""
+    """The fields of the record of a cost."""
 
     cpu: str | None
     compiled: bool
@@ -110,10 +110,10 @@ class CostRecord(_CostFields, total=False):
 class Cost(NamedTuple):
     """The cost of one scheme's step at one size.
 
-    ratio             quartiles of its time over the baseline's in the same rounds
+    ratio             quartiles of its time divided by the baseline's in the same rounds
     rounds            the number of these rounds
-    session           date, device, processor, baseline and rounds, which all schemes measured in turns have in common
-    flops_per_token   in a training step
+    session           date, device, processor, baseline and rounds, which are the same for all schemes measured together
+    flops_per_token   the FLOPs per token of a training step
     """
 
     ratio: Quartiles
@@ -140,13 +140,13 @@ class Cost(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The standard error of the logarithm of the median ratio, by its quartiles, as if rounds were normal."""
+        """The standard error of the log of the median ratio, from the quartiles, under the assumption of normality."""
         deviation = (self.ratio.upper - self.ratio.lower) / (2 * NormalDist().inv_cdf(0.75))
         return math.sqrt(math.pi / 2 / self.rounds) * deviation / self.ratio.median
 
 
 def read_records(path: Path, kind: type[RunRecord] | type[CostRecord], title: str) -> list[dict[str, Any]]:
-    """Read records of one kind. Raises InputError if one differs. title: the records in words."""
+    """Read records of one kind. Raises InputError for a record of another form. title: the kind in words."""
     rows = jsonlines.read(path)
     needed = kind.__required_keys__
     for row in rows:

@@ -37,7 +37,7 @@ RunKind = Literal["tune", "final", "report", "longer"]
 
 
 class PlannedRun(NamedTuple):
-    """One run of a study: its purpose, and the settings that decide its numbers."""
+    """One run of a study: its purpose, and the settings that determine its numbers."""
 
     kind: RunKind
     size: str
@@ -47,7 +47,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """A digest of all settings that numbers depend on. Keys that have their defaults do not change it."""
+        """A digest of all settings that affect numbers. Keys with their default values do not change it."""
         settings = {
             key: recorded(value) if key == "model.connection" else value
             for key, value in flatten(asdict(self.config)).items()
@@ -67,7 +67,7 @@ class PlannedRun(NamedTuple):
 
 
 class RunCount(NamedTuple):
-    """The largest number of runs of one length, of one scheme at one size, and their steps."""
+    """The largest number of runs with the same scheme, size and length, and their steps."""
 
     size: str
     scheme: str
@@ -76,16 +76,16 @@ class RunCount(NamedTuple):
 
 
 _IRRELEVANT = (FREE_KEYS - {"train.evaluate_every"}) | {"data.source", "data.tokenizer", "data.validation_fraction"}
-# The curve is part of a record; the data are compared by their fingerprint.
+# `evaluations` counts because the curve is part of a record. Data are compared by their fingerprint.
 
 
 class Plan:
-    """The runs of a study on prepared data. `data` is their folder.
+    """The runs of a study on the prepared data in the folder `data`.
 
-    sizes: the sizes at which runs are reported; at the other ones of the study runs only tune. None for all of them.
+    sizes: the sizes at which runs are reported; the study's other sizes are only tuned. None for all sizes.
 
-    `misfits` holds the reasons why schemes cannot be built at a size, such as heads that do not divide its width, by
-    size and scheme. Such a scheme has no runs there, nor at sizes that take their settings from there.
+    misfits: for each size and scheme, the reason why the scheme cannot be built at this size, such as heads that do not
+    divide the width. Such a scheme has no runs at this size, nor at sizes that take their settings from it.
 
     Raises:
         InputError: the data have too few tokens, a size cannot be used, or a scheme cannot be built at any size.
@@ -117,7 +117,7 @@ class Plan:
                     f"{len(self.prepared.train):,}; give more text or leave this size out with --sizes"
                 )
         self.misfits: dict[tuple[str, str], InputError] = {}
-        for entry in study.schemes.values():  # every configuration is checked before hours are spent on the first
+        for entry in study.schemes.values():  # check every configuration before the first run takes hours
             errors = {(name, entry.name): error for name in study.sizes if (error := self._misfit(name, entry.name))}
             if len(errors) == len(study.sizes):
                 raise next(iter(errors.values()))
@@ -131,12 +131,12 @@ class Plan:
         return self.prepared.facts
 
     def schemes_at(self, size: str) -> list[str]:
-        """Return the schemes that can be built at a size, and at the sizes from which its settings come."""
+        """Return the schemes that can be built at a size and at all sizes from which its settings come."""
         places = {size, *self.study.searches(size)}
         return [name for name in self.study.schemes if not any((place, name) in self.misfits for place in places)]
 
     def runs(self, finished: Mapping[Any, Record]) -> Iterator[PlannedRun]:
-        """Yield all runs that the study needs, as far as the finished ones determine them, the most useful first."""
+        """Yield all runs that the study needs, as far as the finished runs determine them, the most useful first."""
         study = self.study
         for size in study.sizes:
             chosen = {}
@@ -160,8 +160,8 @@ class Plan:
     def recorded(self, record: Record) -> PlannedRun:
         """Rebuild the run behind a record. Its key differs if the settings of the study have changed.
 
-        It need not be one of `runs`: a study that grows may choose again, for example when more seeds compare the
-        finalists, and keeps the runs of its earlier choice.
+        The run need not be among `runs`. If a study grows, for example by seeds for its finalists, it may choose other
+        points, and keeps the runs of its earlier choice.
         """
         return self.run(*(record[name] for name in ("kind", "size", "scheme", "point", "seed", "steps")))
 
@@ -171,7 +171,7 @@ class Plan:
         return sum(part.runs for part in self.at_most())
 
     def at_most(self) -> Iterator[RunCount]:
-        """Yield the largest numbers of runs, whatever the search finds."""
+        """Yield the numbers of runs in the worst case over all results of the search."""
         study = self.study
         for size, scheme in itertools.product(study.sizes, study.schemes):
             if scheme not in self.schemes_at(size):
@@ -192,7 +192,7 @@ class Plan:
                     yield RunCount(size, scheme, seeds, round(factor * steps))
 
     def _expect_comparable(self) -> None:
-        """Raise InputError if losses that would be ranked are not measured alike."""
+        """Raise InputError if losses that would be ranked are not measured in the same way."""
         overs = {"tuning.over": self.study.tuning.over} | {
             f"sizes.{s.name}.over": s.over for s in self.study.sizes.values()
         }
@@ -210,7 +210,7 @@ class Plan:
                 )
 
     def _misfit(self, size: str, scheme: str) -> InputError | None:
-        """Return why a scheme cannot be built at a size, None if it can."""
+        """Return the reason why a scheme cannot be built at a size; None if it can."""
         try:
             config = self.config(size, scheme)
             if isinstance(config.model, BaseModelConfig):
@@ -222,8 +222,11 @@ class Plan:
     def search(
         self, size: str, scheme: str, finished: Mapping[Any, Record]
     ) -> tuple[list[PlannedRun], dict[str, Any] | None]:
-        """Return the tuning runs of a scheme at a size that has a search, as far as the finished ones determine them,
-        and the best point once all of them are finished, None if all diverged."""
+        """Return the tuning runs of a scheme at a size with a search, and the best point.
+
+        The runs are known as far as finished runs determine them. The best point is None until all runs are finished,
+        and if all diverged.
+        """
         if (size, scheme) in self._done:
             return self._done[size, scheme]
         study, tuning = self.study, self.study.tuning_at(size)
@@ -263,14 +266,14 @@ class Plan:
         longer: float | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Iterator[PlannedRun]:
-        """Yield the runs of all seeds at a point, or of other `seeds`, with `longer` times as many steps if given."""
+        """Yield the runs at a point, for the study's seeds or `seeds`, with `longer` times as many steps if given."""
         kind: RunKind = "longer" if longer else "report"
         steps = round((longer or 1.0) * self.steps[size])
         for seed in self.study.seeds_at(size) if seeds is None else seeds:
             yield self.run(kind, size, scheme, point, seed, steps)
 
     def run(self, kind: RunKind, size: str, scheme: str, point: Mapping[str, Any], seed: int, steps: int) -> PlannedRun:
-        # The curve of a run that tunes is not shown.
+        # The curve of a tuning run is not shown.
         evaluations = 1 if kind in ("tune", "final") else self.study.evaluations
         return PlannedRun(kind, size, scheme, point, self.config(size, scheme, point, seed, steps, evaluations))
 
@@ -314,17 +317,17 @@ class Plan:
         return {**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1}
 
     def model(self, config: RunConfig) -> PreTrainedConfig:
-        """Return the configuration of the model of a run. Raises InputError for a base that cannot be used."""
+        """Return the configuration of the model of a run. Raises InputError if the base cannot be used."""
         if not isinstance(config.model, BaseModelConfig):
             return model_config(config)
         settings = repr(config.model)
         if settings not in self._bases:
-            saved = build_model(config, self.prepared.tokenizer()).config.to_json_string()  # says how it was converted
+            saved = build_model(config, self.prepared.tokenizer()).config.to_json_string()  # includes the conversion
             self._bases[settings] = ConvertedConfig.from_dict(json.loads(saved))
         return self._bases[settings]
 
     def _has_parameters(self, size: str, scheme: str) -> bool:
-        """Return whether a scheme has parameters of its own, which can have a learning rate of their own."""
+        """Return whether a scheme has its own parameters, for which a separate learning rate makes sense."""
         width = self.model(self.config(size, scheme)).get_text_config().hidden_size
         small = partial(ResiduaConfig, vocab_size=64, hidden_size=width, num_hidden_layers=2, num_attention_heads=1)
         own, none = (small(connection=name) for name in (self.study.schemes[scheme].connection, "residual"))
@@ -334,7 +337,7 @@ class Plan:
         return parameters(self.model(config))["total"]
 
     def _matched(self, size: str, entry: Entry) -> int:
-        """Return the MLP width that brings a scheme nearest to the number of parameters of `entry.parameters_of`."""
+        """Return the MLP width at which a scheme is closest to the number of parameters of `entry.parameters_of`."""
         other = self.config(size, entry.parameters_of)
         place = f"schemes.{entry.name}.parameters_of"
         require(not isinstance(other.model, BaseModelConfig), place, "null with model.base", entry.parameters_of)
@@ -346,7 +349,7 @@ class Plan:
 
 
 def _pinned(study: Study) -> Study:
-    """Return the study with the digest of every base next to its path, so that no row mixes two models."""
+    """Return the study with the digest of every base added next to its path, so that no row mixes two models."""
     given = load_config(study.config, study.set).model
     base = {"model.base": given.base} if isinstance(given, BaseModelConfig) else {}
 

@@ -1,6 +1,6 @@
-"""Compare the schemes of a study by its records: losses, differences at equal tokens, FLOPs and seconds, noise.
+"""Compare the schemes of a study by its records: losses, noise, and differences at equal tokens, FLOPs and seconds.
 
-Everything follows from the records, so a page can be made again without the data or the code of the runs.
+Results depend only on the records, so the report can be made again without the data and the code of the runs.
 """
 
 import itertools
@@ -24,38 +24,38 @@ from residua.lab.study.forms import Cost, CostRecord, RunRecord, read_records
 from residua.lab.study.search import at_edge, loss_of, other_loss_of, winners
 
 BELOW = 0.9
-"""A scheme whose step costs less than a baseline's is compared with fewer tokens of the baseline, down to this share.
+"""If a scheme's step costs less than a baseline's, it is compared with fewer baseline tokens, down to this share.
 Beyond the longest runs of a baseline there is no comparison."""
 ALPHA = 0.5
-"""Between runs of two lengths a baseline's loss is a + b C^-ALPHA of its tokens C. A straight line in the logarithm
-would lie above a convex curve and flatter every scheme."""
+"""Between runs of two lengths, a baseline's loss is interpolated as a + b C^-ALPHA in its tokens C. A straight line in
+log C would lie above the convex curve, in favour of every scheme."""
 SESSIONS = 0.02
-"""The standard error of a ratio of times from one session of measurements to the next."""
+"""The standard error of a ratio of times between sessions of measurements."""
 FAILED = 3.0
-"""A row whose losses vary over the seeds more than this many times as much as the median row's, as when a run failed,
-has noise of its own and no part in the noise that a size shares."""
+"""If the losses of a row vary over seeds more than this many times as much as the median row's, for example because a
+run failed, the row keeps its own noise and does not count for the pooled noise of its size."""
 FEWEST_ROUNDS = 9
-"""With fewer rounds of time measurements the error of their median is unknown, and nothing is compared."""
+"""With fewer rounds of time measurements the error of the median is unknown, and times are not compared."""
 COMPILED = "compiled seconds"
 SIGNIFICANT = 0.05
-"""p below which a difference is seen, and corrected p below which it is clear of zero."""
+"""The p below which a difference is `seen`, and the corrected p below which it is `clear`."""
 Made = TypeVar("Made")
 
 
 @dataclass
 class Difference:
-    """Loss of a scheme minus that of another, a baseline or not, at one size and at an equal amount of something.
+    """The loss of a scheme minus that of another scheme, at one size and at equal tokens, FLOPs or seconds.
 
-    cost       of a step, relative to the baseline's: the place on the baseline's curve where they are compared
-    estimate   over the seeds; None if the baseline was not trained for as long. At equal seconds it includes the error
-               of the timing, which the seeds share: that of the ratio, times the slope of the baseline's loss over the
-               logarithm of the steps
-    worth      the multiple of the tokens that brings the baseline to the scheme's loss; infinite beyond its longest
-               runs, 0 below the share BELOW. None if its longest runs are no better than its shorter ones
-    longest    the length of those runs as a multiple of the scheme's; 1 without any
-    holm       p corrected for the number of primary contrasts, with those that have no runs yet; None for all others
-    documents  at equal tokens, with the error of having these held-out documents and not others: of the study's text,
-               "", and of a further one, "further_"; only of those that were measured
+    cost       the cost of a step relative to the baseline's, and so the point on the baseline's curve to compare with
+    estimate   the difference over the seeds; None if the baseline was not trained for as long. At equal seconds its
+               error includes the error of the timing, which is common to all seeds: the error of the ratio, times the
+               slope of the baseline's loss over the logarithm of the steps
+    worth      the multiple of its tokens at which the baseline reaches the scheme's loss; infinite beyond its longest
+               runs, 0 below the share BELOW. None if its longest runs are no better than its shorter runs
+    longest    the length of the baseline's longest runs, as a multiple of the scheme's; 1 without longer runs
+    holm       p corrected for the number of primary contrasts, including those without runs; None for other contrasts
+    documents  the difference at equal tokens, with the error from the choice of held-out documents; "" for the study's
+               text, "further_" for a second text; empty if this was not measured
     """
 
     size: str
@@ -71,7 +71,7 @@ class Difference:
 
     @property
     def contrast(self) -> tuple[Any, ...]:
-        """The size, the two schemes in either order, and the number of seeds."""
+        """The key of the contrast: the size, the set of the two schemes, and the number of seeds."""
         return self.size, frozenset((self.scheme, self.baseline)), self.estimate and self.estimate.count
 
     @property
@@ -81,7 +81,7 @@ class Difference:
 
     @property
     def seen(self) -> bool:
-        """Whether the interval excludes zero, whatever the number of differences."""
+        """Whether the interval excludes zero, without a correction for the number of differences."""
         return self.p is not None and self.p < SIGNIFICANT
 
     @property
@@ -92,17 +92,17 @@ class Difference:
 
 @dataclass
 class SchemeRow:
-    """One scheme at one size: its runs, and their differences to the baselines.
+    """One scheme at one size: its runs, and its differences to the baselines.
 
-    point       the point that tuning chose
-    seeds       the number of seeds that the study has there
-    searches    the runs of each search by its size; those of `reported` too if every point has all seeds
-    reported    the runs of the study's seeds at that point
-    further     the runs of seeds that only a question has
-    longer      the runs of a baseline that were trained for longer
-    costs       of a step, in the order in which they were measured
-    noise       of a run, as the rows of the size share it; None if this row has its own
-    failed      whether its losses vary far more than those of the other rows
+    point       the point that was chosen by tuning
+    seeds       the number of the study's seeds at this size
+    searches    the runs of each search by its size, including `reported` if every point is trained with all seeds
+    reported    the runs of the study's seeds at this point
+    further     the runs with seeds that only a question adds
+    longer      the longer runs of a baseline
+    costs       the costs of a step, in the order of their measurement
+    noise       the pooled noise of a run at this size; None if this row has its own noise
+    failed      whether the losses vary far more than those of other rows
     """
 
     size: str
@@ -129,7 +129,7 @@ class SchemeRow:
 
     @property
     def losses(self) -> dict[int, float | None]:
-        """The last validation losses by seed, None for a run that diverged."""
+        """The last validation losses by seed; None for a run that diverged."""
         return self.reported.losses(NATS)
 
     @property
@@ -148,25 +148,27 @@ class SchemeRow:
 
     @property
     def points(self) -> list[tuple[Run, ...]]:
-        """The runs of each point that was trained with all seeds so that these choose."""
+        """The runs of each point, if the choice is by the mean over all seeds; otherwise empty."""
         reports = (run for run in self.tuning if run.kind == "report")
         return grouped(reports, lambda run: tuple(sorted(run.point.items())), lambda run: run.seed)
 
     @property
     def transitions(self) -> list[float | None]:
-        """The steps at which the reported runs began to look up earlier pairs of tokens, None for a run that did not;
-        of the runs in which they were measured."""
+        """The steps at which reported runs began to look up earlier pairs of tokens; None for a run that did not.
+
+        Runs in which this was not measured are left out.
+        """
         steps = (run.transition for run in self.reported.runs if run.transition is not None)
         return [step if math.isfinite(step) else None for step in steps]
 
     @property
     def cost(self) -> Cost | None:
-        """The cost of the step that the runs take, as measured last."""
+        """The cost of the runs' own step, from the last measurement; None if there is none."""
         return next(reversed(self.timed(False)), None)
 
     @property
     def compiled(self) -> Cost | None:
-        """The same through `torch.compile`."""
+        """The cost of a step through `torch.compile`, from the last measurement; None if there is none."""
         return next(reversed(self.timed(True)), None)
 
     def timed(self, compiled: bool) -> list[Cost]:
@@ -174,23 +176,22 @@ class SchemeRow:
 
     @property
     def loss(self) -> Estimate | None:
-        """The last validation loss over the seeds, None if a run diverged."""
+        """The last validation loss over the seeds; None if a run diverged."""
         return self.reported.whole_loss(NATS)
 
     @property
     def all_losses(self) -> Mapping[int, float | None]:
-        """The losses of the study's seeds and of further ones."""
+        """The losses by seed, for the study's seeds and further ones."""
         return {**self.losses, **self.further.losses(NATS)}
 
     @property
     def whole(self) -> bool:
-        """Whether all seeds of the study are there."""
+        """Whether the runs of all seeds of the study are finished."""
         return len(self.losses) == self.seeds
 
     @property
     def edges(self) -> list[str]:
-        """The tuned keys whose best value is the smallest or largest one that their last search tried, where its budget
-        ended."""
+        """The tuned keys whose best value is the smallest or largest that the last search tried within its budget."""
         edges = []
         for key, best in self.point.items():
             tried = ({run.point[key] for run in runs if run.kind != "final"} for runs in self.searches.values())
@@ -206,9 +207,9 @@ class SchemeRow:
 class Answer(NamedTuple):
     """The answer to one comparison of a question at one size.
 
-    difference   the loss of `scheme` minus that of `to`
-    waiting      the unfinished ones of the two
-    missing      the reason why there is no difference although both are finished; None if there is one
+    difference   the loss of `scheme` minus the loss of `to`
+    waiting      those of the two that are unfinished
+    missing      the reason why there is no difference although both are finished; otherwise None
     """
 
     question: Question
@@ -223,7 +224,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of a study in its order, its answers, and its primary contrasts by size and pair, corrected."""
+    """The results of a study: rows in order, answers, and corrected primary contrasts by size and pair."""
 
     study: Study
     rows: Sequence[SchemeRow]
@@ -235,14 +236,14 @@ class Results:
 
     @property
     def unfinished(self) -> list[str]:
-        """The rows that lack some of their seeds, as texts."""
+        """The rows that lack some of their seeds, in words."""
         return [
             f"{row.scheme} at {row.size}: {len(row.losses)} of {row.seeds} seeds" for row in self.rows if not row.whole
         ]
 
     @property
     def untrained(self) -> int:
-        """The number of pairs of a size and a scheme of the study that have no run."""
+        """The number of pairs (size, scheme) of the study without a run."""
         places = itertools.product(self.study.sizes, self.study.schemes)
         return sum(self.row(*place) is None for place in places)
 
@@ -271,12 +272,12 @@ class Results:
         }
 
     def noise(self, size: str) -> Noise | None:
-        """Return the noise of a single run that the schemes of a size share; None if each has its own."""
+        """Return the pooled noise of a single run at a size; None if each scheme has its own."""
         return next((row.noise for row in self.rows if row.size == size and row.noise), None)
 
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
-    """Return the records of a study's runs. Raises InputError if a run used other data or no study wrote it."""
+    """Return the records of a study's runs. Raises InputError if a run used other data or is not a study's record."""
     rows = read_records(path, RunRecord, "records of a study's runs")
     for row in rows:
         fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
@@ -288,7 +289,7 @@ def read_runs(path: Path, data: str | None) -> list[Record]:
 def read_results(folder: str | Path) -> Results:
     """Return the results in a study's folder. This needs neither the data nor the folder's lock.
 
-    Raises InputError if the folder holds no study, or records that no study wrote.
+    Raises InputError if the folder has no study, or records of another form.
     """
     folder = Path(folder)
     study = read_folder(folder)
@@ -297,9 +298,9 @@ def read_results(folder: str | Path) -> Results:
 
 
 def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:
-    """Return the results of a study by the records of its runs and costs; of equal ones the last count.
+    """Return the results of a study from the records of its runs and costs; of records with equal keys the last counts.
 
-    Records of a name that the study now uses for another connection are left out.
+    A record is ignored if the study now uses its scheme's name for another connection.
     """
     last = {record["key"]: record for record in records}.values()
     runs = _by_connection(study, last, lambda place, record: Run.of(record, study.measure_at(*place)))
@@ -323,7 +324,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
 def _by_connection(
     study: Study, records: Iterable[Record], read: Callable[[tuple[str, str], Record], Made]
 ) -> dict[tuple[str, str], list[Made]]:
-    """Read the records of the study's own connections; return them by size and scheme."""
+    """Convert records with `read`, and group them by size and scheme. Records of other connections are left out."""
     groups: dict[tuple[str, str], list[Made]] = {}
     for record in records:
         place, entry = (record["size"], record["scheme"]), study.schemes.get(record["scheme"])
@@ -335,9 +336,9 @@ def _by_connection(
 def _primary(
     study: Study, rows: Mapping[tuple[str, str], SchemeRow], answers: Sequence[Answer]
 ) -> dict[tuple[str, str, str], Difference]:
-    """Return the primary contrasts whose rows are whole, over all seeds that a question has for them, and correct them.
+    """Return the primary contrasts of finished rows, over all seeds including a question's, with corrected p-values.
 
-    The same contrast elsewhere, in either order and over as many seeds, gets the same corrected p-value.
+    The same contrast in rows and answers, in either order and over as many seeds, gets the same corrected p-value.
     """
     asked = [each.difference for each in answers if each.difference and each.measure == "tokens"]
     over_all_seeds = {(each.size, each.scheme, each.baseline): each for each in asked}
@@ -358,7 +359,7 @@ def _primary(
 
 
 def _share_noise(rows: Sequence[SchemeRow], pooled: bool) -> None:
-    """Give the rows of a size the noise that the whole ones share, except rows that vary far more than the others."""
+    """Set the noise of the rows of a size to that pooled over finished rows, except rows that vary far more."""
     whole = [row for row in rows if pooled and row.whole and row.loss is not None]
     middle = statistics.median(row.loss.deviation for row in whole) if whole else 0.0
     for row in whole:
@@ -375,7 +376,7 @@ def _row(
     runs: Mapping[tuple[str, str], Sequence[Run]],
     costs: Sequence[Cost],
 ) -> SchemeRow | None:
-    """Return the row of a scheme at a size; None without a reported run."""
+    """Return the row of a scheme at a size; None if it has no reported run."""
     seeds, searches = study.seeds_at(size), {}
     best: list[Any] = [{}]
     for start in study.searches(size):
@@ -416,7 +417,7 @@ def _answers(study: Study, rows: Mapping[tuple[str, str], SchemeRow]) -> list[An
 def _answers_of_pair(
     question: Question, size: str, scheme: str, to: str, rows: Mapping[tuple[str, str], SchemeRow]
 ) -> Iterator[Answer]:
-    """Yield the answer of two schemes at a size for every measure of a question, not yet corrected."""
+    """Yield the answers on two schemes at a size, for every measure of a question, with uncorrected p-values."""
     row, base = rows.get((size, scheme)), rows.get((size, to))
     waiting = [name for name, side in ((scheme, row), (to, base)) if side is None or not side.whole]
     if row is None or base is None or waiting:
@@ -443,7 +444,7 @@ def _not_measured(measure: str, scheme: str, to: str) -> str:
 def _contrast(
     row: SchemeRow, base: SchemeRow, ours: Mapping[int, float], theirs: Mapping[int, float]
 ) -> Contrast | None:
-    """Compare two rows over their shared seeds, with the noise that their size shares or with their own."""
+    """Compare two rows over their common seeds, with the pooled noise of the size or with their own."""
     shared = sorted(ours.keys() & theirs.keys())
     sides = [[losses[seed] for seed in shared] for losses in (ours, theirs)]
     if not shared:
@@ -454,9 +455,9 @@ def _contrast(
 def _searched(
     study: Study, size: str, runs: Sequence[Run], start: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Run], list[Any]]:
-    """Return the runs of a search, of the length that the study gives them, and the points that it may have chosen.
+    """Return the runs of a search, of the study's tuning length, and the points that the search may have chosen.
 
-    start: the points from which it may have begun, as far as the search before it determines them.
+    start: the points from which the search may have begun, as far as the previous search determines them.
     """
     tuning, moved = study.tuning_at(size), study.sizes[size].over or study.tuning.over
     begins = [{key: value for key, value in point.items() if key not in moved} for point in start]
@@ -473,10 +474,10 @@ def _searched(
 
 
 def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -> list[Difference]:
-    """Return the differences of two rows, at equal tokens first and with further seeds there."""
+    """Return the differences of two rows: first at equal tokens, including further seeds, then at other measures."""
     seeds = {*row.losses, *further}
     ours = {seed: loss for seed, loss in row.all_losses.items() if seed in seeds and loss is not None}
-    losses: dict[int, dict[int, float]] = {}  # of the baseline, by seed and steps
+    losses: dict[int, dict[int, float]] = {}  # the baseline's losses by seed and steps
     for run in [*base.reported.runs, *base.longer, *(run for run in base.further.runs if run.seed in further)]:
         if math.isfinite(loss_of(run)):
             losses.setdefault(run.seed, {})[run.steps] = loss_of(run)
@@ -484,7 +485,7 @@ def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -
     for measure, (cost, error) in _relative_costs(row, base).items():
         at = {seed: _at(by_steps, row.steps * cost) for seed, by_steps in losses.items()}
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
-        # At another cost, all seeds or none: longer runs of the baseline may be unfinished.
+        # At another cost take all seeds or none, because longer runs of the baseline may be unfinished.
         whole = len(ours) == len(seeds) and (cost == 1 or ours.keys() <= theirs.keys())
         estimate = _contrast(row, base, ours, theirs) if whole else None
         if error and estimate is not None:
@@ -499,7 +500,7 @@ def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -
 
 
 def _over_documents(row: SchemeRow, base: SchemeRow) -> dict[str, Contrast]:
-    """Return `Difference.documents`; empty unless every reported run has its losses by document, of the same ones."""
+    """Return `Difference.documents`; empty unless all reported runs have losses by document, of the same documents."""
     contrasts = {}
     for prefix in ("", "further_"):
         sides = [[run.documents.get(prefix) for run in side.reported.runs] for side in (row, base)]
@@ -511,7 +512,7 @@ def _over_documents(row: SchemeRow, base: SchemeRow) -> dict[str, Contrast]:
 
 
 def _relative_costs(row: SchemeRow, base: SchemeRow) -> dict[str, tuple[float, float]]:
-    """Return the cost of a step relative to a baseline's, and the standard error of its logarithm, by measure."""
+    """Return, by measure, the cost of a step relative to a baseline's, and the standard error of its logarithm."""
     costs = {"tokens": (1.0, 0.0)}
     if row.cost is not None and base.cost is not None:
         costs["FLOPs"] = row.cost.flops_per_token / base.cost.flops_per_token, 0.0
@@ -524,7 +525,7 @@ def _relative_costs(row: SchemeRow, base: SchemeRow) -> dict[str, tuple[float, f
 
 
 def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[float | None, float]:
-    """Return `Difference.worth` and `Difference.longest` of a row and a baseline with these losses."""
+    """Return `Difference.worth` and `Difference.longest` of a row; losses: of the baseline, by seed and steps."""
     runs = [losses[seed] for seed in row.losses if seed in losses]
     lengths = sorted(set.intersection(*map(set, runs))) if runs else []
     if len(lengths) < 2 or row.loss is None:
@@ -534,7 +535,7 @@ def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[f
     longest = last / row.steps
     if means[1] >= means[0]:
         return None, longest
-    share = (row.loss.mean - means[0]) / (means[1] - means[0])  # of the way from the first length to the last
+    share = (row.loss.mean - means[0]) / (means[1] - means[0])  # the part of the way from the first length to the last
     if share > 1:
         return math.inf, longest
     power = first**-ALPHA + share * (last**-ALPHA - first**-ALPHA)
@@ -543,9 +544,9 @@ def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[f
 
 
 def _timed_together(row: SchemeRow, base: SchemeRow, compiled: bool) -> tuple[Cost, Cost] | None:
-    """Return the costs of two rows in the newest rounds in which both took turns, so that what slowed both cancels.
+    """Return the costs of two rows from the newest rounds in which both took turns; None if there are none.
 
-    A ratio of ratios from rounds of different hours would contain all changes of the machine between them.
+    In such rounds changes in the speed of the machine cancel. They would not cancel between rounds of different hours.
     """
     theirs = {cost.session: cost for cost in base.timed(compiled)}
     for ours in reversed(row.timed(compiled)):
@@ -555,8 +556,10 @@ def _timed_together(row: SchemeRow, base: SchemeRow, compiled: bool) -> tuple[Co
 
 
 def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]:
-    """Return the loss after `steps` steps, on the curve between finished runs, None beyond the longest; and its slope
-    there over the logarithm of the steps."""
+    """Return the loss after `steps` steps, and its slope over the logarithm of the steps.
+
+    The loss is interpolated between finished runs, and None beyond the longest.
+    """
     lengths = sorted(losses)
     if len(lengths) < 2:
         return losses.get(steps), 0.0

@@ -1,4 +1,4 @@
-"""Search for the best values of keys: a grid, then the neighbours of its best point; and which point won."""
+"""Search for the best values of keys: a grid, then the neighbours of its best point. Decide which point wins."""
 
 import itertools
 import math
@@ -18,27 +18,30 @@ from residua.lab.training import RunConfig
 Point = tuple[float, ...]
 """A number for each key of a search."""
 Attempt = tuple[Point, int | None]
-"""A point, and None in the search itself or the seed with which a finalist is trained."""
+"""A point, and the seed with which a finalist is trained; None in the search itself."""
 Planned = TypeVar("Planned")
-"""A run to make, which has the `key` of its record."""
+"""A run to be made, with the `key` of its record."""
 FACTOR = 2.0
 """The factor from a point to its neighbours, in both directions."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """A search over the values of keys. After the grid it trains the neighbours of the best point (each number halved
-    and doubled) until none of them is better. Then it trains the finalists with the seeds that decide between them.
+    """A search over the values of keys.
 
-    over         the values of every key
-    read         the configuration of a point with all of its keys. Raises InputError for a value beyond its range
-    start        the values of further keys, which all points share
-    budget       the most points that are trained, unless the grid has more; None: as many as needed
-    factors      from a point to its neighbours, by key; FACTOR for all other keys
-    finalists    the number of finalists, the best points; None: all points
-    seeds        of the finalists; without any the best point of the search wins
-    every        whether every point is trained with all seeds, and the point with the lowest mean is the best
-    loss         of a record, by which points are compared
+    After the grid, it trains the neighbours of the best point (each number halved and doubled) until none of them is
+    better. Then it trains the finalists with the seeds that decide between them.
+
+    over         the values of every key in the grid
+    read         a function from a point with all of its keys to its configuration. Raises InputError for a value that
+                 is out of range
+    start        the values of further keys, the same for all points
+    budget       the largest number of points to train, unless the grid has more; None for no limit
+    factors      the factor between a point and its neighbours, by key; FACTOR for all other keys
+    finalists    the number of best points that become finalists; None for all points
+    seeds        the seeds of the finalists; if empty, the best point of the search wins
+    every        whether every point is trained with all seeds, and the lowest mean wins
+    loss         a function from a record to the loss by which points are compared
     """
 
     over: Mapping[str, Sequence[float]]
@@ -54,10 +57,11 @@ class Search:
     def walk(
         self, run_of: Callable[[Mapping[str, Any], int | None], Planned], finished: Mapping[Any, Record]
     ) -> tuple[list[Planned], dict[str, Any] | None]:
-        """Return the runs that are needed, as far as the finished ones determine them, and the best point; None before
-        all of them are finished, and if all diverged.
+        """Return the runs that are needed, as far as the finished runs determine them, and the best point.
 
-        run_of: returns the run of a point and a seed, None for the search itself
+        The best point is None before all runs are finished, and if all diverged.
+
+        run_of: a function from a point and a seed (None for the search itself) to the run
         """
         runs: dict[Attempt, Planned] = {}
         losses: dict[Attempt, float] = {}
@@ -109,15 +113,15 @@ class Search:
 
 
 def _among(point: Point, others: Iterable[Point]) -> bool:
-    """Return whether a point equals one of the others, apart from the rounding of a neighbour."""
+    """Return whether a point equals one of the others, up to the rounding of neighbours."""
     return any(all(map(partial(math.isclose, rel_tol=1e-4), point, other)) for other in others)
 
 
 def winners(runs: Iterable[tuple[Any, int | None, float]], finalists: int | None, seeds: Sequence[int]) -> list[Any]:
-    """Return the points that won a search: several if losses are equal, none while a finalist is not trained in full.
+    """Return the points that won a search: several if losses are equal, none while runs of finalists are missing.
 
     runs        points with seeds and losses, infinite if a run diverged; the seed is None in the search itself
-    finalists   the number of finalists; None if every point is one
+    finalists   the number of finalists; None if all points are finalists
     seeds       the seeds whose mean loss decides between several finalists
     """
     runs = list(runs)
@@ -137,27 +141,27 @@ def winners(runs: Iterable[tuple[Any, int | None, float]], finalists: int | None
 
 
 def _lowest(losses: Iterable[tuple[Any, float]], count: int) -> list[Any]:
-    """Return the points with the `count` lowest losses, the lowest first, and those that tie with the last."""
+    """Return the points with the `count` lowest losses, lowest first, including points that tie with the last."""
     ordered = sorted((pair for pair in losses if math.isfinite(pair[1])), key=itemgetter(1))
     return [point for point, loss in ordered if loss <= ordered[:count][-1][1]]
 
 
 def at_edge(value: float, tried: Iterable[float]) -> bool:
-    """Return whether a value is the smallest or largest of several: a better one may lie beyond it."""
+    """Return whether a value is the smallest or largest of those tried, so that a better one may lie beyond it."""
     tried = set(tried)
     return len(tried) > 1 and value in (min(tried), max(tried))
 
 
 def loss_of(run: Run) -> float:
-    """Return the last validation loss of a run, infinite if it diverged."""
+    """Return the last validation loss of a run; infinite if it diverged."""
     loss = run.loss(NATS)
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def other_loss_of(run: Run) -> float:
-    """Return the last validation loss of a run on labels that do not repeat, infinite if it diverged.
+    """Return the last validation loss of a run on labels that do not repeat; infinite if it diverged.
 
-    Raises InputError for a run whose record lacks it, as those of early versions.
+    Raises InputError if the record lacks this loss, as records of early versions do.
     """
     if math.isinf(loss_of(run)):
         return math.inf

@@ -1,8 +1,8 @@
 """Tune keys of a training configuration with the search of a study, without baselines and comparisons.
 
-Every scheme must be tuned before it is compared. Swept keys whose values are numbers are tuned; the others,
-such as `model.connection`, make groups, and each group has a search of its own. So do keys that decide how a loss is
-measured, such as `train.sequence_length`: a best point is never chosen among losses that cannot be compared.
+Every scheme must be tuned before it is compared. Swept keys with numbers as values are tuned. All other keys, such as
+`model.connection`, form groups, and each group has its own search. Keys that determine how a loss is measured, such as
+`train.sequence_length`, form groups too, so that a best point is never chosen among losses that cannot be compared.
 """
 
 import itertools
@@ -35,12 +35,12 @@ from residua.lab.training.config import STEPS, parse_overrides, recipe_shares
 class Sweep:
     """A search over keys of a configuration.
 
-    sources, overrides   of the configuration, as `training.load_config` takes them
+    sources, overrides   the configuration, as for `training.load_config`
     over                 the values of every swept key
-    seeds                runs of a point, with the seeds train.seed, train.seed + 1, ...
-    neighbours           whether the search goes on from the best point of the grid
-    finalists            how many points of each group get more than the first seed, the best ones; None: all of them
-    begun                the settings of the folder by dotted key if the sweep goes on, see `load_config`
+    seeds                the number of seeds per point: train.seed, train.seed + 1, ...
+    neighbours           whether the search continues from the best point of the grid
+    finalists            the number of best points of each group that get more than the first seed; None for all
+    begun                the settings in the folder, by dotted key, if the sweep resumes, see `load_config`
     """
 
     sources: tuple[str, ...]
@@ -62,7 +62,7 @@ class Sweep:
 
     @property
     def tuned(self) -> list[str]:
-        """The keys that have only positive numbers as values and do not decide how a loss is measured."""
+        """The keys that have only positive numbers as values and do not determine how a loss is measured."""
         return [
             key
             for key, values in self.over.items()
@@ -70,7 +70,7 @@ class Sweep:
         ]
 
     def searches(self) -> dict[str, Search]:
-        """Return the search of each group, by the values that its points share."""
+        """Return the search of each group, keyed by the common values of the group's points."""
         first = {key: values[0] for key, values in self.over.items()}
         others = [key for key in self.over if key not in self.tuned]
         searches = {}
@@ -87,7 +87,7 @@ class Sweep:
 
     def config(self, point: Mapping[str, Any]) -> RunConfig:
         """Return the configuration of a point, with the first seed. Raises InputError."""
-        place = repr(dict(point))  # reading one takes a tenth of a second
+        place = repr(dict(point))  # cached, because reading a configuration takes a tenth of a second
         if place not in self._configs:
             config = load_config(self.sources, self._values(point), begun={} if STEPS in self.over else self.begun)
             train = replace(config.train, keep_checkpoints=1, tensorboard=False)
@@ -98,13 +98,13 @@ class Sweep:
         return {**parse_overrides(self.overrides), **point}
 
     def settings(self, point: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that all runs share, by dotted key, with schedules as shares of swept train.steps."""
+        """Return the common settings of all runs by dotted key; if train.steps is swept, schedules are shares of it."""
         settings = flatten(asdict(self.config(point)))
         shares = recipe_shares(self.sources, self._values(point)) if STEPS in self.over else {}
         return {key: value for key, value in (settings | shares).items() if key not in {*self.over, "train.seed"}}
 
     def job(self, point: Mapping[str, Any], seed: int | None, data: str | None = None) -> Job:
-        """Return the run of a point with a seed, None and 0 for the first. data: prepared data that all runs share."""
+        """Return the job for a point and a seed (None or 0 for the first). data: prepared data for all runs."""
         config, seed = self.config(point), seed or 0
         config = replace(
             config,
@@ -115,7 +115,7 @@ class Sweep:
         return Job(key, train_point, (config, point, seed), config.train.steps)
 
     def command(self, point: Mapping[str, Any]) -> str:
-        """Return the command line that trains with the settings of a point."""
+        """Return the command line that trains at a point."""
         given = [part for name in self.sources for part in ("--config", name)]
         over = [f"--{key}={_value_text(value)}" for key, value in point.items()]
         return shlex.join(["residua", "train", *given, *self.overrides, *over, "--run", "DIR"])
@@ -123,9 +123,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The points of a sweep as rows named after their groups, best first; those with fewer seeds stand below.
+    """The points of a sweep as rows named after their groups, best first; points with fewer seeds come last.
 
-    winners     the best point of each group, None if all of its runs diverged
+    winners     the best point of each group; None if all of its runs diverged
     """
 
     sweep: Sweep
@@ -163,7 +163,7 @@ class Outcome:
 
     @property
     def unit(self) -> Unit | None:
-        """The unit in which the points are ranked; None if each group has a ranking of its own."""
+        """The unit in which all points are ranked; None if each group has its own ranking."""
         return self.verdict.unit
 
     @property
@@ -183,7 +183,7 @@ class Outcome:
 
     @property
     def commands(self) -> dict[str, str]:
-        """The command line that trains the best point, or that of each group if these cannot be compared, by group."""
+        """The command line for the best point, or for the best of each group if these cannot be compared, by group."""
         return {row.name: self.sweep.command(row.point) for row in (self.won[:1] if self.unit else self.won)}
 
     @property
@@ -193,7 +193,7 @@ class Outcome:
 
     @property
     def notes(self) -> list[str]:
-        """The sentences that a reader must know: best values at the edge of the tried ones, too few seeds."""
+        """The caveats for a reader: best values at the edge of the tried values, too few seeds."""
         notes = []
         for best in self.won:
             tried = [row.point for row in self.rows if row.name == best.name]
@@ -219,7 +219,7 @@ class Outcome:
         return notes
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain values for `json.dumps`."""
+        """Return all results as plain values for `json.dumps`."""
         results = [
             {
                 "group": row.name,
@@ -241,7 +241,7 @@ class Outcome:
         }
 
     def table(self) -> Table:
-        """Return a line for each point."""
+        """Return a table with a line for each point."""
         unit = self.shown_unit
         lines = [
             [
@@ -256,7 +256,8 @@ class Outcome:
     def draw(self, path: Path) -> None:
         """Draw the loss against each swept key: a dot for every run, and a line through the best points of each group.
 
-        A run that nearly diverged may lie outside. Keys that make groups have no panel, unless nothing is tuned.
+        Runs that nearly diverged may lie outside the axes. Keys that form groups have no panel, unless nothing is
+        tuned.
         """
         keys = [key for key in self.sweep.over if key in self.sweep.tuned] or list(self.sweep.over)
         groups = list(dict.fromkeys(row.name for row in self.finite))
@@ -289,7 +290,7 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """Return the swept keys and their values from `KEY=VALUE,VALUE,...`; values are read as in a YAML list.
 
     Raises:
-        InputError: a text is something else, or names a key twice.
+        InputError: a text has another form, or names a key twice.
     """
     over: dict[str, tuple[Any, ...]] = {}
     for text in texts:
@@ -315,18 +316,18 @@ def train_sweep(
     keep: bool = False,
     progress: bool = True,
 ) -> Outcome:
-    """Train the runs that the folder `out` does not hold yet. After a kill at any moment, call this again to continue.
+    """Train the runs that are missing in the folder `out`. After a kill at any moment, call this again to continue.
 
-    A run under way resumes at its newest checkpoint. A run whose loss is not finite is recorded as diverged.
+    An unfinished run resumes at its newest checkpoint. A run whose loss is not finite is recorded as diverged.
 
     Args:
-        processes: runs at the same time, each with one thread.
-        executor: makes the runs in place of these processes, see `run_jobs`.
-        keep: leave the run folders in `out`/runs, with their checkpoints.
+        processes: simultaneous runs, each with one thread.
+        executor: runs the jobs in place of these processes, see `run_jobs`.
+        keep: keep the run folders in `out`/runs, with their checkpoints.
 
     Raises:
         InputError: the configuration or the folder cannot be used, see `jobs.pool.open_runs`.
-        RunError: a run failed for another reason than its numbers, or a result could not be written.
+        RunError: a run failed for another reason than divergence, or a result could not be written.
     """
     for values in itertools.product(*sweep.over.values()):
         point = dict(zip(sweep.over, values))
@@ -358,10 +359,10 @@ def _run_of(sweep: Sweep, record: Record) -> Run:
 
 
 def _group_text(key: str, value: Any) -> str:
-    """Return a value for the name of a group, after its key if the value is a number."""
+    """Format a value for the name of a group; a number is put after its key."""
     return f"{key}={_value_text(value)}" if fits(value, float) else _value_text(value)
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as it is written on a command line."""
+    """Format a value as on a command line."""
     return value if isinstance(value, str) else json.dumps(value, default=str)  # YAML has dates

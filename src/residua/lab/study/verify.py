@@ -22,7 +22,7 @@ SAME = ("device", "torch")
 
 
 class Verified(NamedTuple):
-    """A run that was repeated: its record, and the new one."""
+    """A repeated run: its record, and the new record."""
 
     key: str
     recorded: Record
@@ -30,7 +30,7 @@ class Verified(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether all losses of the curve and the settings in the report agree to the last bit."""
+        """Whether the losses of the curve and the reported settings agree to the last bit."""
         names = ("val_loss", "loss", "curve", "connection", "point", "tokens")
         parameters = [(run.get("facts") or {}).get("parameters") for run in (self.recorded, self.repeated)]
         same = all(self.recorded.get(name) == self.repeated.get(name) for name in names)
@@ -38,14 +38,14 @@ class Verified(NamedTuple):
 
     @property
     def elsewhere(self) -> str:
-        """The device and PyTorch of the record if they are not those here, which explains different bits; or ""."""
+        """The device and PyTorch of the record if they differ from those here, which explains other bits; else ""."""
         made, now = ((run.get("facts") or {}) for run in (self.recorded, self.repeated))
         other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
         return "; ".join(other) if now else ""
 
     @property
     def outcome(self) -> str:
-        """A sentence: the bits are equal, or both losses."""
+        """A sentence: the bits are equal, or both losses are given."""
         if self.equal:
             return "equal to the last bit"
         where = f" (recorded with {self.elsewhere}; last bits differ there)" if self.elsewhere else ""
@@ -56,7 +56,7 @@ class Sample(NamedTuple):
     """The runs to repeat, with their records.
 
     of        the number of runs from which they were drawn
-    like      the number of those that were recorded on a device and with a PyTorch like those here
+    like      the number of drawn runs that were recorded with the device and PyTorch of this machine
     tokens    the tokens that the drawn runs train on
     """
 
@@ -68,7 +68,7 @@ class Sample(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The seconds that they took, by the records that have them."""
+        """The total seconds of the drawn runs, from the records that have them."""
         return sum(record.get("seconds") or 0.0 for record in self.records)
 
     def __str__(self) -> str:
@@ -87,15 +87,16 @@ def sample(
     sizes: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> Sample:
-    """Draw a random share of a study's runs, at least one. Runs of a like device and PyTorch come first, since the last
-    bits of the others can differ.
+    """Draw a random share of a study's runs, at least one.
+
+    Runs with the device and PyTorch of this machine come first, because others can differ in the last bits.
 
     Args:
-        schemes, sizes, seeds: the runs to draw from. None for all of them.
+        schemes, sizes, seeds: the runs to draw from; None for all.
 
     Raises:
-        InputError: the folder holds no such run, or records of runs that the study cannot make; or an argument cannot
-            be used.
+        InputError: the folder has no such run, or records of runs that do not belong to the study; or an argument is
+            invalid.
     """
     plan, rows = open_study(out, data)
     check_names("--schemes", schemes, plan.study.schemes)
@@ -122,7 +123,7 @@ def sample(
 
 
 def is_like_here(run: PlannedRun, recorded: Record) -> bool:
-    """Return whether a run was recorded with this PyTorch, on the device on which it would be trained here."""
+    """Return whether a run was recorded with the PyTorch and the device with which it would be trained here."""
     try:
         here = circumstances_here(run.config.train.device)
     except InputError:  # no such device
@@ -133,12 +134,12 @@ def is_like_here(run: PlannedRun, recorded: Record) -> bool:
 
 @cache
 def circumstances_here(device: str) -> Record:
-    """Return the circumstances of runs with this `train.device`. Raises InputError if the device is missing."""
+    """Return the circumstances of runs with this `train.device` here. Raises InputError if the device is missing."""
     return circumstances(pick_device(device))
 
 
 def verify(drawn: Sample, *, progress: bool = True) -> Iterator[Verified]:
-    """Repeat runs and compare them with their records. Raises RunError if one failed, unless its loss diverged."""
+    """Repeat runs and compare them with their records. Raises RunError if a run fails, except by divergence."""
     for number, (run, recorded) in enumerate(zip(drawn.runs, drawn.records), start=1):
         text = f"{number}/{len(drawn.runs)} {run.key}"
         with Progress("", run.config.train.steps, enabled=progress) as bar:
