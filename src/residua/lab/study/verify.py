@@ -56,7 +56,7 @@ class Sample(NamedTuple):
     """The runs to repeat, with their records.
 
     of        the number of runs from which they were drawn
-    like      the number of drawn runs that were recorded with the device and PyTorch of this machine
+    like      how many of these were recorded with the device and PyTorch of this machine
     tokens    the tokens that the drawn runs train on
     """
 

@@ -8,16 +8,16 @@ const TITLES = {step: "training step", tokens: "training tokens", seconds: "wall
 const UNITS = {step: "steps", tokens: "tokens", seconds: "seconds"};
 const PLACE = {step: 0, tokens: 1, seconds: 2};
 const LOSS = 3;
-// The first part of a run changes so much that, scaled to it, nothing later can be told apart: it may leave the frame.
+// Losses fall so much at the start of a run that later differences would be invisible. The start may leave the frame.
 const UNSETTLED = {difference: 0.3, loss: 0.1};
 const FEW_POINTS = 24;
 const COLOURS = 6; // in addition to that of the plain residual
-// Where the colours begin again, lines have another dash and points another shape.
+// When the colours repeat, lines get another dash and points another shape.
 const DASHES = ["solid", "dash", "dot"];
 const SYMBOLS = ["circle", "diamond", "cross"];
 
 /**
- * How each group is drawn, whatever the baseline is: as in the pictures of `residua compare`, which counts the colours.
+ * The style of each group, which does not depend on the baseline. `residua compare` numbers the colours.
  * @returns {Object<string, {shade: string, dash: string, symbol: string}>} by name
  */
 function looks(comparison, of = color) {
@@ -29,7 +29,7 @@ function looks(comparison, of = color) {
   return Object.fromEntries(comparison.groups.map(look));
 }
 
-/** The ends of an axis that hold what comes after the unsettled part; points: [[x, low, high], ...]. */
+/** The ends of an axis for the points after the unsettled part; points: [[x, low, high], ...]. */
 function settled(points, unsettled) {
   const end = Math.max(...points.map(([x]) => x).filter(Number.isFinite), 0);
   const later = points.filter(([x]) => x >= unsettled * end);
@@ -194,7 +194,7 @@ export function lossPicture(comparison) {
   };
 }
 
-/** Loss against throughput, time and size: each is there where the runs have recorded it. */
+/** Loss against throughput, time and size, as far as the runs have recorded them. */
 export function pricePictures(comparison) {
   const of = (group, key) => (typeof group[key] === "number" ? group[key] : (group[key]?.mean ?? null));
   const plots = [

@@ -1,4 +1,4 @@
-// What runs reached, and in which settings they differ.
+// Tables of the results of runs, and of the settings in which they differ.
 
 import {h} from "./dom.js";
 import {panel} from "./panels.js";
@@ -7,7 +7,7 @@ const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(4)}`;
 const grouped = (x, digits = 0) =>
   x.toLocaleString("en", {maximumFractionDigits: digits, minimumFractionDigits: digits});
 
-/** A mean with its deviation over seeds, where there is one. */
+/** A mean with its deviation over seeds, if there is one. */
 export function spreadText(estimate, form) {
   if (!estimate || estimate.mean === null) return "–";
   return estimate.deviation === null

@@ -1,5 +1,5 @@
-// Compare: several runs side by side. The numbers, means and deviations over seeds included, were made by
-// `residua.lab.evaluation.compare`; what is chosen here (baseline, axis) only decides which of them are shown.
+// Compare: several runs side by side. All numbers, including means and deviations over seeds, come from
+// `residua.lab.evaluation.compare`. The choices on the page (baseline, axis) only select the numbers to show.
 
 import {settingsTable, summaryTable} from "./compare-tables.js";
 import {differencePicture, lossPicture, pricePictures} from "./compare-pictures.js";

@@ -1,4 +1,4 @@
-// What was written into the page: small things as JSON, large ones gzipped and in base64, unpacked when asked for.
+// The data of the page: small values as JSON, large ones gzipped and in base64, unpacked on request.
 
 const TYPES = {
   float32: Float32Array, float64: Float64Array, int8: Int8Array, uint8: Uint8Array, int16: Int16Array,
@@ -13,12 +13,12 @@ function json(id) {
   return parsed.get(id);
 }
 
-/** What the page was written for: {title, traces, comparison}. */
+/** The payload of the page: {title, traces, comparison}. */
 export function payload() {
   return json("payload");
 }
 
-/** The rows of the results, published, ours and references. */
+/** The rows of the results: published, ours and references. */
 export function results() {
   return json("results");
 }
@@ -30,7 +30,7 @@ function unpack(element) {
   return new Response(stream).arrayBuffer();
 }
 
-/** The numbers of 16-bit floats, given as their bits. */
+/** The numbers with these bits as 16-bit floats. */
 export function widen(halves) {
   return Float32Array.from(halves, (bits) => {
     const sign = bits & 0x8000 ? -1 : 1;
@@ -42,7 +42,7 @@ export function widen(halves) {
 }
 
 /**
- * The array that was written under `key`, with its sizes as `shape`; rejects where there is none.
+ * The array under `key`, with its sizes as `shape`; rejects if there is none.
  * @param {string} key
  * @returns {Promise<Float32Array|Float64Array|Int32Array|Int16Array|Uint16Array|Int8Array|Uint8Array>}
  */
@@ -61,7 +61,7 @@ async function read(key) {
   return array;
 }
 
-/** The source of the plotting library, or null where the page was written without it. */
+/** The source of the plotting library, or null if the page was written without it. */
 export async function plotlySource() {
   const element = document.getElementById("plotly");
   return element && new TextDecoder().decode(await unpack(element));

@@ -1,4 +1,4 @@
-// Builds elements. Whatever is said in them becomes text nodes: markup in a token's text stays text.
+// Builds elements. Strings become text nodes, so markup in a token's text stays text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -28,7 +28,7 @@ export function svg(tag, attributes, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Sets attributes of an element that is there already: what a drag does sixty times a second. */
+/** Sets attributes of an existing element, as a drag does sixty times a second. */
 export function set(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
 }

@@ -1,6 +1,6 @@
-// Formulas and texts with symbols in them, in a notation of one line:
-// *x* is a symbol, _{..} and ^{..} are below and above the line, ᵀ transposes, `..` is code, {way|x} gives x the colour
-// of an arrow.
+// Formulas, and texts with symbols, in a one-line notation:
+// *x* is a symbol, _{..} and ^{..} are subscripts and superscripts, ᵀ transposes, `..` is code, {way|x} gives x the
+// colour of the arrows with the class `way`.
 
 import {h} from "./dom.js";
 

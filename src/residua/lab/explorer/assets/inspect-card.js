@@ -1,4 +1,4 @@
-// The card: where a trace comes from, and what its reader should be warned of.
+// The card: the origin of a trace, and warnings for the reader.
 
 import {h} from "./dom.js";
 import {number} from "./inspect-trace.js";
@@ -9,7 +9,7 @@ const SHORTCUTS = {
   mixing: "mixes the rows of its state",
 };
 
-/** What was looked at, of a trace without warnings. */
+/** The checks that were made, for a trace without warnings. */
 function sound({checked, quantities}) {
   const last = checked.length - 1;
   const text = `No warnings: ${checked.slice(0, last).join(", ")} and ${checked[last]}.`;

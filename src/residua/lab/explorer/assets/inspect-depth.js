@@ -1,4 +1,4 @@
-// Pictures over the depth of a model: what most tokens have, what the selected one has, and the sublayer that is selected.
+// Pictures over the depth of a model: values of most tokens and of the selected token, and the selected sublayer.
 
 import {h} from "./dom.js";
 import {brief, quantiles} from "./inspect-trace.js";
@@ -10,7 +10,7 @@ const PARTS = [0.05, 0.25, 0.5, 0.75, 0.95];
 /** The numbers of the rows of a field. */
 export const rowsOf = (field) => Array.from({length: field.rows}, (_, i) => i);
 
-/** The axis of the sublayers, with as many of their names as there is room for. */
+/** The axis of the sublayers, with as many names as fit. */
 export function depthAxis(trace, last = trace.depth - 1) {
   const every = Math.ceil((last + 1) / 12);
   const tickvals = Array.from({length: last + 1}, (_, i) => i).filter((i) => i % every === 0);
@@ -26,7 +26,7 @@ export function depthAxis(trace, last = trace.depth - 1) {
 
 const hover = (text) => `${text}: %{y:.4g}<extra></extra>`;
 
-/** What most tokens have and what the selected token has, by depth: a band, its median, and a line of its own. */
+/** Values by depth: a band for most tokens, their median, and a line for the selected token. */
 export function spread(field, token, {name, shade, of = (value) => value, legend = true}) {
   const x = rowsOf(field);
   const at = rowsOf(field).map((row) => quantiles(Float64Array.from(field.row(row), of), PARTS));
@@ -68,10 +68,10 @@ export function spread(field, token, {name, shade, of = (value) => value, legend
   ];
 }
 
-/** One point alone draws no line. */
+/** Markers for a single point, because it draws no line. */
 const dots = (x) => (x.length === 1 ? {mode: "markers"} : {});
 
-/** A panel of charts over depth that follow the selection; `plots`: [name, traces(selected), layout()]. */
+/** A panel of charts over depth that follow the selection; plots: [name, traces(selected), layout()]. */
 export function overDepth(trace, name, title, note, plots, select, wide = false) {
   const places = plots.map(([key]) => canvas(key));
   const element = panel(
@@ -92,7 +92,7 @@ export function overDepth(trace, name, title, note, plots, select, wide = false)
       await Promise.all(
         places.map(async (place, i) => {
           const [, traces, layout] = plots[i];
-          const depth = !layout().shapes; // a picture that has shapes of its own has another axis
+          const depth = !layout().shapes; // pictures with their own shapes have another axis
           if (!all && !again) return depth && mark(place, [vertical(selected.sublayer)]);
           await chart(
             place,

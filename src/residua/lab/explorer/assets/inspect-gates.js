@@ -1,5 +1,5 @@
-// The gates of a trace: their regimes, the spectra that they make, alone and multiplied over depth, and how they moved
-// while the model trained.
+// The gates of a trace: their regimes, the spectra of single shortcuts and of products over depth, and the gates during
+// training.
 
 import {h} from "./dom.js";
 import {depthAxis, overDepth, rowsOf, spread} from "./inspect-depth.js";
@@ -7,7 +7,7 @@ import {quantiles, REGIMES, shares} from "./inspect-trace.js";
 import {canvas, chart, faded, mark, panel, vertical} from "./panels.js";
 import {color, lineColors} from "./theme.js";
 
-/** The share of the tokens in each regime of beta; null without a beta, and so on for the others. */
+/** The share of the tokens in each regime of beta; null for a trace without beta. The other panels do likewise. */
 export function regimes(trace, tip, select) {
   const {beta} = trace.fields;
   if (!beta) return null;
@@ -83,7 +83,7 @@ export function regimes(trace, tip, select) {
   };
 }
 
-/** The gates over depth, but for beta, which the spectrum shows. */
+/** The gates over depth, except beta, which is in the spectrum. */
 export function gates(trace, tip, select) {
   const shown = trace.quantities.filter(({name, gate}) => gate && name !== "beta");
   if (!shown.length) return null;
@@ -106,7 +106,7 @@ export function gates(trace, tip, select) {
   );
 }
 
-/** A range with a little room at both ends, a share of its width. */
+/** A range, extended at both ends by a fraction of its width. */
 const widened = ([low, high], share) => [low - share * (high - low), high + share * (high - low)];
 
 /** The eigenvalue 1 - beta over depth. */
@@ -275,7 +275,7 @@ function nearest(mean, steps, x, y) {
   return least(mean.row(least(steps, x)), y);
 }
 
-/** The ends of an axis: the values that the gates reach, with some room, within their bounds if they have any. */
+/** The ends of an axis for gates: their values with a margin, but within their bounds if they have bounds. */
 function tight(field, limits) {
   const [low, high] = limits ?? [-Infinity, Infinity];
   const [least, most] = quantiles(field.data, [0, 1]);

@@ -1,4 +1,4 @@
-// The pictures of a trace: those of its gates, its norms, its directions and its mixing matrices.
+// The pictures of a trace: gates, norms, directions and mixing matrices.
 
 import {h} from "./dom.js";
 import {depthAxis, overDepth, rowsOf, spread} from "./inspect-depth.js";
@@ -7,7 +7,7 @@ import {number, quantiles} from "./inspect-trace.js";
 import {canvas, chart, mark, panel} from "./panels.js";
 import {color, sizeScale} from "./theme.js";
 
-/** Every picture that this trace has something for. */
+/** All pictures for which this trace has data. */
 export function pictures(trace, tip, select) {
   const makers = [regimes, spectrum, gates, similarity, constraints, alignment, training, composite, norms];
   return makers.map((make) => make(trace, tip, select)).filter(Boolean);

@@ -1,18 +1,18 @@
-// Where the colours of a quantity begin and end. One sublayer that dwarfs the others, or a few tokens, must not leave all
-// else blank; the numbers that are said of a point stay what they are.
+// The colour scale of a quantity. One sublayer or a few tokens with very large values must not make all others look
+// equal. Numbers in tooltips are not affected.
 
 import {number, quantiles} from "./inspect-trace.js";
 
-const MOST = 0.98; // of the numbers lie between the ends
-const FAR = 1.25; // times that end: where the largest is no farther, the scale goes on to it
-const WIDE = 10; // times the median: from here on most of a linear scale would be for few
-const DECADES = 4; // that a logarithmic scale has at most
+const MOST = 0.98; // the fraction of the numbers between the ends of the scale
+const FAR = 1.25; // if the largest number is at most this multiple of the upper end, the scale includes it
+const WIDE = 10; // if the upper end is above this multiple of the median, the scale is logarithmic
+const DECADES = 4; // the largest number of decades of a logarithmic scale
 
 const percent = (share) => (share < 0.001 ? "under 0.1 %" : `${Number((100 * share).toPrecision(2))} %`);
 
 /**
- * The scale of a quantity over all its numbers: `low` and `high` are its ends; `on` brings a number to the axis between
- * `on(low)` and `on(high)`, `part` to [0, 1]; `notes` say what a reader of the colours has to know.
+ * The scale of a quantity for all its numbers. `low` and `high` are its ends; `on` maps a number to the axis between
+ * `on(low)` and `on(high)`, `part` maps it to [0, 1]; `notes` are caveats for a reader of the colours.
  * @param {Field} field @param {{limits?: number[]}} quantity
  */
 export function scale(field, quantity) {

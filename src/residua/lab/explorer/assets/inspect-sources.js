@@ -1,4 +1,4 @@
-// What every sublayer read over depth: the embedding, the outputs of earlier sublayers, or sums of them.
+// The sources that every sublayer read over depth: the embedding, outputs of earlier sublayers, or sums of outputs.
 
 import {h} from "./dom.js";
 import {brief, number, quantiles, visible} from "./inspect-trace.js";
@@ -6,9 +6,9 @@ import {canvas, chart, choice, mark, panel} from "./panels.js";
 import {set} from "./store.js";
 import {betaScale, color, onTheme, sizeScale} from "./theme.js";
 
-const SAID = 4; // sources that the line below the pictures names
-const MOST = 0.98; // of the weights lie below the end of the scale
-const FAR = 1.25; // times that end: where the largest is no farther, the scale goes on to it
+const SAID = 4; // the number of sources in the line below the pictures
+const MOST = 0.98; // the fraction of the weights below the end of the scale
+const FAR = 1.25; // if the largest weight is at most this multiple of the end, the scale includes it
 
 /** The weights of one read, or their mean over all reads, from `reads` times `sources` numbers. */
 function ofRead(values, sources, read) {
@@ -17,7 +17,7 @@ function ofRead(values, sources, read) {
   return Array.from({length: sources}, (_, j) => chosen.reduce((sum, i) => sum + values[i * sources + j], 0) / chosen.length);
 }
 
-/** Null for a trace whose sublayers read only the last state. */
+/** The panel, or null for a trace whose sublayers read only the last state. */
 export function depthReads(trace, tip, select) {
   const {depth_mean: mean, depth_weights: weights} = trace.fields;
   if (!mean) return null;
@@ -29,7 +29,7 @@ export function depthReads(trace, tip, select) {
   const which = reads.length > 1 && choice("Read", "read", [["-1", "mean of all"], ...reads.map((name, i) => [i, name])], "-1", (value) => set({read: Number(value)}));
 
   const signed = (weights ?? mean).data.some((x) => x < 0);
-  // A sublayer with one source gives it the weight 1: that must not pale all others.
+  // A sublayer with a single source has the weight 1, which must not set the scale for all others.
   const sizes = (weights ?? mean).data.map(Math.abs).filter((x) => x && (signed || x < 1 - 1e-6));
   const [end, largest] = quantiles(sizes.length ? sizes : [1], [MOST, 1]);
   const top = largest > FAR * end ? end : largest;

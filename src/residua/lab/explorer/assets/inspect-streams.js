@@ -1,4 +1,4 @@
-// The matrices of a state with several rows: what a sublayer reads of them, how they are mixed, where its output goes.
+// The matrices of a state with several rows: how a sublayer reads the rows, mixes them, and writes its output.
 
 import {h} from "./dom.js";
 import {number} from "./inspect-trace.js";
@@ -43,7 +43,7 @@ function table(name, note, values, rows) {
   );
 }
 
-/** Null for a trace without streams. */
+/** The panel, or null for a trace without streams. */
 export function matrices(trace) {
   if (!PARTS.some(([name]) => trace.fields[name])) return null;
   const of = choice(

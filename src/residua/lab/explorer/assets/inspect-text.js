@@ -1,4 +1,4 @@
-// The text, its tokens coloured by what the selected sublayer did, and the map of all sublayers and tokens.
+// The text, with tokens coloured by a value at the selected sublayer, and the map of all sublayers and tokens.
 
 import {h} from "./dom.js";
 import {scale} from "./inspect-scale.js";
@@ -8,7 +8,7 @@ import {betaScale, color, onTheme, sizeScale} from "./theme.js";
 
 const coloursOf = ({name, limits}) => (name === "beta" || limits?.[0] < 0 ? betaScale() : sizeScale());
 
-/** What is said of one sublayer at one token. */
+/** The tooltip for one sublayer at one token. */
 function said(trace, sublayer, token, {shown, thresholds}) {
   const value = trace.fields[shown.name].at(sublayer, token);
   const predicted = shown.name === "lens_loss" ? trace.facts.lens?.[sublayer]?.[token] : undefined;
@@ -25,7 +25,7 @@ function said(trace, sublayer, token, {shown, thresholds}) {
 /** @param {object} trace @param {Tip} tip @param {(sublayer: number|null, token: number|null) => void} select */
 export function tokensAndMap(trace, tip, select) {
   const words = trace.tokens.map((token, i) => h("span", {"data-token": i}, visible(token)));
-  // A line of the text ends where its line ended.
+  // Break the line after a token that ends with a newline.
   const text = h(
     "div",
     {

@@ -1,8 +1,8 @@
-// A trace as the page holds it: arrays over sublayers and tokens, and what is said of their values.
+// A trace in the page: arrays over sublayers and tokens, and descriptions of their values.
 
 import {arrays, payload} from "./data.js";
 
-/** What is said of the gates that are known by name; of others, their name is said. */
+/** Descriptions of known gates; other gates are described by their names. */
 const GATES = {
   beta: {label: "β", note: "the gate: 0 keeps the state, 1 projects, 2 reflects"},
   gamma: {label: "γ", note: "the gate between reflection (0) and rotation (1)"},
@@ -12,8 +12,8 @@ const GATES = {
 };
 
 /**
- * What can be shown in every sublayer at every token, in this order, after the gates. `label` is short, `note` says
- * what it is. `limits` are the ends of its scale where they are fixed; `own` is what a plain residual does not have.
+ * The quantities with a value for every sublayer and token, in the order of display, after the gates. `label` is short,
+ * `note` explains. `limits` are the ends of the scale if they are fixed. `own`: a plain residual lacks this quantity.
  */
 const QUANTITIES = [
   {name: "mixing", label: "‖H_res − I‖", note: "how far the mixing of the rows is from the identity", own: true},
@@ -28,7 +28,7 @@ const QUANTITIES = [
   {name: "lens_loss", label: "lens", note: "the loss of the next token, in nats, if the model ended after the sublayer"},
 ];
 
-/** The quantities that a described trace has. */
+/** The quantities that a trace with these facts has. */
 export function quantitiesOf({facts, arrays: there}) {
   const gates = Object.entries(facts.gates).map(([name, {range}]) => ({
     name,
@@ -56,7 +56,7 @@ export class Field {
     this.tokens = tokens;
   }
 
-  /** The column of a token, or of the nearest that there is. */
+  /** The column of a token, or of the nearest sampled token. */
   column(token) {
     if (!this.tokens) return Math.min(token, this.columns - 1);
     let best = 0;
@@ -66,7 +66,7 @@ export class Field {
     return best;
   }
 
-  /** The token that a column is about. */
+  /** The token of a column. */
   position(column) {
     return this.tokens ? this.tokens[column] : column;
   }
@@ -75,7 +75,7 @@ export class Field {
     return this.tokens ?? Array.from({length: this.columns}, (_, i) => i);
   }
 
-  /** The number in a row at a token; for a matrix, its numbers. */
+  /** The number in a row at a token; for a matrix, an array of its numbers. */
   at(row, token) {
     const start = (row * this.columns + this.column(token)) * this.size;
     return this.inner.length ? this.data.subarray(start, start + this.size) : this.data[start];
@@ -98,7 +98,7 @@ export class Field {
   }
 }
 
-/** The trace of this number with all its arrays; `fields` by name, and `lists` of one dimension. */
+/** Loads trace `index` with all its arrays: `fields` by name, and one-dimensional `lists`. */
 export async function loadTrace(number) {
   const described = payload().traces[number];
   const entries = Object.entries(described.arrays);
@@ -123,8 +123,8 @@ export async function loadTrace(number) {
   };
 }
 
-/** Where a gate stands: identity below the first threshold, reflection above the second, projection between; of a gate
- * below zero, enlarging beyond the first. */
+/** The regime of a gate: identity below the first threshold, reflection above the second, projection between them;
+ * enlarging if it is below minus the first threshold. */
 export function regime(beta, {identity, reflection}) {
   if (Number.isNaN(beta)) return "not a number";
   if (beta < -identity) return "enlarging";
@@ -132,14 +132,14 @@ export function regime(beta, {identity, reflection}) {
   return beta > reflection ? "reflection" : "projection";
 }
 
-/** The shares of the tokens of each regime, and of those without a number, in a row of gates. */
+/** The shares of the tokens in each regime, and of tokens without a finite number, in a row of gates. */
 export function shares(betas, thresholds) {
   const counts = {identity: 0, projection: 0, reflection: 0, enlarging: 0, "not a number": 0};
   for (const beta of betas) counts[regime(beta, thresholds)] += 1;
   return Object.fromEntries(Object.entries(counts).map(([name, count]) => [name, count / betas.length]));
 }
 
-/** The values below which the given parts of the numbers lie, those that are no numbers left out; NaN for none. */
+/** The quantiles of the finite numbers for the given fractions; NaN if there are none. */
 export function quantiles(numbers, parts) {
   const sorted = Float64Array.from(numbers)
     .filter((x) => !Number.isNaN(x))
@@ -153,7 +153,7 @@ export function quantiles(numbers, parts) {
   });
 }
 
-/** A number as it is read: four digits, and no more than are there. */
+/** Formats a number with at most four digits. */
 export function number(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "not a number";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
@@ -164,10 +164,10 @@ export function number(x) {
 
 const LONGEST = 12; // letters beside an axis
 
-/** The name of a sublayer beside an axis: of a converted model it is the name of a norm, which may be long. */
+/** The name of a sublayer for an axis, shortened: in a converted model it is the name of a norm, which may be long. */
 export const brief = (name) => (name.length > LONGEST ? `${name.slice(0, LONGEST - 1)}…` : name);
 
-/** A token as it is shown: line ends and tabs to be seen. */
+/** Formats a token, with visible newlines and tabs. */
 export function visible(token) {
   return token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";
 }

@@ -1,5 +1,5 @@
-// Inspect: what the connections of a trained model did with a text. What is selected (trace, sublayer, token, what is
-// shown, thresholds) is in the address; every panel follows it.
+// Inspect: the connections of a trained model on a text. The selection (trace, sublayer, token, quantity, thresholds)
+// is in the URL, and every panel follows it.
 
 import {payload} from "./data.js";
 import {h} from "./dom.js";
@@ -14,7 +14,7 @@ import {get, set, subscribe} from "./store.js";
 
 const whole = (value, length) => Math.min(length - 1, Math.max(0, Math.round(value)));
 
-/** The trace to begin with: the first with gates or mixing, because a plain residual has little to see. */
+/** The trace to show first: the first with gates or mixing, because a plain residual has little to show. */
 function beginning(traces) {
   return Math.max(0, traces.findIndex((trace) => quantitiesOf(trace).some(({own}) => own)));
 }
@@ -41,7 +41,7 @@ export async function inspect(root) {
   await open();
 }
 
-/** What is selected of this trace, as far as the trace has it. */
+/** The selection, restricted to values that this trace has. */
 function selection(trace) {
   const names = trace.quantities.map(({name}) => name);
   const shown = get("show", names[0]);
@@ -74,7 +74,7 @@ function build(place, trace, number, tip, current) {
   if (narrow.length % 2) narrow.at(-1).classList.add("wide");
   place.onkeydown = (event) => arrows(event, trace, select);
 
-  // One part after the other, so that the first can be seen and used while the others are still being drawn.
+  // Draw one part after the other, so that the first can be used while the others are being drawn.
   let latest = 0;
   let everything = false;
   const update = async (all) => {
@@ -96,7 +96,7 @@ function build(place, trace, number, tip, current) {
   update(true);
 }
 
-/** Arrow keys move the selection while the text or the map has the focus. */
+/** Moves the selection by arrow keys while the text or the map has the focus. */
 function arrows(event, trace, select) {
   if (!event.target.closest("[data-moves]") || event.altKey || event.ctrlKey || event.metaKey) return;
   const {sublayer, token} = selection(trace);

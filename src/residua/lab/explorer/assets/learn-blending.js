@@ -1,4 +1,4 @@
-// A gate between a rotation and a reflection: what lies between is not orthogonal.
+// A gate between a rotation and a reflection: mixtures of the two are not orthogonal.
 
 import {apply, cayley, cayleyStrength, deltaOperator, direction, gatePenalty, hybrid, norm, radians, singularValues} from "./math.js";
 import {angleHandle, arrow, key, plane, shape} from "./marks.js";

@@ -1,4 +1,5 @@
-// The product of the shortcuts over depth: the determinant does not see how the k's lie, the singular values do.
+// The product of the shortcuts over depth: its determinant does not depend on the angles between the k's, its singular
+// values do.
 
 import {alignedDirections, compose, effectiveRank, singularValues} from "./math.js";
 import {axes, curve, key, point} from "./marks.js";

@@ -1,4 +1,4 @@
-// What a shortcut does to the norm of the state, layer after layer.
+// The effect of a shortcut on the norm of the state, layer by layer.
 
 import {normDrift} from "./math.js";
 import {axes, curve, key} from "./marks.js";
@@ -38,7 +38,7 @@ export const drift = {
     "plain: *x* + *F*(*x*),  delta: (*I* − *β* *k* *k*ᵀ) *x*,  Cayley: *Q* *x*",
     "|(*I* − *β* *k* *k*ᵀ) *x*|² = |*x*|² + (*β*² − 2*β*) (*k*ᵀ*x*)²",
   ],
-  notice: "The comparison that is usually drawn adds *F* to the plain residual only. Switch it on for all three: rotations and reflections keep |*x*|, but the additions of the sublayers still make the state grow.",
+  notice: "The usual comparison adds *F* only to the plain residual. Switch it on for all three: rotations and reflections keep |*x*|, but the additions of the sublayers still make the state grow.",
   parameters: {
     beta: {label: "gate *β* of the delta operator", value: 0.5, min: 0, max: 2.5},
     size: {label: "size of *F*(*x*), relative to |*x*|", value: 0.1, min: 0, max: 0.3, step: 0.005},

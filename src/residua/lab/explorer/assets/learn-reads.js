@@ -1,4 +1,4 @@
-// Attention over depth in the plane: every sublayer has a query of its own, and its softmax says which sources it reads.
+// Attention over depth in the plane: every sublayer has its own query, whose softmax weights the sources.
 
 import {depthStack, norm} from "./math.js";
 import {arrow, freeHandle, key, plane} from "./marks.js";
@@ -6,7 +6,7 @@ import {h, set, svg} from "./dom.js";
 import {python, tensor} from "./snippet.js";
 
 const READERS = 7; // six sublayers and the readout; the first reads the embedding, without a query
-const SHORT = 0.48; // of a query's length is drawn
+const SHORT = 0.48; // the fraction of a query's length that is drawn
 const CELL = [52, 34];
 const BELOW = "₀₁₂₃₄₅₆";
 const QUERIES = [0, 0, 2, 1, -1, 3, -1.5, 3.5, 3, -2, 1, 4];
@@ -91,7 +91,7 @@ export const reads = {
   title: "Attention over depth",
   lead: "An attention residual does not add outputs up: every sublayer has a query, and reads a weighted mean of all that stood before it.",
   formula: ["*a*_{i} = softmax_{i}({k|*w*} · RMSNorm(*V*_{i})),  {result|*x*} = ∑_{i} *a*_{i} *V*_{i},  *V*_{l} = *F*_{l}(RMSNorm({result|*x*}))"],
-  notice: "Drag the query: what points its way is read more, however long it is, and the longer the query the fewer are read. At *w* = 0 all weights are equal: that is the plain residual up to its scale, and where training starts.",
+  notice: "Drag the query: sources in its direction are read more, whatever their length, and the longer the query, the fewer sources are read. At *w* = 0 all weights are equal: that is the plain residual up to its scale, and where training starts.",
   parameters: {
     reader: {label: "sublayer that reads", value: 5, min: 2, max: READERS, step: 1, format: nameOf},
     block: {label: "outputs summed into a source", value: 1, min: 1, max: 3, step: 1},

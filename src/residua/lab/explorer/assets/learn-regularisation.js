@@ -1,4 +1,4 @@
-// The gate under its regulariser and a task: gradient descent on the logit of gamma.
+// Gradient descent on the logit of the gate gamma, under a regulariser and a task.
 
 import {GATE_PENALTIES, gateDescent, hilltop} from "./math.js";
 import {axes, curve, handle, key, point} from "./marks.js";

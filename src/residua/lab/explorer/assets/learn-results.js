@@ -1,4 +1,4 @@
-// Published numbers, ours and references: side by side, never mixed, each with its source.
+// Published numbers, our numbers and references: side by side, never mixed, each with its source.
 
 import {results} from "./data.js";
 import {h} from "./dom.js";
@@ -9,7 +9,7 @@ const KINDS = {
   ours: "measured by this library",
   reference: "no training: from the task itself",
 };
-const LEAST = 1e-9; // smaller values are exact up to rounding, and would squeeze the rest of the axis
+const LEAST = 1e-9; // smaller values are exact up to rounding, and would compress the rest of the axis
 
 /** @param {HTMLElement} root @param {HTMLElement} head */
 function page(root, head) {
@@ -60,7 +60,7 @@ function cite({label, text, url, command}) {
 
 const sorted = (rows, {least}) => [...rows].sort((a, b) => (least ? a.mean - b.mean : b.mean - a.mean));
 
-/** Where on the axis a value is, from 0 to 1. */
+/** The position of a value on the axis, from 0 to 1. */
 function axis({log}, rows) {
   const values = rows.map(({mean}) => mean).filter((value) => !log || value >= LEAST);
   if (!log) return {at: (value) => (value + 1) / 2, ticks: [-1, -0.5, 0, 0.5, 1]};
@@ -100,7 +100,7 @@ function badge(causal) {
   return h("span", {class: causal ? "badge" : "badge ahead"}, causal ? "causal" : "not causal");
 }
 
-/** A published row leads to its publication, the others to what made them. */
+/** The link of a row to its source: a publication, or the note on how the numbers were made. */
 function link(key, {label, url}) {
   if (url) return h("a", {class: "source", href: url, rel: "noreferrer", target: "_blank"}, label);
   const show = () => {
@@ -120,7 +120,7 @@ function written(value, {log}, tick = false) {
   return tick ? power : `${digits} × ${power}`;
 }
 
-/** A mean and its deviation under one power of ten. */
+/** Formats a mean and its deviation with a common power of ten. */
 function spread(mean, deviation, view) {
   if (deviation === null) return written(mean, view);
   if (!view.log) return `${written(mean, view)} ± ${deviation.toFixed(3)}`;
@@ -130,7 +130,7 @@ function spread(mean, deviation, view) {
 
 const plain = (name) => name.replace("x_t", "xₜ");
 
-/** What is ahead in a group, said from its rows. */
+/** A sentence on the best rows of a group. */
 function sentence({title, rows}, view) {
   const of = (...kinds) => rows.find(({kind}) => kinds.includes(kind));
   const parts = [["the best model", of("published", "ours")], ["the best reference", of("reference")]]

@@ -6,7 +6,7 @@ import {pointing, python, tensor} from "./snippet.js";
 
 const STEPS = 2;
 
-/** Points of the arc from one angle over `turn`, in radians. */
+/** Points of an arc that begins at an angle and extends by `turn`, in radians. */
 function arc(from, turn, radius) {
   return Array.from({length: 33}, (_, i) => scale(direction(from + (turn * 180 * i) / (32 * Math.PI)), radius));
 }

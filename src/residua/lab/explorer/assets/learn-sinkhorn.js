@@ -9,7 +9,7 @@ const N = 4;
 const HALVES = 40;
 const CELL = 78;
 const FLOOR = 1e-8;
-const LONG = 200; // iterations that stand for the limit
+const LONG = 200; // the number of iterations to approximate the limit
 const RANDOM = [0.9, -1.4, 0.3, 0.7, -0.2, 0.5, 1.6, -1.1, 1.2, 0.1, -0.8, 0.4, -1.5, 1.1, 0.6, -0.3];
 const UNEVEN = [0, 3, 2.5, 2, -3, 0, 3, 2.5, -2.5, -3, 0, 3, -2, -2.5, -3, 0];
 
@@ -17,7 +17,7 @@ const rows = (flat) => Array.from({length: N}, (_, i) => flat.slice(N * i, N * i
 const logitsOf = ({logits, diagonal}) => rows(logits).map((row, i) => row.map((x, j) => (i === j ? x + diagonal : x)));
 const number = (x) => (x >= 1000 ? "> 999" : x >= 99.5 ? x.toFixed(0) : x.toFixed(x >= 9.995 ? 1 : 2));
 
-/** A cell whose logit is changed by dragging it up or down, or with the arrow keys. */
+/** A cell whose logit changes when it is dragged up or down, or by the arrow keys. */
 function cell(i, j, values, change) {
   const square = svg("rect", {class: "fill", x: 2, y: 2, width: CELL - 4, height: CELL - 4, rx: 6});
   const label = svg("text", {"text-anchor": "middle"});
@@ -44,14 +44,14 @@ function cell(i, j, values, change) {
   };
 }
 
-/** A bar for the sum of a row or a column, and the sum. */
+/** A bar with the sum of a row or a column. */
 function sum(name) {
   const bar = svg("rect", {class: "bar", "data-mark": name});
   const label = svg("text", {"text-anchor": "middle"});
   return {element: svg("g", {class: "sum"}, bar, label), bar, label};
 }
 
-/** The second singular value after LONG iterations, kept while the logits stay: it takes longer than all the rest. */
+/** The second singular value after LONG iterations, cached for equal logits, because it is slow. */
 function remembering() {
   let [key, value] = ["", 0];
   return (logits) => {
@@ -118,7 +118,7 @@ export const sinkhornTopic = {
   title: "Sinkhorn iterations",
   lead: "mHC mixes its streams by a matrix whose rows and columns sum to 1. This is how one is made.",
   formula: ["*H*⁰ = exp *L*,  then in turn: divide each row by its sum, divide each column by its sum"],
-  notice: "A well-mixed matrix is there after two or three iterations. Near the identity or any permutation *σ*₂ is near 1 and each iteration helps little: twenty may leave the row sums visibly off. Drag a cell up or down to change its logit.",
+  notice: "A well-mixed matrix needs two or three iterations. Near the identity or any permutation *σ*₂ is near 1 and each iteration helps little: twenty may leave the row sums visibly off. Drag a cell up or down to change its logit.",
   parameters: {
     steps: {label: "divisions done", value: 0, min: 0, max: HALVES, step: 1},
     diagonal: {label: "added to the logits of the diagonal", value: 0, min: 0, max: 8, step: 0.1},

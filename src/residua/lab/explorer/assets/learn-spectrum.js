@@ -1,4 +1,4 @@
-// Eigenvalues on the unit circle: where a rotation and a gated reflection can put them.
+// Eigenvalues on the unit circle that a rotation and a gated reflection can have.
 
 import {cayleyAngle, cayleyStrength} from "./math.js";
 import {handle, key, line, plane, point, shape} from "./marks.js";
@@ -53,7 +53,7 @@ export const spectrum = {
     "{identity|Cayley: *e*^{±*iθ*}, *θ* = 2 arctan(*β* *μ* / 2), here *μ* = 1}",
     "{reflection|Householder: 1 − *β*′}, with 0 ≤ *β*′ ≤ 2; 1 in all other directions",
   ],
-  notice: "The rotation stays on the circle and comes as near to −1 as you like, never there. The gated reflection reaches −1 at *β*′ = 2, but on the way it passes 0, where a direction is lost.",
+  notice: "The rotation stays on the circle and comes arbitrarily close to −1 without reaching it. The gated reflection reaches −1 at *β*′ = 2, but on the way it passes 0, where a direction is lost.",
   parameters: {
     beta: {label: "Cayley strength *β*", value: 2, min: 0, max: MOST, power: 3},
     gate: {label: "Householder gate *β*′", value: 0.6, min: 0, max: 2},

@@ -1,4 +1,4 @@
-// Several streams through a stack that is trained: whether they part, and what mixing leaves of their differences.
+// Several streams in a stack during training: whether they become different, and how mixing reduces the differences.
 
 import {meanCosine, scale, trainStreams} from "./math.js";
 import {arrow, axes, curve, freeHandle, key, plane, point, shape} from "./marks.js";
@@ -10,7 +10,7 @@ const RATE = 0.1;
 const TURN = 40;
 const EMBEDDING = [1, -0.6];
 const WAYS = ["identity", "reflection", "v", "k"];
-// Gains of each stream and feature about 1, as learned symmetry breaking draws them.
+// Gains near 1 for each stream and feature, as drawn by learned symmetry breaking.
 const GAINS = [[1.35, 0.7], [0.8, 1.4], [1.1, 0.95], [0.75, 0.95]];
 const N = GAINS.length;
 
@@ -58,7 +58,7 @@ export const streamsTopic = {
   title: "Streams that part or collapse",
   lead: "Four streams start from one embedding. Whether they ever hold different things depends on the start, and on how they are mixed.",
   formula: ["*X* ← *H* *X* + *b*_{l} *F*_{l}(RMSNorm(*a*_{l}ᵀ*X*)),  *H* = (1 − *t*) *I* + *t*/4"],
-  notice: "Train copies that are read equally: their gradients are equal too, so four streams stay one, and the target may be out of its reach. Let each sublayer read one stream, or start with gains, and they part; every mixing takes the share *t* of their differences away again.",
+  notice: "Train copies that are read equally: their gradients are equal too, so four streams stay one, and the target may be out of its reach. If each sublayer reads one stream, or the streams start with gains, they become different; every mixing removes the share *t* of their differences.",
   parameters: {
     steps: {label: "steps of training", value: 60, min: 0, max: STEPS, step: 1},
     mixing: {label: "mixing *t* in each sublayer", value: 0, min: 0, max: 1},

@@ -1,4 +1,4 @@
-// Which scheme runs where: what is public of released models, family by family, each with its source.
+// The schemes of released models, family by family, from public sources, which are linked.
 
 import {h, svg} from "./dom.js";
 import {set} from "./store.js";
@@ -6,7 +6,7 @@ import {set} from "./store.js";
 const transformers = (name) => [`transformers, models/${name}`, `https://github.com/huggingface/transformers/tree/main/src/transformers/models/${name}`];
 const github = (path, text = path) => [text, `https://github.com/${path}`];
 
-/** Facts as docs/scheme_pages.py has them; state: numbers per token in widths d, of 24 sublayers. */
+/** Facts as in docs/scheme_pages.py; state: numbers per token before and after 24 sublayers, in widths d. */
 const FAMILIES = [
   {
     name: "one", title: "One stream", see: "write",
@@ -49,7 +49,7 @@ const FAMILIES = [
   },
 ];
 
-/** A family at a glance: lines are streams, a box is a sublayer, arcs are reads. */
+/** A sketch of a family: lines are streams, a box is a sublayer, arcs are reads. */
 function glyph(name) {
   const line = (y, more = {}) => svg("path", {d: `M2 ${y}H94`, ...more});
   const box = svg("rect", {x: 40, y: 16, width: 16, height: 16, rx: 3});

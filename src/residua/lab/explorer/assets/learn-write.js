@@ -1,4 +1,4 @@
-// The delta write in the plane, once or again and again.
+// The delta write in the plane, once or repeatedly.
 
 import {deltaWrite, direction, dot, norm, scale} from "./math.js";
 import {angleHandle, arrow, axes, curve, freeHandle, handle, key, line, plane, point, shape} from "./marks.js";
@@ -80,7 +80,7 @@ export const write = {
   title: "The delta write",
   lead: "One sublayer reads the state's component along a direction k, erases a part of it and writes v in its place.",
   formula: ["{result|*x*′} = *x* + *β* {k|*k*} ({v|*v*} − {k|*k*}ᵀ*x*) = *x* − {erase|*β* *k* (*k*ᵀ*x*)} + {write|*β* *k* *v*}"],
-  notice: "Nothing moves but what lies along *k*. At *β* = 1 one write lands on the dashed line, where *k*ᵀ*x* = *v*. Below 1 it comes nearer with every write; above 1 it overshoots; at 2 it is mirrored there and back, for ever. Press “again”.",
+  notice: "Only the component along *k* changes. At *β* = 1 one write lands on the dashed line, where *k*ᵀ*x* = *v*. Below 1 it comes nearer with every write; above 1 it overshoots; at 2 it is reflected back and forth for ever. Press “again”.",
   parameters: {
     beta: {label: "gate *β*", value: 0.7, min: 0, max: 2},
     v: {label: "value *v*", value: 1.4, min: -2, max: 2},

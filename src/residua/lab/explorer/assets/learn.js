@@ -1,5 +1,4 @@
-// The simulations, one at a time: its formula, its picture, what can be changed, what comes out, and the call of the
-// library that computes the same.
+// The simulations, one at a time: formula, picture, parameters, results, and the library call that computes the same.
 
 import {h} from "./dom.js";
 import {dashboard} from "./learn-results.js";
@@ -25,18 +24,18 @@ import {get, set, subscribe} from "./store.js";
  * @property {string} name in the address
  * @property {string} title
  * @property {string} lead one sentence
- * @property {string[]} formula lines in the notation of formula.js; two spaces are where a line may best be broken
- * @property {string} notice what to look out for
- * @property {Object<string, object>} parameters by name, with `value` at the start; one that has a `label` gets a control
- * @property {Object<string, object>} presets values by the name on the button
+ * @property {string[]} formula lines in the notation of formula.js; two spaces mark the preferred line breaks
+ * @property {string} notice a hint on what to observe
+ * @property {Object<string, object>} parameters by name, with the initial `value`; those with a `label` get a control
+ * @property {Object<string, object>} presets values by the button's text
  * @property {Object<string, (values: object) => object>} [actions] the values after a click on a button
- * @property {Object<string, string>} readouts the meaning of the names
+ * @property {Object<string, string>} readouts the meaning of each read-out by name
  * @property {(values: object) => string} code Python whose last line computes the picture's numbers
  * @property {(stage: HTMLElement, values: () => object, change: (values: object) => void, more: HTMLElement) =>
- *   (values: object) => object} draw makes the picture, and may add another; what it returns moves the marks and gives
- *   the read-outs
- * @property {boolean} [wide] the other picture stands under the read-outs where there is room, not under the picture
- * @property {(root: HTMLElement) => void} [page] in place of all that, for pages without a simulation
+ *   (values: object) => object} draw makes the picture, and may add another; it returns a function that moves the marks
+ *   and returns the read-outs
+ * @property {boolean} [wide] put the other picture under the read-outs if there is room, not under the picture
+ * @property {(root: HTMLElement) => void} [page] replaces all of the above, for pages without a simulation
  */
 
 /** @type {Topic[]} */
@@ -72,7 +71,7 @@ export async function learn(root) {
 
 const current = () => topics.find(({name}) => name === get("topic", topics[0].name)) ?? topics[0];
 
-/** Opens a topic as it is at the start: what was set in another one leaves the address. */
+/** Opens a topic in its initial state, and removes the values of other topics from the URL. */
 function choose(topic) {
   const old = Object.keys(current().parameters ?? {}).map((name) => [name, null]);
   set({...Object.fromEntries(old), topic: topic.name});
@@ -140,13 +139,13 @@ function limited({min = -Infinity, max = Infinity, options}, value) {
   return typeof value === "number" ? Math.min(max, Math.max(min, value)) : value;
 }
 
-/** Three digits after the point are what a mouse can aim at, and keep the address short. */
+/** Rounds to three decimals, the precision of a mouse, which keeps the URL short. */
 function rounded(value) {
   if (typeof value === "number") return Number(value.toFixed(3));
   return Array.isArray(value) ? value.map(rounded) : value;
 }
 
-/** The number in full for whoever reads the page with a program, and short for whoever looks at it. */
+/** Shows a number with few digits, and keeps all digits in an attribute for programs. */
 function readOut(output, value) {
   const text = typeof value === "number" ? shortened(value) : value;
   if (output.textContent !== text) output.textContent = text;

@@ -1,4 +1,4 @@
-// The frame: tabs, the switch between light and dark, and the view that is open.
+// The frame: tabs, the switch between light and dark, and the current view.
 
 import {compare} from "./compare.js";
 import {payload} from "./data.js";

@@ -1,20 +1,20 @@
-// What simulations are drawn with: a plane with arrows and points that can be moved, and axes with curves.
-// Marks are made once and then only moved, so that a drag changes a few attributes in each frame.
+// The marks of simulations: a plane with movable arrows and points, and axes with curves.
+// Marks are made once and then only moved, so that a drag changes only a few attributes per frame.
 
 import {h, set, svg} from "./dom.js";
 import {markup} from "./formula.js";
 
-const STEP = 0.05; // of an arrow key in the plane; with shift, five times as much
-const DEGREES = 2; // of an arrow key on a circle
+const STEP = 0.05; // the step of an arrow key in the plane; five times as much with shift
+const DEGREES = 2; // the step of an arrow key on a circle
 const HEAD = 11; // length of an arrow's head
-const LABELLED = 34; // length from which an arrow has room for a name beside it
+const LABELLED = 34; // the shortest arrow with room for a name beside it
 const fixed = (x) => (Math.abs(x) < 5e-4 ? 0 : x).toFixed(2).replace("-", "−");
 
 /**
  * A square piece of the plane, from -reach to reach, y upwards.
  * @param {number} reach
- * @param {{label: string, size?: number, circle?: boolean}} options what it shows, for those who cannot see it; its
- *   size in units of the drawing, whose text is 14 high; whether it has a unit circle
+ * @param {{label: string, size?: number, circle?: boolean}} options label: a description for screen readers; size: in
+ *   units of the drawing, in which text is 14 high; circle: whether it has a unit circle
  */
 export function plane(reach, {label, size = 440, circle = false}) {
   const unit = size / (2 * reach);
@@ -32,7 +32,7 @@ export function plane(reach, {label, size = 440, circle = false}) {
   if (circle) grid.append(svg("circle", {r: unit, class: "unit"}));
   const to = ([x, y]) => [x * unit, -y * unit];
 
-  /** From what the pointer says to coordinates of the plane. */
+  /** Converts the position of the pointer to coordinates of the plane. */
   const from = (event) => {
     const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(element.getScreenCTM().inverse());
     return [point.x / unit, -point.y / unit];
@@ -54,8 +54,8 @@ export function line(space, name, way) {
 }
 
 /**
- * An arrow from one point to another. Its name stands beside its middle, on the side that `move` is given as a
- * direction, or beyond its head; `head: false` is for one that ends in a handle.
+ * An arrow from one point to another. Its name is beside its middle, on the side that is passed to `move` as a
+ * direction, or beyond its head. `head: false` is for an arrow that ends in a handle.
  */
 export function arrow(space, name, way, {text = null, head = true} = {}) {
   const shaft = svg("line", {class: `line ${way}`, "data-mark": name});
@@ -82,13 +82,13 @@ export function arrow(space, name, way, {text = null, head = true} = {}) {
   };
 }
 
-/** Puts a text beyond a point, seen from the origin. */
+/** Places a text beyond a point, as seen from the origin. */
 function outwards(label, x, y) {
   const length = Math.hypot(x, y) || 1;
   set(label, {x: x + (18 * x) / length, y: y + (18 * (length > 1 ? y : -1)) / length + 5});
 }
 
-/** A dot, with a text at its side away from the origin. */
+/** A dot, with a text on the side away from the origin. */
 export function point(space, name, way, {text = null, radius = 5} = {}) {
   const dot = svg("circle", {class: `dot ${way}`, r: radius, "data-mark": name});
   const label = text && svg("text", {class: `label ${way}`}, text);
@@ -117,14 +117,14 @@ export function shape(space, name, way, closed = true) {
 }
 
 /**
- * A point that can be taken hold of: with the mouse, a finger, or the arrow keys once it has the focus.
+ * A point that can be dragged with the mouse or a finger, or moved by the arrow keys if it has the focus.
  * @param {ReturnType<typeof plane>} space
  * @param {string} name
  * @param {string} way a class of style.css
  * @param {{label: string, text?: string, turn?: number, drag: (at: number[]) => void, nudge: (dx: number, dy: number) => void}} options
- *   label: what it is, for those who hear it; text: its name in the picture, beyond the point as seen from the origin,
- *   or by `turn` degrees to its right; drag takes coordinates of the plane; nudge takes the direction of an arrow key,
- *   1 or -1 (5 with shift)
+ *   label: a description for screen readers; text: the name in the picture, beyond the point as seen from the origin,
+ *   or `turn` degrees to the right of that; drag gets coordinates of the plane; nudge gets the direction of an arrow
+ *   key, 1 or -1 (5 with shift)
  */
 export function handle(space, name, way, {label, text, turn = 0, drag, nudge}) {
   const mark = svg("text", {class: `label ${way}`}, text ?? "");
@@ -161,14 +161,14 @@ export function handle(space, name, way, {label, text, turn = 0, drag, nudge}) {
 }
 
 /**
- * Lets an element be held with the mouse or a finger, and moved by the arrow keys.
+ * Makes an element draggable with the mouse or a finger, and movable by the arrow keys.
  * @param {Element} element
  * @param {{take: (event: PointerEvent) => any, drag: (event: PointerEvent, hold: any) => void, nudge: (way: number[], much: boolean) => void}} options
- *   take gives what drag needs to know of the beginning; nudge takes the direction of an arrow key, and whether with shift
+ *   take returns data about the start of a drag for `drag`; nudge gets an arrow key's direction, and whether with shift
  */
 export function held(element, {take, drag, nudge}) {
   let hold = null;
-  // A finger on the element moves it, and not the page: touch-action alone does not hold inside a drawing.
+  // A finger on the element must move it and not the page; touch-action is not enough inside an SVG.
   element.addEventListener("touchstart", (event) => event.preventDefault(), {passive: false});
   element.addEventListener("pointerdown", (event) => {
     if (event.button) return;
@@ -200,7 +200,7 @@ function arrowKey({key}) {
   return {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1]}[key] ?? null;
 }
 
-/** A handle anywhere in the plane; `get` and `put` are for its coordinates. */
+/** A handle anywhere in the plane; `get` and `put` read and set its coordinates. */
 export function freeHandle(space, name, way, options, get, put) {
   const limit = space.reach * 0.97;
   const within = (x) => Math.min(limit, Math.max(-limit, x));
@@ -209,7 +209,7 @@ export function freeHandle(space, name, way, options, get, put) {
   return handle(space, name, way, {...options, drag, nudge});
 }
 
-/** A handle that gives a direction; `get` and `put` are for its angle in degrees, from -180 to 180. */
+/** A handle for a direction; `get` and `put` read and set its angle in degrees, from -180 to 180. */
 export function angleHandle(space, name, way, options, get, put) {
   const wrap = (angle) => ((((angle + 180) % 360) + 360) % 360) - 180;
   const drag = ([x, y]) => put((Math.atan2(y, x) * 180) / Math.PI);
@@ -241,7 +241,7 @@ function tens(low, high) {
 const short = (x) => String(Number(x.toPrecision(6))).replace("-", "−");
 
 /**
- * Axes for curves. `range` sets what they reach over, and draws the ticks where that has changed.
+ * Axes for curves. `range` sets their ends, and redraws the ticks if these have changed.
  * @param {{label: string, x: string, y: string, log?: boolean, width?: number, height?: number}} options
  */
 export function axes({label, x, y, log = false, width = 560, height = 400}) {
@@ -290,7 +290,7 @@ export function curve(space, name, way) {
   return shape(space, name, `curve ${way}`, false);
 }
 
-/** What the colours of a picture mean. */
+/** The legend for the colours of a picture. */
 export function key(...entries) {
   return h("ul", {class: "meaning"}, entries.map(([way, text]) => h("li", {class: way}, h("span", null, markup(text)))));
 }

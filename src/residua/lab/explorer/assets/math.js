@@ -31,7 +31,7 @@ export function deltaOperator(k, beta) {
   return eye(k.length).map((row, i) => row.map((one, j) => one - beta * k[i] * k[j]));
 }
 
-/** A_n ... A_1 x, that is the operators of the rows of `ks` one after the other: residua.ops.compose(k, beta). */
+/** A_n ... A_1 x, the operators of the rows of `ks` applied one after the other: residua.ops.compose(k, beta). */
 export function compose(ks, beta) {
   return ks.reduce((product, k) => {
     const read = apply(transpose(product), k);
@@ -39,14 +39,14 @@ export function compose(ks, beta) {
   }, eye(ks[0].length));
 }
 
-/** n unit vectors in R^(n+1), every two of them with the cosine rho in [0, 1]. */
+/** n unit vectors in R^(n+1), each two with the cosine rho in [0, 1]. */
 export function alignedDirections(n, rho) {
   const own = Math.sqrt(1 - rho);
   return Array.from({length: n}, (_, i) => Array.from({length: n + 1}, (_, j) =>
     j === 0 ? Math.sqrt(rho) : j === i + 1 ? own : 0));
 }
 
-/** exp of the entropy of eigenvalues scaled to a sum of 1: how many directions there are, in effect. */
+/** exp of the entropy of eigenvalues scaled to a sum of 1: the effective number of directions. */
 export function effectiveRank(values) {
   const total = values.reduce((sum, x) => sum + x, 0);
   const entropy = values.reduce((sum, x) => (x > 0 ? sum - (x / total) * Math.log(x / total) : sum), 0);
@@ -66,7 +66,7 @@ export function singularValues(matrix) {
   return columns.map(norm).sort((a, b) => b - a);
 }
 
-/** Makes columns p and q orthogonal; false where they already are. In place: it runs in every frame of a drag. */
+/** Makes columns p and q orthogonal; false if they already are. In place, because it runs in every frame of a drag. */
 function rotateColumns(columns, p, q) {
   const [a, b] = [columns[p], columns[q]];
   let [aa, bb, ab] = [0, 0, 0];
@@ -99,7 +99,7 @@ export function skew(u, v) {
   return u.map((_, i) => v.map((_, j) => u[i] * v[j] - v[i] * u[j]));
 }
 
-/** v without its part along u: the same A, without cancellation where the two are almost parallel. */
+/** v without its component along u: gives the same A, without cancellation if the two are almost parallel. */
 function sheared(u, v) {
   const along = (w) => subtract(w, scale(u, dot(u, w) / Math.max(dot(u, u), Number.MIN_VALUE)));
   return along(along(v));
@@ -128,7 +128,7 @@ export function cayleyAngle(u, v, beta) {
   return 2 * Math.atan((beta * area(u, v)) / 2);
 }
 
-/** The beta that turns by an angle in (-pi, pi) where mu = 1. */
+/** The beta that rotates by an angle in (-pi, pi) if mu = 1. */
 export const cayleyStrength = (angle) => 2 * Math.tan(angle / 2);
 
 /** `steps` times Y <- I + alpha/2 W (I + Y) from I + alpha W: residua.ops.iterative_cayley. */
@@ -153,14 +153,14 @@ export const gatePenalty = (gamma) => 4 * gamma * (1 - gamma);
 
 const binaryEntropy = (gamma) => -[gamma, 1 - gamma].reduce((sum, p) => sum + (p > 0 ? p * Math.log2(p) : 0), 0);
 
-/** Smooth penalties with f(gamma) = f(1 - gamma), which are 0 at 0 and 1 and 1 in the middle, and their slopes. */
+/** Smooth penalties with f(gamma) = f(1 - gamma), f(0) = 0 and f(1/2) = 1, and their slopes. */
 export const GATE_PENALTIES = {
   published: {value: gatePenalty, slope: (gamma) => 4 * (1 - 2 * gamma)},
   squared: {value: (gamma) => gatePenalty(gamma) ** 2, slope: (gamma) => 8 * gatePenalty(gamma) * (1 - 2 * gamma)},
   entropy: {value: binaryEntropy, slope: (gamma) => Math.log2(1 - gamma) - Math.log2(gamma)},
 };
 
-/** gamma after each of `steps` steps of gradient descent on its logit, for a loss with this slope by gamma. */
+/** gamma after each of `steps` steps of gradient descent on its logit, for a loss with this derivative by gamma. */
 export function gateDescent(start, slope, rate, steps) {
   let logit = Math.log(start / (1 - start));
   const gammas = [start];
@@ -172,7 +172,7 @@ export function gateDescent(start, slope, rate, steps) {
   return gammas;
 }
 
-/** Where a slope by gamma falls through 0, by bisection on the logit: a place that descent leaves. NaN if nowhere. */
+/** The gamma at which a derivative falls through 0 (a maximum), by bisection on the logit; NaN if there is none. */
 export function hilltop(slope) {
   const rises = (logit) => slope(1 / (1 + Math.exp(-logit))) > 0;
   const logits = Array.from({length: 1001}, (_, i) => (i - 500) / 25);
@@ -191,7 +191,7 @@ const logSumExp = (values) => {
   return top + Math.log(values.reduce((sum, x) => sum + Math.exp(x - top), 0));
 };
 
-/** The logits after each half iteration, rows and columns in turn, `halves` + 1 matrices with the first. */
+/** The logits before and after each of `halves` half iterations, by rows and columns in turn: `halves` + 1 matrices. */
 export function sinkhornSteps(logits, halves) {
   const steps = [logits];
   for (let half = 0; half < halves; half++) {
@@ -202,7 +202,7 @@ export function sinkhornSteps(logits, halves) {
   return steps;
 }
 
-/** residua.ops.sinkhorn, with factors for rows and columns in the place of logits: many iterations in one frame. */
+/** residua.ops.sinkhorn, with row and column factors in place of logits, which is fast enough for many iterations. */
 export function sinkhorn(logits, iterations) {
   const top = Math.max(...logits.flat());
   const kernel = logits.map((row) => row.map((x) => Math.exp(x - top)));
@@ -231,7 +231,7 @@ export const rowError = (matrix) => Math.max(...rowSums(matrix).map((sum) => Mat
 /** x / sqrt(mean(x^2) + eps): an RMSNorm without a gain. */
 export const rmsNorm = (x, eps = 1e-5) => scale(x, 1 / Math.sqrt(dot(x, x) / x.length + eps));
 
-/** The gradient of rmsNorm at x, where g is that of its result. */
+/** The gradient of rmsNorm at x; g: the gradient of its result. */
 function rmsNormGradient(x, g, eps = 1e-5) {
   const z = rmsNorm(x, eps);
   const along = dot(z, g) / x.length;
@@ -248,16 +248,16 @@ export function depthRead(sources, query, eps = 1e-5) {
   return {weights, x: combined(weights, sources)};
 }
 
-/** Half the rotation by an angle in degrees: what the sublayers of two simulations do with their normalised input. */
+/** Half the rotation by an angle in degrees: the sublayers of two simulations apply it to their normalised input. */
 const turning = (turn) => {
   const [c, s] = direction(turn);
   return [[c / 2, -s / 2], [s / 2, c / 2]];
 };
 
 /**
- * A stack of attention residuals in the plane, from the embedding (1, 0): residua.AttentionResiduals. Sublayer l gives
- * half its normalised input, turned; `block` outputs are summed into a source; `queries` are those of sublayer 2, 3, ...
- * and the readout. Returns for sublayer 1, 2, ... and the readout {sources, weights, x}.
+ * A stack of attention residuals in the plane, from the embedding (1, 0): residua.AttentionResiduals. A sublayer
+ * returns half its normalised input, rotated; `block` outputs are summed into a source; `queries` are those of
+ * sublayers 2, 3, ... and of the readout. Returns {sources, weights, x} for sublayers 1, 2, ... and the readout.
  */
 export function depthStack({queries, block, turn}) {
   const f = turning(turn);
@@ -272,7 +272,7 @@ export function depthStack({queries, block, turn}) {
   return reads;
 }
 
-/** The mean cosine between two different rows: residua.lab.inspection.measure.stream_similarity. */
+/** The mean cosine between different rows: residua.lab.inspection.measure.stream_similarity. */
 export function meanCosine(streams) {
   const directions = streams.map((x) => scale(x, 1 / Math.max(norm(x), 1e-12)));
   const all = directions.reduce(add);
@@ -283,9 +283,9 @@ export function meanCosine(streams) {
 /**
  * Streams in the plane through sublayers that read them with weights a_l and are written with weights b_l:
  * X <- H X + b_l F(RMSNorm(a_l X)) with H = (1 - mixing) I + mixing / n and the F of depthStack; hyper-connections with
- * these mappings. `steps` of gradient descent at `rate` move all a_l and b_l towards |mean of the streams - target|^2 / 2
- * = 0. a_l starts at 1 / n, or with `oneHot` at stream l mod n alone; b_l at 1.
- * Returns the states X_0 ... X_depth of the last step and of the start, and the loss.
+ * these mappings. `steps` of gradient descent at `rate` on all a_l and b_l minimise |mean of streams - target|^2 / 2.
+ * a_l starts at 1 / n, or with `oneHot` at 1 for stream l mod n and 0 for the others; b_l starts at 1.
+ * Returns the states X_0 ... X_depth after the last step and before the first, and the loss.
  */
 export function trainStreams({start, depth, oneHot, mixing, turn, target, steps, rate}) {
   const n = start.length;
@@ -325,7 +325,7 @@ export function trainStreams({start, depth, oneHot, mixing, turn, target, steps,
   return {states, first, out, loss};
 }
 
-/** Numbers in (0, 1) that are the same in every browser (and in the tests): mulberry32. */
+/** Random numbers in (0, 1) that are the same in every browser (and in the tests): mulberry32. */
 export function uniform(seed) {
   let state = seed >>> 0;
   return () => {
@@ -336,7 +336,7 @@ export function uniform(seed) {
   };
 }
 
-/** A generator of unit vectors of R^n, evenly over the sphere. */
+/** A generator of unit vectors of R^n, uniform on the sphere. */
 export function randomDirections(seed, n) {
   const draw = uniform(seed);
   const normal = () => Math.sqrt(-2 * Math.log(draw())) * Math.cos(2 * Math.PI * draw());
@@ -348,8 +348,8 @@ export function randomDirections(seed, n) {
 
 /**
  * The norms through `depth` layers of three shortcuts in R^n, from norm 1: the plain residual, x + F(x); the delta
- * operator; a Cayley rotation. Where `shared`, the last two get the same F added. F(x) has the size `size` |x| and the
- * cosine `cosine` with x.
+ * operator; a Cayley rotation. With `shared`, the last two also add F(x). F(x) has the norm `size` |x| and the cosine
+ * `cosine` with x.
  */
 export function normDrift({depth, beta, size, cosine, shared, seed, n = 16, strength = 1}) {
   const draw = randomDirections(seed, n);
@@ -369,7 +369,7 @@ export function normDrift({depth, beta, size, cosine, shared, seed, n = 16, stre
   return norms;
 }
 
-/** A vector of the norm `size` |x| and the cosine `cosine` with x, the rest of it in the direction of `noise`. */
+/** A vector with the norm `size` |x| and the cosine `cosine` with x; its component off x is along `noise`. */
 export function branchOutput(x, noise, size, cosine) {
   const length = norm(x);
   const along = scale(x, 1 / Math.max(length, Number.MIN_VALUE));

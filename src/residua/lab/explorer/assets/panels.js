@@ -1,10 +1,10 @@
-// What Inspect and Compare are made of: panels, controls, tooltips, colours between the ends of a scale.
+// The building blocks of Inspect and Compare: panels, controls, tooltips, and colour scales.
 
 import {h} from "./dom.js";
 import {plot, plotly} from "./plot.js";
 import {color} from "./theme.js";
 
-/** A part of a view with its heading and one line on what it shows. */
+/** A part of a view, with a heading and a line of explanation. */
 export function panel(name, title, note, ...children) {
   return h(
     "section",
@@ -15,7 +15,7 @@ export function panel(name, title, note, ...children) {
   );
 }
 
-/** A place for a picture; `kind` decides its height. */
+/** A container for a picture; `kind` determines its height. */
 export function canvas(name, kind = "") {
   return h("div", {class: `plot ${kind}`, "data-plot": name});
 }
@@ -30,7 +30,7 @@ export function choice(label, name, options, chosen, onchange) {
   return h("label", {class: "control"}, h("span", null, label), select);
 }
 
-/** A slider that says its value: `element`, and `show(value)` to set it. */
+/** A slider that shows its value: `element`, and `show(value)` to set it. */
 export function slider(label, name, {min, max, step}, oninput) {
   const output = h("output");
   const input = h("input", {
@@ -54,11 +54,11 @@ export function slider(label, name, {min, max, step}, oninput) {
   return {element: h("label", {class: "control"}, h("span", null, label, " ", output), input), show};
 }
 
-const STILL = 8; // pixels; who moves farther with the button down drags
+const STILL = 8; // pixels; moving farther with the button down is a drag, not a click
 
 /**
- * Tells the place of a click or tap in the units of the axes, which are linear. It is counted from the pointer:
- * plotly looks where the pointer is every 50 ms at most, and tells a quick click with the point of the last look.
+ * Reports the position of a click or tap in the units of the axes, which are linear. It is computed from the pointer
+ * event, because plotly samples the pointer at most every 50 ms, and reports a quick click at the last sample.
  * @param {HTMLElement} element a picture that plotly has drawn @param {(place: {x: number, y: number}) => void} told
  */
 function onPress(element, told) {
@@ -75,13 +75,13 @@ function onPress(element, told) {
       const within = ([low, high], part) => low + part * (high - low);
       told({x: within(xaxis.range, across), y: within(yaxis.range, above)});
     };
-    // Plotly covers the page while the button is down: the end is heard of at the window.
+    // Plotly covers the page while the button is down, so listen for its release on the window.
     addEventListener("pointerup", up, {signal: done.signal});
     addEventListener("pointercancel", () => done.abort(), {signal: done.signal});
   });
 }
 
-/** Draws lines and bars as `plot` does, and tells where it was clicked: {x, y} on its axes. */
+/** Draws lines and bars as `plot` does, and reports clicks as {x, y} on its axes. */
 export async function chart(element, traces, layout, onclick = null) {
   const fixed = () => {
     const made = layout();
@@ -112,12 +112,12 @@ export async function chart(element, traces, layout, onclick = null) {
   }
 }
 
-/** Moves what marks the selection in a picture, without drawing the rest of it again. */
+/** Moves the marks of the selection in a picture, without redrawing the rest. */
 export async function mark(element, shapes) {
   if (element.isConnected && element.layout) await (await plotly()).relayout(element, {shapes});
 }
 
-/** What is said of the point under the mouse. Its texts are text nodes, whatever a token says. */
+/** The tooltip for the point under the mouse. Its texts are text nodes, so markup in a token stays text. */
 export class Tip {
   constructor() {
     this.element = h("div", {class: "tip", role: "tooltip", hidden: true});
@@ -147,7 +147,7 @@ const channels = (rgb) =>
     .slice(0, 3)
     .map(Number);
 
-/** A function from [0, 1] to the colour of a scale [[place, colour], ...], with the ink that is read on it. */
+/** A function from [0, 1] to the colour of a scale [[position, colour], ...], with a text colour of enough contrast. */
 export function shades(scale) {
   const stops = scale.map(([place, shade]) => [place, channels(shade)]);
   return (value) => {
@@ -168,7 +168,7 @@ export function faded(shade, alpha) {
   return `rgba(${channels(shade).join(",")},${alpha})`;
 }
 
-/** A line that marks a place of the horizontal axis from below to above. */
+/** A vertical line that marks a position of the horizontal axis. */
 export function vertical(x) {
   return {
     type: "line",

@@ -39,8 +39,8 @@ function themed(layout) {
 }
 
 /**
- * Draws `traces` into `element`, again with what is new when called again, and again in the other colours when the
- * theme changes. Where colours are in the traces themselves, give functions that make traces and layout.
+ * Draws `traces` into `element`. A later call updates the drawing, and a change of the theme redraws it in the other
+ * colours. If traces contain colours themselves, pass functions that make traces and layout.
  * @param {HTMLElement} element
  * @param {object[] | (() => object[])} traces
  * @param {object | (() => object)} layout

@@ -1,4 +1,4 @@
-// Python that a reader can paste: the computation of the page, with its numbers.
+// Python code to copy: the computation on the page, with its numbers.
 
 const START = "import math\nimport torch\nfrom residua import ops\n\ntorch.set_default_dtype(torch.float64)";
 

@@ -1,6 +1,6 @@
-// The state of the page is the part of its address after #: a view can be sent to somebody, and survives a reload.
+// The state of the page is the part of the URL after #, so a view can be shared, and survives a reload.
 
-const WRITE_EVERY = 150; // milliseconds; browsers refuse an address that changes much more often than this
+const WRITE_EVERY = 150; // milliseconds; browsers refuse much more frequent changes of the URL
 
 const state = new Map();
 let subscriptions = [];
@@ -29,7 +29,7 @@ addEventListener("pagehide", write);
 
 /**
  * The value of `key`, of the type of `fallback`: a number, a boolean, an array of numbers or a string.
- * What cannot be read as that type is the fallback.
+ * If the value cannot be read as this type, the fallback is returned.
  * @template T
  * @param {string} key
  * @param {T} fallback
@@ -49,7 +49,7 @@ function finite(text) {
   return text.trim() !== "" && Number.isFinite(Number(text)) ? Number(text) : undefined;
 }
 
-/** Takes up values; null takes a key out. Those who subscribed hear of it once, before the next frame. */
+/** Sets values; null removes a key. Subscribers are called once, before the next frame. */
 export function set(values) {
   for (const [key, value] of Object.entries(values)) {
     const text = value === null || value === undefined ? undefined : value === true ? "1" : value === false ? "0" : String(value);
@@ -61,11 +61,11 @@ export function set(values) {
   if (!timer) write();
 }
 
-/** Writes the state at once, what comes soon after that together. */
+/** Writes the state at once; changes soon after that are written together. */
 function write() {
   const text = new URLSearchParams([...state]).toString().replaceAll("%2C", ",");
   timer = 0;
-  // An address that has become another from outside is taken up by its event, which comes next.
+  // If the URL was changed from outside, the event that follows reads it.
   if (text === address.slice(1) || location.hash !== address) return;
   history.replaceState(null, "", text ? `#${text}` : location.pathname);
   address = location.hash;
@@ -85,7 +85,7 @@ function tell(key) {
 }
 
 /**
- * Calls back after any of `keys` has changed. Ends when another view opens, unless it is `lasting`.
+ * Calls `callback` after any of `keys` has changed. Ends when another view opens, unless it is `lasting`.
  * @param {string[]} keys
  * @param {() => void} callback
  */

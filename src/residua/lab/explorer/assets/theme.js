@@ -1,9 +1,9 @@
-// The colours of style.css as the theme that is on has them, for what does not know CSS: the plotting library and canvas.
+// The colours of style.css in the current theme, for code that cannot use CSS: the plotting library and canvas.
 
 const root = document.documentElement;
 const listeners = [];
 
-/** Calls back after light has become dark, or dark light. */
+/** Calls `callback` after a switch between light and dark. */
 export function onTheme(callback) {
   listeners.push(callback);
 }
@@ -12,7 +12,7 @@ const tell = () => listeners.forEach((callback) => callback());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
 new MutationObserver(tell).observe(root, {attributeFilter: ["data-theme"]});
 
-/** The colour that a variable of style.css, such as "--reflection", has in the theme that is on. */
+/** The colour of a variable of style.css, such as "--reflection", in the current theme. */
 export function color(variable) {
   const probe = document.createElement("span");
   probe.style.color = `var(${variable})`;
@@ -24,17 +24,17 @@ export function color(variable) {
 
 const steps = (names) => names.map((name, i) => [i / (names.length - 1), color(name)]);
 
-/** Colours of a gate between two ends, neutral in the middle: of beta from 0 to 2, or of one from -1 to 1. */
+/** A colour scale for a gate between two ends, neutral in the middle: beta from 0 to 2, or a gate from -1 to 1. */
 export function betaScale() {
   return steps(["--beta-0", "--beta-1", "--beta-2", "--beta-3", "--beta-4"]);
 }
 
-/** Colours of sizes, from nothing to much. */
+/** A colour scale for sizes, from 0 up. */
 export function sizeScale() {
   return steps(["--size-0", "--size-1", "--size-2", "--size-3"]);
 }
 
-/** The colours of lines, in the order in which they are to be used. */
+/** The colours of lines, in order of use. */
 export function lineColors() {
   return [1, 2, 3, 4, 5, 6, 7, 8].map((i) => color(`--line-${i}`));
 }
