@@ -130,7 +130,7 @@ def test_questions_come_first_in_their_order_and_checks_before_single_operations
 
 
 @pytest.mark.processes
-def test_what_runs_beside_a_step_ends_with_it(gpu, place, tmp_path):
+def test_processes_beside_a_step_end_with_it(gpu, place, tmp_path):
     mark = tmp_path / "mark"
     wait = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.05)"
     beside = f"touch {mark}; sleep 600"

@@ -92,7 +92,7 @@ def test_a_peer_whose_mapping_is_narrow_is_timed_and_told_of(installed):
     assert "computed in bfloat16 under autocast" in result.notes[0]
 
 
-def test_what_cannot_take_part_is_one_line_each(monkeypatch, capsys):
+def test_each_unusable_path_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "attn_res", None)
     monkeypatch.setitem(sys.modules, "mhc", None)
     assert command("--packages", "attn-res", "liger-kernel", "mhc") == 0

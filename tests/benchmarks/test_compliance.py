@@ -65,7 +65,7 @@ def test_a_right_mhc_is_said_to_follow_its_order(scheme, first):
     assert "Sinkhorn" not in in_words(record(scheme=scheme, failed={"forward": "the mixer is transposed"}))
 
 
-def test_what_is_said_of_an_implementation_must_hold():
+def test_claims_about_an_implementation_must_hold():
     class Adapter(compliance.adapters.DeepSeekV4):
         def statements(self):
             return {"it mixes nothing": False}
@@ -102,7 +102,7 @@ def test_only_the_definitions_of_a_file_are_executed(tmp_path, monkeypatch):
     assert compliance.executed(one).Delta()(3) == 3
 
 
-def test_what_was_only_read_is_not_checked_and_has_its_version():
+def test_packages_that_were_only_read_have_their_version():
     rust = next(one for one in IMPLEMENTATIONS if one.name == "deep-delta-rs")
     row = compliance.checked(rust)
     assert verdict(row) == "not checked"

@@ -24,6 +24,6 @@ from residua.errors import InputError
         ("peers --packages numpy", r"packages must be hyper-connections, .*, got 'numpy'"),
     ],
 )
-def test_what_cannot_be_used_is_refused(command, message):
+def test_unusable_values_are_refused(command, message):
     with pytest.raises(InputError, match=message):
         run(command.split())

@@ -102,7 +102,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
         (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
     ],
 )
-def test_what_the_machine_refuses_is_one_line(error, status, said, capsys, monkeypatch):
+def test_sizes_beyond_the_machine_are_one_line(error, status, said, capsys, monkeypatch):
     monkeypatch.setattr("residua.connections.registry.schemes", Mock(side_effect=error))
     assert main(["schemes"]) == status
     (line,) = capsys.readouterr().err.splitlines()

@@ -187,7 +187,7 @@ def test_schemes_explains_one(capsys):
         ["explore", "ddl", "--no-page"],
     ],
 )
-def test_what_a_command_prints_fits_a_terminal_of_80_columns(runs, prepared, capsys, monkeypatch, tmp_path, argv):
+def test_output_fits_a_terminal_of_80_columns(runs, prepared, capsys, monkeypatch, tmp_path, argv):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ddl").symlink_to(runs / "ddl")
     (tmp_path / "texts").mkdir()

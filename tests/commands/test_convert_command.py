@@ -50,7 +50,7 @@ def test_a_folder_is_converted_and_computes_what_it_computed(folder, tmp_path, c
         (["--connection", "ihc", "--start", "warm"], "warm"),
     ],
 )
-def test_what_does_not_fit_is_one_line(arguments, says, folder, tmp_path, capsys):
+def test_inputs_that_do_not_fit_are_one_line(arguments, says, folder, tmp_path, capsys):
     assert main(["convert", str(folder), *arguments, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert says in error
@@ -217,7 +217,7 @@ def test_check_reads_the_configuration_of_a_folder(config, status, says, tmp_pat
         (["llama", "--connection", "ihc"], "--out must be given, or --check"),
     ],
 )
-def test_what_is_missing_or_unknown_is_one_line(arguments, says, capsys):
+def test_missing_or_unknown_options_are_one_line(arguments, says, capsys):
     assert main(["convert", *arguments]) == 2
     assert says in capsys.readouterr().err
 

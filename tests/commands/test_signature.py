@@ -68,7 +68,7 @@ def run(*argv):
     return call(measure, command_parser("residua measure", measure).parse_args([str(word) for word in argv]))
 
 
-def test_what_is_not_given_has_the_default_of_the_signature():
+def test_omitted_options_have_the_default_of_the_signature():
     assert run("here", "--name", "x") == (Path("here"), (), "x", Sizes(), None, None, "cpu", (1, 2), False)
 
 

@@ -137,7 +137,7 @@ FROM_THE_STATE = [
 
 
 @pytest.mark.parametrize("name", FROM_THE_STATE)
-def test_what_is_computed_from_the_state_of_a_bfloat16_model_loses_nothing(name):
+def test_coefficients_of_a_bfloat16_model_lose_nothing(name):
     """State and weights are widened before every product: a mixture or a rotation rounded to three digits is none."""
     stream, exact = build(name, torch.bfloat16), build(name)
     exact.load_state_dict(stream.state_dict())
@@ -196,7 +196,7 @@ def test_a_stream_wants_as_many_sublayers_as_connections():
         resolve("ddl").build(DIM, 2)(normal(1, 2, DIM, dtype=torch.float32), bare_sublayers(DIM, 3))
 
 
-def test_what_a_sublayer_must_return():
+def test_a_sublayer_must_return_a_tensor_of_its_shape():
     connection, state = build("residual").connections[0], normal(2, 5, DIM)
     with pytest.raises(TypeError, match="sublayer must return a tensor, got tuple"):
         connection(state, lambda x: (x, None))

@@ -78,7 +78,7 @@ def test_the_others_say_why_not(name):
 
 
 @pytest.mark.parametrize("name", PRESERVING)
-def test_preserving_changes_the_start_alone_and_only_once(name):
+def test_preserving_changes_only_the_start_and_only_once(name):
     start = PRESERVING[name]
     with torch.device("meta"):  # as an engine builds
         assert ANY[name].preserving() == start
@@ -137,7 +137,7 @@ STARTS = [(name, "its own") for name in ANY] + [
 
 
 @pytest.mark.parametrize(("name", "start"), STARTS)
-def test_every_parameter_learns_within_three_steps_and_streams_part(name, start):
+def test_every_parameter_learns_within_three_steps_and_streams_become_different(name, start):
     """A gate whose weights are zero passes nothing to what lies before it until they have moved, and how streams are
     written may matter only after they are read unequally, so three steps. A start at the end of a sigmoid or on a
     saddle would leave parameters without a gradient for good."""

@@ -208,7 +208,7 @@ def test_register_a_class_and_an_instance():
         (7, Mine, ValueError, "needs a name without"),
     ],
 )
-def test_what_cannot_be_registered(name, scheme, error, words):
+def test_invalid_registrations_are_refused(name, scheme, error, words):
     with pytest.raises(error, match=words):
         residua.register(name, scheme)
 
@@ -275,7 +275,7 @@ def test_a_package_that_was_installed_a_moment_ago_is_looked_for(declare):
     assert type(resolve("HALF")).__name__ == "Half"
 
 
-def test_a_record_opens_with_the_scheme_of_its_own_package_alone(declare):
+def test_a_record_opens_only_with_the_scheme_of_its_own_package(declare):
     """However the scheme of the record and the one that is here were registered."""
     ours = declare("ours")
     residua.register("half", ours.Half)

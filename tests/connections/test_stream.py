@@ -108,7 +108,7 @@ def test_no_axis_but_the_sequence_is_mixed(name):
 
 
 @pytest.mark.parametrize("name", ["ddl-tc", "mhc", "residual"])
-def test_what_cannot_be_meant_is_one_line(name):
+def test_nonsensical_options_are_one_line(name):
     stream, x, sublayers = residua.build(name, dim=8, num_sublayers=2), torch.randn(2, 5, 8), bare_sublayers(8, 2)
     for wrong in (torch.randn(2, 8, 4, 4), x.mT, torch.randn(2, 5, 6), torch.tensor(1.0)):
         with pytest.raises(ValueError, match=r"x must be \(batch, seq, dim\) with dim = 8, got \("):

@@ -151,7 +151,7 @@ WAYS = ("residual", "lambdas", "mhc", "gated-orthogonal", "delta-attnres", "edel
         *itertools.product(["cohere2", "stablelm", "longcat_flash"], ["mhc"]),
     ],
 )
-def test_what_is_added_in_two_steps_changes_no_number(family, connection):
+def test_outputs_added_in_two_steps_change_no_number(family, connection):
     model = parallel(family)
     ids = IDS.clamp(max=model.config.vocab_size - 1)
     before = model(ids).logits
@@ -168,7 +168,7 @@ def test_outputs_that_are_added_in_two_steps_cannot_be_convolved():
 
 
 @pytest.mark.parametrize("connection", ["mhc", "ddl", "attnres", "altup"])
-def test_what_is_added_in_two_steps_is_one_sublayer(connection):
+def test_outputs_added_in_two_steps_are_one_sublayer(connection):
     model = lively(parallel("cohere"), connection)
     inner = model.model
     attend = [attention_of(layer, inner) for layer in inner.layers]

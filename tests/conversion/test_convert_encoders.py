@@ -150,7 +150,7 @@ def test_a_residual_that_a_layer_scales_by_a_number(connection):
     assert_close(model(ids).last_hidden_state, before, factor=10)
 
 
-def test_what_a_layer_does_only_in_training_is_refused_there():
+def test_an_unsupported_use_only_in_training_is_refused_in_training():
     model = vit()
     layer = model.layers[1]
     extra = torch.nn.Linear(16, 16).double()

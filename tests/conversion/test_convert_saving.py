@@ -292,7 +292,7 @@ def test_a_forged_configuration_is_refused(change, says, tmp_path):
 
 
 @pytest.mark.parametrize("connection", KINDS)
-def test_the_connections_alone_are_saved_and_loaded(connection, tmp_path):
+def test_only_the_connections_are_saved_and_loaded(connection, tmp_path):
     model = converted(connection)
     residua.save_connection(model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["connection.json", "connection.safetensors"]

@@ -103,7 +103,7 @@ def test_errors_of_the_system_that_compiled_writers_raise_are_those_of_python(tm
         raise InputError("cannot read: no such file (os error 2)")
 
 
-def test_what_killed_writers_left_is_removed_by_the_next_holder_without_following_a_link(tmp_path):
+def test_partial_files_are_removed_by_the_next_holder_without_following_links(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("precious")
@@ -131,7 +131,7 @@ def test_a_link_is_refused_in_one_line(target, tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows locks no folders")
-def test_what_a_killed_writer_left_of_a_folder_is_removed_by_the_next_one(tmp_path):
+def test_partial_folders_of_a_killed_writer_are_removed_by_the_next(tmp_path):
     abandoned, other = tmp_path / ".a[b].0123abcd.partial", tmp_path / ".ab.0123abcd.partial"
     for folder in (abandoned, other, tmp_path / ".a[b].c.partial"):
         folder.mkdir()

@@ -54,7 +54,7 @@ def test_plain_yaml():
 
 
 @pytest.mark.parametrize("text", ["1:30", "1:30:00", "1:30.5", "-1:30", "010", "0o10", "2001-01-01", "2001-99-99"])
-def test_what_another_version_of_yaml_takes_for_a_number_is_text(text):
+def test_numbers_only_of_yaml_1_1_are_text(text):
     """YAML 1.1 reads 1:30 as 90, 010 as 8, and 2001-01-01 as a date, which JSON lacks."""
     assert parse_yaml(text, "file") == text
 
@@ -78,7 +78,7 @@ def test_anchors_and_merged_mappings():
     assert parse_yaml(text, "file") == {"a": x, "b": {"lr": 3, "steps": 2}, "c": {"lr": 4, "steps": 2}, "d": x}
 
 
-def test_files_that_are_not_there_or_no_text(tmp_path):
+def test_missing_files_and_files_that_are_not_text(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
     for name in ("bytes", "none", "."):
         for read in (read_text, read_json, read_yaml):
@@ -123,7 +123,7 @@ def test_a_mapping_of_many_keys_is_read_once():
     assert "the key k0 twice" in refused(parse_yaml, f"{text}\nk0: 2", "file")
 
 
-def test_what_is_deeper_than_any_is_refused():
+def test_documents_nested_too_deep_are_refused():
     deep = "[" * 101 + "]" * 101
     assert "levels deep" in refused(parse_json, deep, "file")
     assert "levels" in refused(parse_yaml, deep, "file")

@@ -214,7 +214,7 @@ def test_the_vocabulary_is_the_datas_rounded_up_and_never_smaller(config, prepar
         build_model(replace(config, model=replace(config.model, vocab_size=256)), prepared.tokenizer())
 
 
-def test_an_untrained_model_depends_on_the_seed_alone(config, prepared):
+def test_an_untrained_model_depends_only_on_the_seed(config, prepared):
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
     first = build_model(config, prepared.tokenizer())
@@ -238,7 +238,7 @@ def test_bfloat16_is_measured_afterwards_as_it_was_during_training(config, tmp_p
     assert evaluate(open_run(tmp_path / "run", device="cpu"))["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)
 
 
-def test_what_is_no_run_or_has_no_checkpoint_or_no_data_is_said(config, tmp_path):
+def test_a_missing_run_checkpoint_or_data_is_said(config, tmp_path):
     with pytest.raises(InputError, match=r"no config\.yaml"):
         open_run(tmp_path, device="cpu")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
@@ -261,7 +261,7 @@ def replaced(config, text, tmp_path):
     return tmp_path / "run"
 
 
-def test_what_reads_the_data_of_a_run_refuses_other_data(replaced, config, tmp_path):
+def test_commands_that_read_the_data_of_a_run_refuse_other_data(replaced, config, tmp_path):
     for read in (evaluate, trace_model, lambda opened: opened.data):
         with pytest.raises(InputError, match="must be the data "):
             read(open_run(replaced, device="cpu"))

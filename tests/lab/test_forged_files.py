@@ -187,7 +187,7 @@ def test_a_fingerprint_of_another_kind_is_of_other_data(place, capsys):
 
 
 @pytest.mark.slow
-def test_what_was_not_forged_opens(place, capsys):
+def test_intact_files_open(place, capsys):
     shutil.copytree(place / "run", place / "other")
     for command in dict.fromkeys(command for commands in READERS.values() for command in commands):
         status, _, err = execute(capsys, arguments(command, place))

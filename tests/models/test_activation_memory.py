@@ -146,7 +146,7 @@ def test_replay_changes_no_bit(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["pooled-householder", "edelta", {"preset": "edelta", "context": "cumulative"}])
-def test_what_is_derived_changes_no_bit(scheme, monkeypatch):
+def test_recomputing_results_changes_no_bit(scheme, monkeypatch):
     derived = losses_and_gradients(scheme)
     for module in (edelta, pooled_householder, context, norm):
         monkeypatch.setattr(module, "derive", lambda function, *inputs: function(*inputs))

@@ -102,7 +102,7 @@ def test_an_argument_that_nothing_takes_is_refused(name):
         ResiduaConfig(**{name: 4})
 
 
-def test_what_every_configuration_of_transformers_takes_is_taken():
+def test_arguments_common_to_all_configurations_are_accepted():
     given = {"eos_token_id": 5, "num_labels": 3, "attn_implementation": "eager", "torch_dtype": "bfloat16"}
     given |= {"name_or_path": "here", "output_attentions": False, "return_dict": False, "temperature": 0.5}
     config = ResiduaConfig(**given)

@@ -45,7 +45,7 @@ def test_a_gated_delta_that_erases_nothing_is_the_sum_to_the_bit_in_every_dtype(
 
 
 @pytest.mark.parametrize(("share", "left"), [(1.0, 0.0), (2.0, -1.0), (-1.0, 2.0)])
-def test_what_the_gated_delta_leaves_of_the_state_along_the_update(share, left):
+def test_the_gated_delta_scales_the_state_along_the_update(share, left):
     """k^T (x' - h) = (1 - e) k^T x: replaced for e = 1, reflected for e = 2, doubled for e = -1."""
     k = unit(H, eps=1e-30)
     after = gated_delta(X, H, torch.tensor([share]).double(), eps=1e-30)

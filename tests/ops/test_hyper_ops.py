@@ -52,7 +52,7 @@ def test_reading_and_writing_are_adjoint():
     assert_close((hyper_read(x, h) * y).sum(), (x * hyper_write(nothing, y, None, h)).sum())
 
 
-def test_mixing_acts_on_the_streams_alone():
+def test_mixing_acts_only_on_the_streams():
     """Lifted to R^{n d} the matrix is kron(h_res, I_d): features never mix."""
     g = generator(0)
     x, h_res = normal(g, 4, 3), normal(g, 4, 4)

@@ -155,7 +155,7 @@ def test_parallel_directions_or_no_gate_change_nothing(plane, factor):
 
 
 @given(planes(n=st.integers(3, 7)), seeds)
-def test_what_is_orthogonal_to_the_plane_is_fixed(plane, seed):
+def test_vectors_orthogonal_to_the_plane_are_fixed(plane, seed):
     u, v, _ = plane
     basis = torch.linalg.qr(torch.stack([u, v], -1)).Q
     x = normal(generator(seed), len(u))

@@ -159,7 +159,7 @@ def test_one_state_in_m_is_kept(write):
     assert kept_states(chain, 100) == 1
 
 
-def test_recomputed_states_are_let_go(write):
+def test_recomputed_states_are_freed(write):
     """During the backward pass no more than m states are alive at once, and none afterwards."""
     chain = Chain(write=write)
     states = chain.states(4)

@@ -190,7 +190,7 @@ def test_guarded_sinkhorn_divides_by_columns_first_and_keeps_its_guards(n, seed,
     assert (ours - theirs).abs().max() <= 1e-11, "absolute: with one stream there is nothing to learn but rounding"
 
 
-def test_guarded_sinkhorn_keeps_the_logits_alone():
+def test_guarded_sinkhorn_keeps_only_the_logits():
     logits, kept = normal(generator(0), 5, 4, 4).requires_grad_(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         guarded_sinkhorn(logits, 20)

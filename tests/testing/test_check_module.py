@@ -777,13 +777,13 @@ def test_a_parameter_with_two_names_has_one_value():
 
 
 @pytest.mark.parametrize(("name", "count"), [("edelta-stream", 4), ("jpmhc", 12), ("edelta", 12)])
-def test_what_is_steep_is_not_called_rounded(name, count):
+def test_steep_functions_are_not_called_rounded(name, count):
     adapter = OurStream(resolve(name))
     adapter.dim, adapter.num_sublayers = 16, count
     checks()["float32_mappings"](adapter)
 
 
-def test_what_is_steep_is_compared_to_its_own_rounding():
+def test_steep_functions_are_compared_to_their_own_rounding():
     """The same numbers but for the last digit of the embedding, which 12 sublayers make larger than 1e-10."""
 
     class Rounded(OurStream):
@@ -985,7 +985,7 @@ def test_a_wrong_adapter_is_told_from_a_wrong_module(parameters, words):
         checks()["parameters"](type("Wrong", (Block,), {"parameters": parameters})())
 
 
-def test_what_is_no_adapter_is_one_clear_line():
+def test_an_object_that_is_no_adapter_is_one_clear_line():
     with pytest.raises(TypeError, match=r"ConnectionAdapter .*StreamAdapter, got HyperBlock"):
         check_module(HyperBlock(4))
     block = Block()
@@ -1103,7 +1103,7 @@ print(*sorted({"numpy", "transformers", "safetensors", "scipy"} & sys.modules.ke
 
 
 @pytest.mark.processes
-def test_the_kit_needs_torch_alone(tmp_path):
+def test_the_kit_needs_only_torch(tmp_path):
     """numpy is hidden from torch too, which can do without; all else that torch does not require is hidden."""
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('hidden', name='numpy')\n")
     path = os.pathsep.join([str(tmp_path), str(Path(residua.__file__).parents[1])])

@@ -75,7 +75,7 @@ def test_streams_and_penalty_are_those_of_the_connection_inside(preset):
         assert connection.penalty(carry.coefficients) is alone.penalty(carry.coefficients.inner) is None
 
 
-def test_some_sublayers_have_it():
+def test_the_option_may_be_for_some_sublayers():
     kinds = {kind: resolve(f"residual:branch=conv,branch_sublayers={kind}") for kind in ("all", "attention", "mlp")}
     streams = {kind: scheme.build(DIM, 4) for kind, scheme in kinds.items()}
     places = {kind: [x in with_branch(stream) for x in stream.connections] for kind, stream in streams.items()}

@@ -16,7 +16,7 @@ DIM, SUBLAYERS = 8, 4
 SCHEMES = {name: scheme for name, scheme in PRESETS.items() if isinstance(scheme, ExpandingScheme)}
 
 
-def test_the_schemes_of_streams_have_it():
+def test_all_schemes_with_streams_have_the_option():
     streams = {
         "hc",
         "mhc",

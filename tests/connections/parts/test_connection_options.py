@@ -269,7 +269,7 @@ mhc:num_streams=3,layout=split | num_streams must be a divisor of the width dim 
 
 
 @pytest.mark.parametrize("row", NOT_BUILT.strip().splitlines())
-def test_what_cannot_be_built_is_one_clear_line(row):
+def test_an_invalid_build_is_one_clear_line(row):
     text, words = row.split(" | ")
     with pytest.raises(ValueError, match=words):
         resolve(text).build(8, 2)

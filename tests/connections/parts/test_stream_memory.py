@@ -248,7 +248,7 @@ def test_a_mask_that_can_mean_anything_is_refused(name):
 
 
 @each_way_to_look_back
-def test_what_stands_at_padding_reaches_no_gradient_of_a_token(name):
+def test_numbers_at_padding_reach_no_gradient_of_a_token(name):
     stream, x, tokens = build(name), normal(2, 5, DIM), torch.ones(2, 5, dtype=torch.bool)
     tokens[0, 3:] = False
     gradients = []
@@ -278,7 +278,7 @@ def test_a_piece_whose_call_raised_may_be_given_again(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["edelta-cumulative", "ddl-tc"])
-def test_what_is_not_finite_stays_in_its_document(name):
+def test_numbers_that_are_not_finite_stay_in_their_document(name):
     stream, x, documents = build(name), normal(1, 6, DIM), torch.tensor([[0, 0, 0, 1, 1, 1]])
     expected = stream(x, SUB, documents=documents)
     for wrong in (float("nan"), float("inf")):
@@ -290,7 +290,7 @@ def test_what_is_not_finite_stays_in_its_document(name):
 
 @torch.no_grad()
 @looking_back
-def test_what_stands_at_padding_reaches_no_token(name):
+def test_numbers_at_padding_reach_no_token(name):
     """NaN and infinity too, at once and in pieces."""
     stream, x = build(name), normal(3, 5, DIM)
     expected = stream(x, SUB, attention_mask=MASK)[MASK > 0]
@@ -304,7 +304,7 @@ def test_what_stands_at_padding_reaches_no_token(name):
 
 @each_way_to_look_back
 @pytest.mark.parametrize("told", [{"attention_mask": MASK}, {"documents": MASK}, {"attention_mask": MASK.bool()}])
-def test_what_is_told_may_be_written_over_before_the_backward_pass(name, told):
+def test_recorded_tensors_may_be_overwritten_before_the_backward_pass(name, told):
     """As the buffers of a loader are."""
     stream, found = build(name), []
     for overwrite in (False, True):
@@ -350,7 +350,7 @@ def test_a_row_that_ended_goes_on_in_no_later_piece(name):
 
 
 @pytest.mark.parametrize("name", ["ddl-tc", "hc", "mhc", "attnres", "residual"])
-def test_what_is_no_state_is_refused(name):
+def test_an_object_that_is_no_state_is_refused(name):
     """Such as the embedding itself, or a state of another width."""
     scheme = PRESETS[name]
     stream = scheme.build(8, 2)

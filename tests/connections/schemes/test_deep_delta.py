@@ -167,7 +167,7 @@ def test_equals_the_formulas_of_the_paper(name):
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
 @pytest.mark.parametrize("guard", ["rms", "add", "clamp", "rms_d"])
 @pytest.mark.parametrize("length", [0.0, 1e-6, 1.0])
-def test_the_guard_near_a_vanishing_direction(guard, eps, length):
+def test_the_guard_near_a_direction_of_zero(guard, eps, length):
     """Only near |k~| = eps do the guards differ; k~ = 0 leaves the state as it is."""
     scheme = DeepDelta(k_norm=guard, k_eps=eps)
     connection = perturbed(scheme.build(DIM, 2).double()).connections[0]

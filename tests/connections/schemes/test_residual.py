@@ -59,7 +59,7 @@ def test_a_scheme_that_reads_through_a_convolution_starts_as_without(preset):
     assert count(through) - count(plain) == 3 * (4 * DIM + 1)  # two blocks and the readout
 
 
-def test_what_is_written_goes_to_the_stream_itself():
+def test_writes_go_to_the_stream_itself():
     stream = perturbed(Residual(compress="token").build(DIM, 2)).double()
     x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, 2)
     filters = [part.compress.weights()[:, 0] for part in (stream.connections[0], stream.collapse)]  # (taps, dim)

@@ -104,7 +104,7 @@ def test_memory_of_a_scheme_that_computes_its_start_is_counted(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-cc", "attnres"])
-def test_what_is_kept_is_what_autograd_saves(name):
+def test_kept_bytes_are_those_that_autograd_saves(name):
     """An independent count: the storages that autograd is handed, and the logits, which the caller holds."""
     config = ResiduaConfig(connection=name, **SMALL)
     torch.manual_seed(0)
@@ -156,7 +156,7 @@ def test_muon_keeps_one_moment_of_the_matrices_of_attention_and_mlp():
         assert adamw.memory[name]["optimizer"] - parts["optimizer"] == 4 * (adamw.parameters["sublayers"] - gains)
 
 
-def test_what_cannot_be_estimated_is_refused():
+def test_an_estimate_of_unsupported_input_is_refused():
     config = load_config("tiny")
     with pytest.raises(InputError, match=f"must be one of {', '.join(GPU_MEMORY)}"):
         estimate(config, model_config(config), gpu="h20")

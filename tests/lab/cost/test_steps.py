@@ -102,7 +102,7 @@ def test_the_table_has_a_line_for_each_scheme_and_the_run_has_its_own(capsys, mo
         (["--out", "nowhere/out.jsonl"], "must be a file .*, got: No such file or directory"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is(arguments, message, monkeypatch):
+def test_schemes_that_cannot_be_measured_are_refused_first(arguments, message, monkeypatch):
     monkeypatch.setattr(cost_steps, "measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(InputError, match=message):
         command(*arguments)
@@ -123,7 +123,7 @@ def test_a_narrow_state_keeps_less():
     assert narrow[0] - narrow[1] < 0.8 * (wide[0] - wide[1])
 
 
-def test_what_is_kept_grows_with_the_batch():
+def test_kept_bytes_grow_with_the_batch():
     one, two = (step("ddl-cc", **WIDER, train__batch_size=size).kept() for size in (4, 8))
     assert two == pytest.approx(2 * one, rel=0.02)
 

@@ -267,7 +267,7 @@ def test_an_array_may_hold_texts(tmp_path):
     assert texts(tmp_path) == WORDS
 
 
-def test_what_is_left_out_of_a_folder_is_named_and_both_halves_are_read(tmp_path, capsys):
+def test_files_left_out_of_a_folder_are_named_and_the_rest_is_read(tmp_path, capsys):
     half = [json.dumps({"text": f"document {n}"}) + "\n" for n in range(100)]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "part-0.jsonl").write_text("".join(half[:50]))

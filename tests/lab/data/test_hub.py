@@ -70,7 +70,7 @@ def hub(monkeypatch):
         ("hf:a/b@v1/c:validation[:10%]", None, ("a/b", "c", "validation[:10%]")),
     ],
 )
-def test_what_a_source_names(hub, source, sample, expected):
+def test_names_of_sources(hub, source, sample, expected):
     corpus = open_corpus(source, sample=sample)
     assert [document.text for document in corpus] == TEXTS
     ((name, config, settings),) = hub.calls
@@ -125,7 +125,7 @@ def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatc
         ("hf:a/b", {"text_column": "number"}, "column number must hold strings, got int"),
     ],
 )
-def test_what_cannot_be_read_from_the_hub_is_refused(hub, tmp_path, source, settings, expected):
+def test_unreadable_data_sets_of_the_hub_are_refused(hub, tmp_path, source, settings, expected):
     with pytest.raises(InputError, match=expected):
         prepare(source, tmp_path / "out", tokenizer="byte", **settings)
     assert list(tmp_path.iterdir()) == []

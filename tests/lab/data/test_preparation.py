@@ -140,7 +140,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, small, tmp_path, capsys, settings):
+def test_rows_written_before_the_disk_was_full_are_kept(folder, undisturbed, small, tmp_path, capsys, settings):
     out = tmp_path / "out"
     for survive in (40, 44, 50):
         with pytest.MonkeyPatch.context() as patch:
@@ -152,7 +152,7 @@ def test_what_was_written_before_the_disk_was_full_is_kept(folder, undisturbed, 
     assert contents(out) == undisturbed[settings]
 
 
-def test_a_folder_with_hidden_files_alone_is_a_new_one(folder, undisturbed, small, tmp_path):
+def test_a_folder_with_only_hidden_files_is_new(folder, undisturbed, small, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".gitkeep").touch()
     prepare(folder, tmp_path / "out", **SETTINGS["bpe"])

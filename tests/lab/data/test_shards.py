@@ -267,7 +267,7 @@ def test_out_must_be_new_or_empty(source, tmp_path):
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_what_cannot_be_prepared_is_refused_and_leaves_nothing(tmp_path, content, arguments, expected):
+def test_unusable_text_is_refused_and_leaves_nothing(tmp_path, content, arguments, expected):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text(content)
     with pytest.raises(InputError, match=expected):

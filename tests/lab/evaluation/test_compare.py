@@ -20,7 +20,7 @@ def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
     assert comparison.notes == ()
 
 
-def test_what_else_is_written_down_makes_no_difference(make_run):
+def test_further_facts_make_no_difference(make_run):
     logging = {"connections_every": 10, "wandb": "mine", "tensorboard": False}
     (group,) = compare([make_run("a", seed=0), make_run("b", seed=1, **logging)]).rows
     assert group.seeds == (0, 1)
@@ -350,6 +350,6 @@ def test_one_evaluation_each_is_enough_for_a_difference(make_run):
     assert [d.mean for d in comparison.differences(comparison.rows[1]).values()] == pytest.approx([-0.1])
 
 
-def test_a_loss_that_is_not_finite_spoils_its_own_place_alone(make_run):
+def test_a_loss_that_is_not_finite_spoils_only_its_own_place(make_run):
     comparison = compare([make_run("a", steps=30), make_run("b", connection="ddl", steps=30, not_finite_at=20)])
     assert [math.isnan(d.mean) for d in comparison.differences(comparison.rows[1]).values()] == [False, True, False]

@@ -42,7 +42,7 @@ def test_greedy_text_is_the_most_probable_one(model, tokenizer):
     [{"return_dict_in_generate": True}, {"num_beams": 3}, {"sequence_bias": 5}],
     ids=lambda own: next(iter(own)),
 )
-def test_what_a_model_says_of_its_generation_has_no_effect(own, model, tokenizer):
+def test_the_generation_config_of_a_model_has_no_effect(own, model, tokenizer):
     expected = complete(model, tokenizer, "aaa", max_new_tokens=6, greedy=True)
     other = copy.deepcopy(model)
     other.generation_config = kept = GenerationConfig()
@@ -89,7 +89,7 @@ def test_a_model_that_computes_no_numbers_writes_no_text(greedy, model, tokenize
         complete(diverged, tokenizer, "abc", max_new_tokens=2, greedy=greedy)
 
 
-def test_the_seed_alone_decides_and_the_global_random_state_stays(model, tokenizer):
+def test_only_the_seed_decides_and_the_global_random_state_stays(model, tokenizer):
     before = torch.random.get_rng_state()
     first = complete(model, tokenizer, "abc", max_new_tokens=12, seed=1)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -48,7 +48,7 @@ def test_labels_that_repeat_and_others_have_a_panel_each(make_run, tmp_path):
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
-def test_a_single_run_gives_its_loss_alone(make_run, tmp_path, evaluate):
+def test_a_single_run_gives_only_its_loss(make_run, tmp_path, evaluate):
     assert_pictures(draw(compare([make_run("a", evaluate=evaluate)]), tmp_path), ["loss.png"])
 
 
@@ -87,7 +87,7 @@ def test_a_group_looks_the_same_in_every_panel_of_every_picture(make_run):
         assert shown == {("residual", RESIDUAL_COLOUR), ("ddl", COLOURS[0]), ("mhc", COLOURS[1])}
 
 
-def test_who_has_nothing_in_common_is_said_below_a_panel_or_in_place_of_its_axis(make_run):
+def test_rows_without_overlap_are_named_below_a_panel_or_in_place_of_its_axis(make_run):
     """At 6 seconds a step, a run begins where the others have ended."""
     runs = [make_run("a"), make_run("slow", connection="ddl", seconds_per_step=6.0), make_run("c", connection="mhc")]
     steps, seconds = _difference_figure(compare(runs)).axes
@@ -115,7 +115,7 @@ def test_at_equal_seconds_a_slower_run_is_said_to_be_earlier_in_its_schedule(mak
     assert steps.get_xlabel() == "Training step"
 
 
-def test_who_cannot_be_compared_is_said_in_both_pictures(make_run):
+def test_rows_that_cannot_be_compared_are_marked_in_both_pictures(make_run):
     runs = [make_run("a", sequence_length=8), make_run("b", connection="ddl", sequence_length=8)]
     comparison = compare([*runs, make_run("c", connection="mhc", sequence_length=16)])
     steps, _ = _difference_figure(comparison).axes

@@ -80,7 +80,7 @@ def test_weights_over_depth_keep_their_mean_where_they_are_too_large():
     assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE_BYTES
 
 
-def test_what_was_checked_is_what_the_trace_has():
+def test_the_checks_are_those_for_which_the_trace_has_values():
     shared = torch.full((4, 4), 0.25)
     compressed = planted.delta(torch.ones(4, 10))
     compressed.values["compress_share"] = shared

@@ -80,7 +80,7 @@ def test_the_payload_is_the_comparison_with_every_group_as_the_baseline(runs):
     json.dumps(payload, allow_nan=False)
 
 
-def test_what_cannot_be_compared_is_named_and_has_no_difference(tmp_path):
+def test_rows_that_cannot_be_compared_are_named_without_difference(tmp_path):
     runs = [planted_run(tmp_path / "a"), planted_run(tmp_path / "b", "ddl", sequence_length=16)]
     runs.append(planted_run(tmp_path / "c", "mhc", sequence_length=32))
     found = comparison_payload(runs)["against"]["ddl"]

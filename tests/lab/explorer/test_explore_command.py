@@ -107,7 +107,7 @@ def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, mo
     assert '"checkpoint":4' in (tmp_path / "other.html").read_text(encoding="utf-8")
 
 
-def test_what_cannot_be_used_is_one_line_and_nothing_is_written(capsys, run, tmp_path):
+def test_unusable_input_is_one_line_and_nothing_is_written(capsys, run, tmp_path):
     """Of several, too: the run before the wrong one is not measured."""
     out, empty, texts = tmp_path / "page.html", tmp_path / "empty", [tmp_path / f"{n}.txt" for n in range(13)]
     empty.mkdir()
@@ -136,7 +136,7 @@ def test_what_cannot_be_used_is_one_line_and_nothing_is_written(capsys, run, tmp
     assert "must hold a checkpoint, found none" in refused(capsys, run)
 
 
-def test_what_was_found_is_shown_where_the_folder_cannot_be_written(capsys, run, tmp_path):
+def test_results_are_shown_if_the_folder_cannot_be_written(capsys, run, tmp_path):
     (run / "analysis").write_text("in the way")
     assert main(["explore", str(run), "--json"]) == 0
     printed = capsys.readouterr()

@@ -387,7 +387,7 @@ def test_alignment_and_effective_rank(show):
     assert "4 at most: 1 (" in page.locator("[data-panel=alignment] .readout").inner_text()
 
 
-def test_what_is_not_a_number_is_said_and_not_drawn(show):
+def test_values_that_are_nan_are_said_and_not_drawn(show):
     page = show("nan")
     assert page.locator("[data-regime='not a number']").inner_text() == "100.0 %"
     assert plotted(page, "map")[0]["z"] == [[None] * TOKENS] * SUBLAYERS
@@ -426,7 +426,7 @@ def blank(tensor):
     return [[x or None for x in row] for row in tensor.tolist()]
 
 
-def test_what_is_read_over_depth_on_average_and_at_the_selected_token(show):
+def test_reads_over_depth_on_average_and_at_the_selected_token(show):
     values = TRACES["depth"].values
     page = show("depth", 2, 0)
     for token, sampled in [(0, 0), (MANY - 1, -1), (20, 13)]:

@@ -144,7 +144,7 @@ def test_any_preset_and_any_option_can_be_named():
         ("edelta-token:num_streams=5", "divisor"),
     ],
 )
-def test_what_cannot_be_built_is_an_error(name, expected):
+def test_invalid_sizes_are_an_error(name, expected):
     with pytest.raises(InputError, match="model") as raised:
         architecture(name)
     assert expected in str(raised.value)

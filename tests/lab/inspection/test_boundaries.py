@@ -24,7 +24,7 @@ def logits(model, ids=None):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_what_was_read_is_written_back_bit_for_bit(name):
+def test_values_that_were_read_are_written_back_bit_for_bit(name):
     model = tiny_model(name)
     expected, shapes = logits(model), []
     with boundaries(model) as points:

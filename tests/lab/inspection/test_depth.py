@@ -55,7 +55,7 @@ def columns(found, seen, reader):
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_is_read_is_the_sum_of_the_sources_with_the_traced_weights(name):
+def test_the_input_is_the_sum_of_the_sources_with_the_traced_weights(name):
     """The input of the norm of every sublayer is rebuilt from the names of the columns, outputs and weights."""
     scheme = READS[name]
     model, ids = tiny_model(scheme, **LAYERS), prompt(TOKENS)
@@ -161,7 +161,7 @@ def test_a_summary_says_what_is_read_most_and_how_alike_the_streams_are():
     )
 
 
-def test_streams_that_never_part_are_warned_of():
+def test_streams_that_stay_equal_are_warned_of():
     copies = trace(tiny_model(HyperConnections(), scale=0.0), prompt(TOKENS))
     sentence = (
         "the streams are copies of one another before and after every sublayer: together they hold no more than one"

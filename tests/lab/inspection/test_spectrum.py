@@ -71,7 +71,7 @@ def test_rotations_have_no_defect():
     assert_close(orthogonality_error(2 * q), torch.full((6, 3), 3.0, dtype=torch.float64))
 
 
-def test_what_is_not_finite_is_not_a_number_from_its_sublayer_on():
+def test_results_are_nan_from_the_first_sublayer_that_is_not_finite():
     k, beta, m = directions(4, 3, 6), gates(4, 3), normal(4, 3, 4, 4)
     clean, clean_m = rank_one_products(k, beta), matrix_products(m)
     k[2, 1, 0], m[2, 1, 0, 0] = torch.nan, torch.inf

@@ -184,7 +184,7 @@ def test_a_mixing_matrix_that_breaks_its_constraint(scheme, name, words_of_it):
     assert any(words_of_it in warning for warning in warnings(found))
 
 
-def test_what_is_not_finite_comes_first():
+def test_numbers_that_are_not_finite_come_first():
     model = tiny_model("ddl-cc")
     with torch.no_grad():
         model.model.stream.connections[1].value.project.weight[0, 0] = math.nan

@@ -273,7 +273,7 @@ def test_planted_rotation():
     assert (found.values["angle"] - 2 * torch.arctan(torch.tensor(0.25))).abs().max() < 0.05
 
 
-def test_what_a_connection_leaves_out_is_listed():
+def test_mappings_that_a_connection_omits_are_listed():
     found = trace(tiny_model("mhc"), prompt(8))
     assert found.facts["left_out"] == {"h_pre": [0], "h_res": [0, 3]}
     identity = torch.eye(4)

@@ -48,7 +48,7 @@ def test_another_version_and_other_tensors_are_refused_with_a_sentence(tmp_path,
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     for path in (tmp_path / "none.safetensors", tmp_path):
         with pytest.raises(InputError, match=r"must be a trace, got .*; residua explore"):
             Trace.load(path)

@@ -78,7 +78,7 @@ def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_pa
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
-def test_what_is_wanted_may_follow_from_what_came_out(processes, tmp_path, request):
+def test_wanted_jobs_may_follow_from_finished_ones(processes, tmp_path, request):
     """No run is made twice, and the last answer of the plan comes back."""
     if processes > 1:
         request.getfixturevalue("quick_pool")
@@ -100,7 +100,7 @@ def test_progress_counts_the_runs_of_earlier_calls_and_those_that_may_come(tmp_p
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 @pytest.mark.parametrize("error", [InputError("wrong key"), RunError("lost"), OSError(28, "disk full")], ids=repr)
-def test_what_a_run_refuses_is_the_error_of_the_sweep(processes, error, tmp_path, request):
+def test_an_input_error_of_a_run_is_the_error_of_the_sweep(processes, error, tmp_path, request):
     if processes > 1:
         request.getfixturevalue("quick_pool")
     said = re.escape(str(error))

@@ -193,7 +193,7 @@ def begun(out, *rows, jobs=(), prints_into=None):
     ],
     ids=str,
 )
-def test_what_a_folder_has_for_a_job_number_does_not_reach_slurm(row, cluster, tmp_path):
+def test_a_forged_job_number_does_not_reach_slurm(row, cluster, tmp_path):
     begun(tmp_path / "out", row)
     with pytest.raises(InputError, match=r"jobs\.jsonl must be "):
         run(tmp_path / "out", [Job("1", square, (1,))], executor=cluster)

@@ -40,7 +40,7 @@ def test_pairs_share_their_seeds():
     assert paired({0: 1.0}, {1: 1.0}) is None
 
 
-def test_what_is_not_finite_stays_so():
+def test_numbers_that_are_not_finite_stay_so():
     assert math.isnan(Estimate.of([1.0, math.nan]).mean)
 
 

@@ -62,7 +62,7 @@ def test_steps_are_timed_in_one_job(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("cpu", ["planted", "another"])
-def test_seconds_are_compared_on_one_processor_alone(cpu):
+def test_seconds_are_compared_only_on_one_processor(cpu):
     timed = [{**cost, "cpu": processor} for cost, processor in zip(costs(), ("planted", cpu))]
     row = planted(timed=timed).row("small", "ddl")
     assert (row.difference("residual", "seconds") is not None) == (cpu == "planted")

@@ -98,7 +98,7 @@ def test_a_study_may_grow_and_loses_no_scheme(finished, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_size_that_is_asked_for_alone_has_rows_and_costs_alone(data, tmp_path, monkeypatch):
+def test_only_the_size_that_is_asked_for_has_rows_and_costs(data, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "peak_of", lambda *args, **kwargs: 1)
     small = SMALLEST["sizes"]["small"]
     file, out = tmp_path / "study.yaml", tmp_path / "out"

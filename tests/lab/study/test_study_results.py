@@ -447,7 +447,7 @@ def test_the_picture_has_the_rows_of_each_size_under_its_name():
         assert all(expected[::-1][round(place)] == "ddl" for place in marks)
 
 
-def test_what_is_clear_of_zero_is_filled():
+def test_differences_clear_of_zero_are_filled():
     far = changed(records(), lambda row: {"val_loss": 0.0, "curve": []}, scheme="ddl", kind="report")
     found = planted(far, primary={"small": [["ddl", "residual"]]})
     assert row_of(found).difference("residual", "tokens").clear

@@ -74,7 +74,7 @@ def test_a_grid_is_every_point_with_every_seed():
     assert sorted(second) == sorted((point, 1) for point, _ in first)
 
 
-def test_finalists_alone_get_more_seeds():
+def test_only_finalists_get_more_seeds():
     sweep = Sweep(("tiny",), (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=3, finalists=2)
     losses = {1e-3: 3.0, 2e-3: 1.0, 4e-3: math.inf}
     first, second = walked(sweep, lambda point, seed: losses[point[0]])

@@ -175,7 +175,7 @@ def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeyp
         build_model(resolved(changed(config, connection="penal", start="fresh")), prepared.tokenizer())
 
 
-def test_what_a_base_cannot_do_is_said(config, base, prepared, tmp_path):
+def test_the_limits_of_a_base_are_said(config, base, prepared, tmp_path):
     def refused(match, data=prepared, **model):
         with pytest.raises(InputError, match=match):
             build_model(resolved(changed(config, **model)), data.tokenizer())

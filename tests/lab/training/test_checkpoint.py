@@ -106,7 +106,7 @@ def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, m
     assert capsys.readouterr().err == ""
 
 
-def test_what_lies_in_the_folder_before_a_save_is_neither_followed_nor_changed(tmp_path):
+def test_links_in_the_folder_of_a_save_are_neither_followed_nor_changed(tmp_path):
     """Whether a kill left it or somebody put it there."""
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "model.safetensors").write_bytes(b"precious")

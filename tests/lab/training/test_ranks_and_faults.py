@@ -49,7 +49,7 @@ def test_two_ranks_then_one_then_three(data, alone, tmp_path, start, rows):
     assert_same_run(folder, alone(**SIX), rows, exact=False)
 
 
-def test_what_one_process_saved_is_for_ranks_too(data, alone, tmp_path, start, rows):
+def test_ranks_open_a_checkpoint_of_one_process(data, alone, tmp_path, start, rows):
     """And the other way round: one process reads what two wrote, of Muon and of AdamW for what is not Muon's."""
     folder = tmp_path / "run"
     arguments = options(data, optimizer="muon", keep_checkpoints=3)
@@ -83,7 +83,7 @@ def test_a_rank_that_dies_ends_the_job(victim, index, data, alone, tmp_path, sta
     ("name", "call", "newest"),
     some([("file_sha256", 4, 2), ("publish", 3, 2), ("drop_old", 2, 4)], lambda case: case[0] == "publish"),
 )
-def test_what_the_disk_refuses_in_a_save_is_said_once(name, call, newest, data, tmp_path, start):
+def test_a_full_disk_in_a_save_is_said_once(name, call, newest, data, tmp_path, start):
     """In the save of step 4, in which the first rank hashes its two files. None waits for the other."""
     folder = tmp_path / "run"
     job = run_ranks(start, 2, folder, options(data), {0: [(fail_in_save, name, call, OSError("no such luck"))]})

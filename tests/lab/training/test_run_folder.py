@@ -124,7 +124,7 @@ def test_a_run_that_fails_after_its_first_rows_keeps_its_folder(tmp_path, fit):
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_what_is_written_while_a_run_waits_for_its_folder_stays(made, tmp_path, fit, monkeypatch):
+def test_files_written_while_a_run_waits_for_its_folder_stay(made, tmp_path, fit, monkeypatch):
     """Of two runs that start on one new folder, one ends in the moment before the other gets the lock."""
     folder = tmp_path / "run"
     if made:

@@ -109,7 +109,7 @@ def test_bfloat16_runs_under_autocast_with_weights_in_float32(tmp_path, fit, row
 
 
 @pytest.mark.slow
-def test_compile_is_for_the_forward_alone(tmp_path, fit, rows, monkeypatch):
+def test_compile_is_only_for_the_forward_pass(tmp_path, fit, rows, monkeypatch):
     """The weights are saved under the names of the model itself."""
     compiled = []
     plain = torch.compile
@@ -120,7 +120,7 @@ def test_compile_is_for_the_forward_alone(tmp_path, fit, rows, monkeypatch):
     assert "embedding.weight" in weights(tmp_path / "run", 2)
 
 
-def test_a_device_that_is_not_there(monkeypatch, tmp_path, fit):
+def test_a_missing_device(monkeypatch, tmp_path, fit):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert loop.pick_device("auto") == torch.device("cpu")
     with pytest.raises(InputError, match=r"train\.device .*CUDA"):
@@ -164,7 +164,7 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path, fit, rows, capsys):
     assert rows(folder) == rows(tmp_path / "whole")
 
 
-def test_damaged_checkpoints_alone_are_no_reason_to_start_again(tmp_path, fit, rows):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_again(tmp_path, fit, rows):
     """They may be mended, and the log is worth keeping."""
     folder = tmp_path / "run"
     fit(folder)

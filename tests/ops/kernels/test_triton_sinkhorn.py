@@ -88,7 +88,7 @@ def test_no_numbers():
         assert made.shape == (0, 4, 4)
 
 
-def test_the_logits_alone_are_kept_for_the_backward_pass():
+def test_only_the_logits_are_kept_for_the_backward_pass():
     kept = []
     logits = normal(5, 4, 4, dtype=torch.bfloat16).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):

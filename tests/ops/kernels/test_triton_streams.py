@@ -166,7 +166,7 @@ def test_nothing_to_compute_gives_zeros_as_gradients(leading):
             assert not gradient.any()
 
 
-def test_what_is_kept_for_the_backward_pass():
+def test_tensors_kept_for_the_backward_pass():
     x, y, h_res, h_post = (t.requires_grad_() for t in arguments((5,), 4, 48, torch.bfloat16))
 
     def kept(op, *inputs):
