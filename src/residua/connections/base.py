@@ -114,7 +114,8 @@ class Connection(SelfStarting, ABC):
     def streams(self, state: State) -> Tensor | None:
         """Return the n streams of a state before or after this connection as one tensor, (batch, seq, n, dim).
 
-        None if there are none. By default, if `state_spec` describes the state as one tensor (n, dim), return it.
+        None if there are no streams. By default, a state that `state_spec` describes as one tensor (n, dim) is
+        returned.
         """
         return state if isinstance(self.takes, TensorSpec) and len(self.takes.shape) == 2 else None
 

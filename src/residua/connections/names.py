@@ -290,7 +290,7 @@ def label(connection: str | Mapping[str, Any]) -> str:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """Return "name:option=value" as a mapping, with an alias as its preset. Raises ValueError for any other form."""
+    """Return "name:option=value" as a mapping; an alias becomes its preset. Raises ValueError for any other form."""
     name, options = named(text)
     preset, implied = named(meaning(name))
     return {"preset": preset, **implied, **options}

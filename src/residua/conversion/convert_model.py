@@ -364,7 +364,7 @@ def is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
 
 
 def convertible_stack(model: Any) -> tuple[str, nn.ModuleList]:
-    """Return the name and the list of the layers, as `stack_of`, of a model of a kind that can be converted.
+    """Check that a model is of a kind that can be converted; return the name and the list of its layers, as `stack_of`.
 
     Raises:
         InputError: models of this kind cannot be converted.

@@ -100,7 +100,9 @@ def _stack_of(trunk: nn.Module) -> tuple[Any, ConvertedLayer]:
 
 
 def _documents(trunk: Any, tokens: Tensor, call: dict[str, Any], *, placed: bool) -> Tensor | None:
-    """Return the document of each packed token, (batch, seq), or None. Add their positions to `call` if it has none.
+    """Return the document of each token, (batch, seq), or None if no documents are packed.
+
+    Positions within documents are added to `call` if it has no positions.
 
     placed: whether the trunk takes positions.
     """
@@ -152,7 +154,7 @@ def layerdrop_of(trunk: Any) -> dict[str, float]:
 
 
 def expect_every_layer(trunk: Any) -> None:
-    """Raise InputError for a trunk that skips layers at random, if the scheme needs every layer; for training.
+    """Raise InputError for a trunk that skips layers at random in training. Called if the scheme needs every layer.
 
     Such a scheme has a state that grows with depth, or a learned expand in the first layer or collapse in the last.
     """

@@ -62,7 +62,10 @@ def causal_scheme(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
 
 @lru_cache(maxsize=256)
 def expect_fit(scheme: Scheme, dim: int, num_layers: int) -> None:
-    """Raise ValueError if the scheme does not take this width or number of layers. Building it takes milliseconds."""
+    """Raise ValueError if the scheme does not allow this width or number of layers.
+
+    This builds the scheme on the meta device, which takes milliseconds.
+    """
     with torch.device("meta"):
         scheme.build(dim, 2 * num_layers)
 

@@ -78,7 +78,10 @@ class Place(NamedTuple):
 
 
 def give_places(parts: Sequence[nn.Module]) -> None:
-    """Give the parts of a stream their places. Parts without one join the stream of the others, if that is unique."""
+    """Give the parts of a stream their places.
+
+    If all parts that already have a place belong to one stream, the others join it. Otherwise all parts form a new one.
+    """
     places = [getattr(part, "place", None) for part in parts]
     streams = {id(place.stream): place.stream for place in places if place is not None}
     stream = next(iter(streams.values())) if len(streams) == 1 else Identity()

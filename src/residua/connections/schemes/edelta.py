@@ -125,8 +125,8 @@ class EDeltaStream(ExpandingScheme, _Hybrid):
     (arXiv 2602.18308): H_pre = softmax(P, -1) and H_post = softmax(R, -2), for each token from its own g.
 
     The published version has `context="sequence"`, `gamma_init=0.5` and `penalty=0.0`, because its training loop never
-    adds the penalty for this variant. Linear maps of width num_streams * dim make its state and read it out. Here the
-    embedding is repeated and the rows are averaged, so the last H_post could not change anything and is omitted.
+    adds the penalty for this variant. There, linear maps of width num_streams * dim make and read out the state. Here
+    the embedding is repeated and the rows are averaged, so the last H_post could not change anything and is omitted.
 
     start         "published": u, v and k are drawn; "residual": they start orthogonal to the mean of at least 3 rows,
                   the same for all tokens, so that Q and H keep the mean, which is then exactly the plain residual

@@ -127,7 +127,10 @@ class DynamicWeights(SelfStarting):
 
 
 class WriteGates(DynamicWeights):
-    """g_1 and g_2 from x, 1 at the start: (batch, seq, dim) -> (batch, seq, 2) in at least float32."""
+    """The gates g_1 of the residual and g_2 of the output, 1 at the start: (batch, seq, dim) -> (batch, seq, 2).
+
+    They are computed from x, in at least float32.
+    """
 
     def __init__(self, dim: int, hidden: int, *, eps: float):
         super().__init__(dim, hidden, 2, eps=eps)

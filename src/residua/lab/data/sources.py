@@ -27,8 +27,9 @@ def open_corpus(
     - a file, or a folder of .txt, .md, .jsonl, .json, .csv, .tsv, .parquet and .arrow files: see `open_files`;
     - "fineweb-edu" (`sample` picks a part), or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]": see `open_hub`.
 
-    Documents of more than `longest_document` characters are cut, 0 for none; by default only prose in files is cut.
-    Raises InputError if there is nothing to read. Reading raises it for text that cannot be used, with file and line.
+    Documents of more than `longest_document` characters are cut; 0 cuts none. By default only prose in files is cut.
+    Raises InputError if there is nothing to read. Iterating over the corpus raises InputError, with file and line, for
+    text that cannot be used.
     """
     samples = SAMPLES if source == FINEWEB_EDU else {}
     expected = f"one of {', '.join(samples)}" if samples else f"left out with {source}"

@@ -43,7 +43,7 @@ def norm(state: State) -> Tensor:
 
 
 def change(before: State, after: State) -> Tensor:
-    """Return |X' - X| of each token, (T). A tensor that only X' has counts with its whole norm."""
+    """Return |X' - X| of each token, (T). A tensor that is only in X', such as a new source, counts in full."""
     earlier = tree_leaves(before)
     return norm(
         [

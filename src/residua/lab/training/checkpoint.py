@@ -119,7 +119,7 @@ def drop_later(folder: Path, step: int) -> None:
 
 
 def _best(paths: Collection[Path]) -> Path | None:
-    """Return the checkpoint with the lowest validation loss, or the newest of several; files are not verified."""
+    """Return the checkpoint with the lowest validation loss (of equal ones the newest), without verifying its files."""
     losses = {}
     for path in paths:
         try:

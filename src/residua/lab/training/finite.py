@@ -13,9 +13,9 @@ MOST_GRADIENTS = 5
 class FiniteCheck:
     """Check loss and gradients on the device, so that no step waits for the host.
 
-    From the first step that is not finite on, the optimizer skips its updates (`found_inf`, which a GradScaler also
-    sets on a fused optimizer), so the weights stay as after the last good step. The numbers of the failed step are kept
-    for the `error`. The loss must be the mean over all ranks, so that they all agree.
+    Once a step is not finite, the optimizer skips all updates (by `found_inf`, which a GradScaler also sets on a fused
+    optimizer), so the weights stay as after the last good step. The numbers of the failed step are kept for the
+    `error`. The loss must be the mean over all ranks, so that they all agree.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
