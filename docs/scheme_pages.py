@@ -75,7 +75,7 @@ def page(name: str) -> str:
     kind = SCHEMES[name]
     code = snippet(name)
     parts = [
-        f"# {title(name)}",
+        heading(name),
         displayed(kind.equation),
         f"Source: {sources(name)}. Class: `residua.{kind.__name__}`. {picture(name)}",
         *map(joined, about(kind)),
@@ -98,6 +98,14 @@ def page(name: str) -> str:
         differences(name),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def heading(name: str) -> str:
+    """Return the heading of a scheme's page, with its name if only other titles have that: so a search finds it."""
+    elsewhere = any(name in title(other).lower() for other in SCHEMES if other != name)
+    if not elsewhere or name in title(name).lower():
+        return f"# {title(name)}"
+    return f"---\nsearch: {{boost: 4}}\n---\n\n# {title(name)} ({name})"
 
 
 def picture(name: str) -> str:

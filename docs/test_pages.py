@@ -127,6 +127,14 @@ def test_the_page_of_a_scheme_has_the_results_of_every_page(scheme_pages):
         assert f"`{label}`" in scheme_pages.results(scheme_pages.scheme_of(label)), label
 
 
+def test_a_name_in_titles_of_other_schemes_is_in_the_title_of_its_own(scheme_pages):
+    """Else a search for it finds the others first."""
+    for name in SCHEMES:
+        if any(name in scheme_pages.title(other).lower() for other in SCHEMES if other != name):
+            assert name in scheme_pages.heading(name).lower()
+    assert "boost" in scheme_pages.heading("mhc")
+
+
 def test_the_start_of_a_scheme_is_measured(scheme_pages):
     assert scheme_pages.start(PRESETS["residual"]) == "0"
     assert float(scheme_pages.start(PRESETS["hc"])) < 1e-6
