@@ -18,7 +18,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def on_whole_tensors(reset: Callable[[Module], None]) -> Callable[[Module], None]:
-    """Wrap a `reset_parameters` so that it fills whole tensors, of which each rank keeps its shard.
+    """Wrap a `reset_parameters` so that it fills whole tensors, and each rank keeps its own shard.
 
     Rank 0 fills the whole tensors as a single process would. On the meta device nothing is drawn, because drawing there
     is slow and imports torch's compiler.

@@ -12,7 +12,7 @@ from residua.ops import KNorm, delta_write
 class DeltaResidual(nn.Module):
     """The general delta-residual block: X <- X + beta k (v^T - k^T X) with k, v and beta all computed from X.
 
-    It stands alone in a stack of modules. phi_k and phi_v are modules that take the whole state
+    Use it like any module in a stack. phi_k and phi_v are modules that take the whole state
     (..., value_channels, dim): phi_k returns the raw direction (..., dim), phi_v the value (..., value_channels).
     Without phi_v the value is a linear map of the mean over the channels. beta = 2 sigmoid(linear(G(X))), where `pool`
     selects G: "mean", "flatten", or "conv" over a sequence axis, for states (batch, seq, value_channels, dim).

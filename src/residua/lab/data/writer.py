@@ -171,7 +171,7 @@ def write_shards(
     share: HeldOutShare | None = None,
     lossless: bool = True,
 ) -> tuple[dict[Split, SplitFiles], dict[str, Any]]:
-    """Write the shards of both splits into `stage`, continuing after what it has saved.
+    """Write the shards of both splits into `stage`, and continue after the saved part.
 
     Progress is saved after each shard, at least SAVE_TEXT bytes of text apart. An interrupted preparation continues to
     the same bytes as an uninterrupted one: it reads the text from the start and skips the saved documents.

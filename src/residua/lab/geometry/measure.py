@@ -124,7 +124,7 @@ def full_and_online(
 
 
 def position0(model: Predict, data: Data) -> Position0:
-    """Detect a leak on the gyroscope: x_0 alone cannot beat `references.causal_floor`.
+    """Detect a leak on the gyroscope: a prediction from only x_0 cannot beat `references.causal_floor`.
 
     The model gets full sequences. It leaks if its error at position 0, compared trajectory by trajectory, is more than
     3 standard errors below the error of the best causal prediction. This test can miss a leak; `causality` does not.

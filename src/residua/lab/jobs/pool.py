@@ -7,7 +7,7 @@ A folder of runs holds
 
     settings.json     the settings of all its runs; other settings are refused
     records.jsonl     one line for every finished run
-    runs/             the state of runs that are under way
+    runs/             the state of unfinished runs
 """
 
 import hashlib
