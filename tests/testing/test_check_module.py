@@ -25,7 +25,7 @@ from residua import (
     Residual,
 )
 from residua.connections import PRESETS, resolve
-from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, StreamAdapter, check_module
+from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, StreamAdapter, check_module, diagnosis
 from residua.testing.adapter import holding, named_once, named_parameters
 from residua.testing.checks import run
 from residua.testing.diagnosis import _reordered
@@ -247,6 +247,14 @@ def test_a_public_bug_is_named(bug):
     assert re.search(r"^Block, compared with ManifoldHyperConnections\(order='(rows|columns)'\): ", report)
     assert "bfloat16" not in report or bug == "autocast mapping", "it is blamed for nothing else"
     assert re.search(rf"(?m)^  (\w+, )*{check}(, \w+)*: {start}{words.removeprefix('^')}", report), report
+
+
+@pytest.mark.slow
+def test_a_known_mistake_is_diagnosed_once(monkeypatch):
+    of = Mock(side_effect=diagnosis.of)
+    monkeypatch.setattr(diagnosis, "of", of)
+    assert "the mixer is transposed" in failures(Block("transposed"))
+    assert of.call_count == 1
 
 
 FIRST = "^not one of the known mistakes; the first difference is in "

@@ -6,9 +6,9 @@ The adapter computes your parameters from ours, so gradients with respect to our
 import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
-from functools import partial, wraps
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,9 +75,9 @@ def check_module(
     if not 0 <= adapter.index < adapter.num_sublayers:
         raise ValueError(f"index must be 0 to {adapter.num_sublayers - 1}, a sublayer, got {adapter.index}")
     expect_names(expected_failures or {}, checks(compiled=True))
-    adapter = nearest(adapter)
+    adapter, compared = nearest(adapter)
     subject = f"{type(adapter).__name__}, compared with {version_in_words(adapter.scheme)}"
-    return require(replace(run(_suite(compiled), adapter, expected_failures), subject=subject), subject)
+    return require(replace(run(_suite(compiled, compared), adapter, expected_failures), subject=subject), subject)
 
 
 CHECKS = Suite()
@@ -89,44 +89,50 @@ def checks(*, compiled: bool = False) -> dict[str, CheckFunction]:
 
     If the scheme has several published versions, each check takes the one nearest to the module.
     """
-    return {name: _of_nearest(check) for name, check in _suite(compiled).items()}
+    return {name: _of_nearest(name, check) for name, check in _suite(compiled).items()}
 
 
-def _suite(compiled: bool) -> dict[str, CheckFunction]:
-    return CHECKS | ({"compiles": seeded(compiles)} if compiled else {})
+def _suite(compiled: bool, compared: "PairedPass | None" = None) -> dict[str, CheckFunction]:
+    """Return the checks; `forward` judges the pass `compared`, so that it is diagnosed once, or one of its own."""
+    suite = CHECKS | ({"compiles": seeded(compiles)} if compiled else {})
+    return suite | ({"forward": seeded(lambda _: compared.judge())} if compared is not None else {})
 
 
-def _of_nearest(check: CheckFunction) -> CheckFunction:
+def _of_nearest(name: str, check: CheckFunction) -> CheckFunction:
     @wraps(check)
     def judge(adapter: Adapter) -> None:
-        check(nearest(adapter))
+        adapter, compared = nearest(adapter)
+        _suite(True, compared)[name](adapter)
 
     return judge
 
 
-def nearest(adapter: Adapter) -> Adapter:
-    """Return the adapter with the published version of its scheme that is nearest to its module.
+def nearest(adapter: Adapter) -> "tuple[Adapter, PairedPass | None]":
+    """Return the adapter with the published version of its scheme that is nearest to its module, and its forward pass.
 
     A version is nearer if fewer differences are left unexplained by known mistakes, and among equals if the results are
-    closer. If the module cannot be called, the scheme stays unchanged, and the checks report the error.
+    closer. If there is one version, or the module cannot be called, the scheme stays unchanged, no pass is returned, and
+    the checks report the error.
     """
     candidates = versions(adapter.scheme)
     if len(candidates) == 1:
-        return adapter
-    adapters = [with_attributes(adapter, scheme=scheme) for scheme in candidates]
+        return adapter, None
     with torch.random.fork_rng(devices=[]), suppress(Exception):
-        torch.default_generator.manual_seed(0)
-        compared = [PairedPass.of(each) for each in adapters]
-        return next((one.pair.adapter for one in compared if one.agrees), None) or min(compared, key=_gap).pair.adapter
-    return adapter
+        passes = []
+        for scheme in candidates:
+            torch.default_generator.manual_seed(0)
+            passes.append(PairedPass.of(with_attributes(adapter, scheme=scheme)))
+        agreeing = (one for one in passes if one.agrees)
+        explained = (one for one in passes if not diagnosis.unexplained(one.findings))  # diagnosed up to the first
+        one = next(agreeing, None) or next(explained, None) or min(passes, key=_gap)
+        return one.pair.adapter, one
+    return adapter, None
 
 
 def _gap(compared: "PairedPass") -> tuple[int, float]:
-    """Return the number of unexplained differences, and, if there are any, the size of the whole difference."""
-    unexplained = diagnosis.unexplained(compared.findings)
-    pairs = zip(tensors(compared.result), tensors(compared.reference))
-    size = sum(rms(a - b) for a, b in pairs) if unexplained else 0.0
-    return unexplained, size if math.isfinite(size) else math.inf
+    """Return the number of unexplained differences, and the size of the whole difference."""
+    size = sum(rms(a - b) for a, b in zip(tensors(compared.result), tensors(compared.reference)))
+    return diagnosis.unexplained(compared.findings), size if math.isfinite(size) else math.inf
 
 
 @CHECKS.add
@@ -211,13 +217,11 @@ def in_words(values: Tensor) -> str:
 @CHECKS.add
 def forward(adapter: Adapter) -> None:
     """The inputs of the sublayers and the new state are the same, with random parameters and streams that differ."""
-    one = PairedPass.of(adapter)
-    if not one.agrees:
-        expect(_repeats(one.pair), "a second call gives other numbers")
-        raise CheckFailed(diagnosis.in_words(one.findings) + diagnosis.dtype_hint(one.pair, one.result, one.reference))
+    PairedPass.of(adapter).judge()
 
 
-class PairedPass(NamedTuple):
+@dataclass(frozen=True)
+class PairedPass:
     """One forward pass of both modules: the results, and the inputs of their sublayers (`actual` of theirs)."""
 
     pair: Pair
@@ -242,16 +246,23 @@ class PairedPass(NamedTuple):
             raise CheckFailed(f"the result must be {structure(reference)}, got {structure(result)}")
         return cls(pair, state, result, reference, actual, expected)
 
-    @property
+    def judge(self) -> None:
+        """Raise CheckFailed if the two differ."""
+        if not self.agrees:
+            expect(_repeats(self.pair), "a second call gives other numbers")
+            hint = diagnosis.dtype_hint(self.pair, self.result, self.reference)
+            raise CheckFailed(diagnosis.in_words(self.findings) + hint)
+
+    @cached_property
     def agrees(self) -> bool:
         return len(tensors(self.actual)) == len(tensors(self.expected)) and all(
             map(self.pair.agree, tensors([self.actual, self.result]), tensors([self.expected, self.reference]))
         )
 
-    @property
+    @cached_property
     def findings(self) -> diagnosis.Findings:
         """The known mistakes and the unexplained differences between the two modules."""
-        return diagnosis.of(*self)
+        return diagnosis.of(self.pair, self.state, self.result, self.reference, self.actual, self.expected)
 
 
 def structure(tree: Any) -> list[Any]:
