@@ -515,6 +515,23 @@ def test_a_write_that_moves_too_far_by_a_third_is_wrong_in_bfloat16(name, too_fa
         checks()["forward"](Narrow(PRESETS[name], too_far))
 
 
+class Steep(Narrow):
+    """Our own stack with a gradient of the embedding that is a fifth too large."""
+
+    def forward(self, module, x, sublayers):
+        x = x.view_as(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: 1.2 * grad)
+        return super().forward(module, x, sublayers)
+
+
+@pytest.mark.parametrize("name", some(PRESETS, ("residual", "ddl", "mhc").__contains__))
+def test_a_gradient_that_is_a_fifth_too_large_is_wrong_in_bfloat16(name):
+    checks()["gradients"](Narrow(PRESETS[name]))
+    with pytest.raises(CheckFailed, match=r"the gradient of the state, leaf 0 is 1\.[12]\d* times ours$"):
+        checks()["gradients"](Steep(PRESETS[name]))
+
+
 @pytest.mark.nightly
 def test_a_second_mistake_is_not_made_up():
     said = failures(Block("writes its input"))

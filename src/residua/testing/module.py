@@ -19,6 +19,7 @@ from residua.connections import Scheme
 from residua.connections.parts.memory import window_of
 from residua.testing import diagnosis
 from residua.testing.adapter import (
+    NARROW_ROUNDINGS,
     ROUNDINGS,
     Adapter,
     ConnectionAdapter,
@@ -34,7 +35,7 @@ from residua.testing.adapter import (
     versions,
     with_attributes,
 )
-from residua.testing.agreement import agree, disagreement
+from residua.testing.agreement import TOLERANCES, agree, disagreement
 from residua.testing.checks import (
     CheckFailed,
     CheckFunction,
@@ -111,8 +112,8 @@ def nearest(adapter: Adapter) -> "tuple[Adapter, PairedPass | None]":
     """Return the adapter with the published version of its scheme that is nearest to its module, and its forward pass.
 
     A version is nearer if fewer differences are left unexplained by known mistakes, and among equals if the results are
-    closer. If there is one version, or the module cannot be called, the scheme stays unchanged, no pass is returned, and
-    the checks report the error.
+    closer. If there is one version, or the module cannot be called, the scheme stays unchanged and no pass is returned;
+    the checks report an error.
     """
     candidates = versions(adapter.scheme)
     if len(candidates) == 1:
@@ -305,8 +306,14 @@ def gradients(adapter: Adapter) -> None:
     agrees_forward(pair)
     reference, result = (grads_of(pair, call) for call in (pair.reference, pair.candidate))
     moved: dict[str, Tensor | None] = {}
+    exact, allowed = _exact_gradients(pair) if pair.dtype.itemsize == 2 else ({}, {})
+
+    def is_far(name: str, theirs: Tensor, ours: Tensor) -> bool:
+        return name in allowed and distance(theirs, ours) > allowed[name]
 
     def disagrees(name: str, theirs: Tensor, ours: Tensor) -> bool:
+        if is_far(name, theirs, exact.get(name, ours)):
+            return True
         if disagreement(theirs, ours, dtype=pair.dtype, factor=10) is None:  # sums over all tokens
             return False
         moved.update(moved or grads_of(pair, pair.reference, pair.moved(pair.state())))
@@ -325,6 +332,7 @@ def gradients(adapter: Adapter) -> None:
         elif disagrees(name, theirs, ours):
             ratio = (theirs * ours).sum() / ours.square().sum()
             near = disagreement(theirs, ratio * ours, dtype=pair.dtype, factor=10) is None
+            near = near and not is_far(name, theirs, ratio * ours)
             words = f"is {ratio.item():.4g} times ours" if near else "differs by up to " + relative(theirs, ours)
             wrong.append(f"the gradient of {name} {words}")
 
@@ -333,24 +341,55 @@ def gradients(adapter: Adapter) -> None:
             other = grads_of(pair, call)
         except CheckFailed:  # no gradient is left in this version
             return False
-        return all(
-            disagreement(value, result[name] if result[name] is not None else torch.zeros_like(value), factor=10)
-            is None
-            for name, value in other.items()
-            if value is not None
-        )
+        for name, ours in reference.items():
+            if ours is not None:
+                value, theirs = (torch.zeros_like(ours) if x is None else x for x in (other[name], result[name]))
+                if disagreement(value, theirs, factor=10) is not None or is_far(name, theirs, value):
+                    return False
+        return True
 
     if wrong:
         raise CheckFailed(diagnosis.frozen(pair, agrees) or "; ".join(wrong))
 
 
-def grads_of(pair: Pair, call: Callable, state: Any = None) -> dict[str, Tensor | None]:
-    """Return the gradients with respect to the state and our parameters, by name; state: None for the pair's."""
+def _exact_gradients(pair: Pair) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the gradients of our module in float64 at the rounded state and parameters, and, also by name, the
+    distance from them that rounding allows: several times the largest that ours has in 16 bits, over a few states.
+    """
+    ours = {name: x.detach().double().requires_grad_() for name, x in pair.ours.items()}
+    exact: dict[str, Tensor] = {}
+    errors: dict[str, float] = {}
+    for shift in range(STATES):
+        state = tree_map(lambda x: x.roll(shift, -1), pair.state())  # noqa: B023
+        narrow = grads_of(pair, pair.reference, state)
+        wide = grads_of(pair, pair.reference, tree_map(torch.Tensor.double, state), ours)
+        for name, x in wide.items():
+            if x is not None and (value := narrow[name]) is not None:
+                exact.setdefault(name, x)
+                errors[name] = max(errors.get(name, 0.0), distance(value, x))
+    relative = TOLERANCES[pair.dtype][0]
+    return exact, {name: relative + NARROW_ROUNDINGS * error for name, error in errors.items()}
+
+
+STATES = 3
+"""States over which the error of a gradient in 16 bits is measured: that of a small tensor can be small by chance."""
+
+
+def distance(result: Tensor, reference: Tensor) -> float:
+    """Return the norm of the difference of whole tensors, relative to that of the reference."""
+    return ((result.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def grads_of(
+    pair: Pair, call: Callable, state: Any = None, ours: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor | None]:
+    """Return the gradients with respect to the state and our parameters, by name; None: the pair's."""
+    ours = pair.ours if ours is None else ours
     state = tree_map(lambda x: x.clone().requires_grad_(), pair.state() if state is None else state)
-    loss = weighted(call(pair.ours, state, pair.sublayers()))
+    loss = weighted(call(ours, state, pair.sublayers()))
     expect(loss.requires_grad, "the output has no gradient at all")
-    names = [*(f"the state, leaf {i}" for i in range(len(tensors(state)))), *pair.ours]
-    return dict(zip(names, torch.autograd.grad(loss, [*tensors(state), *pair.ours.values()], allow_unused=True)))
+    names = [*(f"the state, leaf {i}" for i in range(len(tensors(state)))), *ours]
+    return dict(zip(names, torch.autograd.grad(loss, [*tensors(state), *ours.values()], allow_unused=True)))
 
 
 def relative(result: Tensor, reference: Tensor) -> str:
