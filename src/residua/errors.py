@@ -24,6 +24,10 @@ PACKAGES = {
 """The packages of each extra, by the names that are imported."""
 
 
+class NotInstalled(ModuleNotFoundError):
+    """An optional package is not installed. The message has the command that installs it. Exit status 1."""
+
+
 class InputError(ValueError):
     """The user's input is invalid. The message gives the requirement, the value and the remedy. Exit status 2."""
 
@@ -49,20 +53,25 @@ def first_line(error: BaseException) -> str:
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
+def installing(name: str) -> str:
+    """Return the command that installs the extra `name`, and where to run it: no index has residua yet."""
+    return f'pip install ".[{name}]" in a clone of residua'
+
+
 @contextmanager
 def extra(name: str) -> Iterator[None]:
     """Import optional packages of the extra `name` in this context.
 
     Raises:
-        ModuleNotFoundError: a package is missing; if the extra brings it, the message has the command that installs it.
+        NotInstalled: a package of this extra is missing.
     """
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in PACKAGES[name]:
+        if isinstance(error, NotInstalled) or error.name not in PACKAGES[name]:
             raise
-        raise ModuleNotFoundError(
-            f"{error.name} is not installed; it comes with: pip install 'residua[{name}]'", name=error.name
+        raise NotInstalled(
+            f"{error.name} is not installed; it comes with: {installing(name)}", name=error.name
         ) from error
 
 

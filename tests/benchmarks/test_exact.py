@@ -55,5 +55,5 @@ def test_a_wrong_fast_path_gets_no_speed(monkeypatch, fault):
 @pytest.mark.interpreter
 def test_kernels_are_checked_against_the_plain_definitions():
     """No kernel takes float64."""
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'residua[kernels]'")
+    pytest.importorskip("triton", reason='triton is not installed: pip install ".[kernels]"')
     checked("mhc:implementation=triton")

@@ -16,6 +16,7 @@ from residua.commands.cli import main
 from residua.commands.signature import command_parser
 from residua.commands.table import COMMANDS
 from residua.connections import PRESETS, registry
+from residua.errors import installing
 from residua.lab import experiment
 from support.processes import run_python
 from support.tiny_runs import options, prepare_texts
@@ -387,7 +388,7 @@ def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prep
     without_lab = [["schemes"], ["schemes", "ddl-tc"], *commands]
     statuses, table, err = each_without(*((optional, command) for command in without_lab))
     assert statuses == [0, 0, 1, 1, 1, 1, 1], err
-    assert err.count("pip install 'residua[lab]'") == len(commands)
+    assert err.count(installing("lab")) == len(commands)
     assert all(any(line.startswith(f"{name} ") for line in table) for name in PRESETS), "torch alone lists the schemes"
     assert any("+144,556" in line for line in table)
 
@@ -396,9 +397,19 @@ def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prep
     demos = [(beyond | {name}, ["demo", "--out", f"{out}/{name}"]) for name in modules]
     statuses, _, err = each_without(*demos, *((beyond, command) for command in commands))
     assert statuses == [1] * len(modules) + [0] * len(commands), err
-    hints = [line for line in err.splitlines() if "pip install 'residua[lab]'" in line]
+    hints = [line for line in err.splitlines() if installing("lab") in line]
     assert [name for name, hint in zip(modules, hints, strict=True) if name in hint] == modules
     assert not any((tmp_path / name).exists() for name in modules)
+
+
+@pytest.mark.processes
+def test_packages_that_training_misses_are_named_with_the_command_that_installs_it(tmp_path):
+    missing = ["yaml", "transformers"]  # in the order in which the command imports them
+    command = ["train", "--config", "tiny", "--run", str(tmp_path / "run")]
+    statuses, _, err = each_without(*(({name}, command) for name in missing))
+    assert statuses == [1] * len(missing), err
+    told = [line.removeprefix("residua: ") for line in err.splitlines() if line.startswith("residua: ")]
+    assert told == [f"{name} is not installed; it comes with: {installing('lab')}" for name in missing]
 
 
 def train_without_a_reader(opened, number, argv):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from residua.errors import InputError
+from residua.errors import InputError, installing
 
 MODULE = "residua.engines.torchtitan"
 
@@ -20,9 +20,8 @@ def test_a_missing_torchtitan_is_said_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module(MODULE)
-    assert str(caught.value) == (
-        "torchtitan is not installed, and residua works with torchtitan 0.3: pip install 'residua[titan]'"
-    )
+    text = "torchtitan is not installed, and residua works with torchtitan 0.3"
+    assert str(caught.value) == f"{text}: {installing('titan')}"
 
 
 @pytest.mark.parametrize("installed", ["0.2.1", "0.4.0.dev20261101", "1.0"])
@@ -32,9 +31,8 @@ def test_another_release_is_refused_in_one_line(monkeypatch, tmp_path, installed
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError) as caught:
         importlib.import_module(MODULE)
-    assert str(caught.value) == (
-        f"torchtitan {installed} is installed, and residua works with torchtitan 0.3: pip install 'residua[titan]'"
-    )
+    text = f"torchtitan {installed} is installed, and residua works with torchtitan 0.3"
+    assert str(caught.value) == f"{text}: {installing('titan')}"
 
 
 def test_the_extra_takes_the_release_that_was_tested():

@@ -16,7 +16,7 @@ from support.tiny_models import prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import KERNELS
 
-pytest.importorskip("triton", reason="triton is not installed: pip install 'residua[kernels]'")
+pytest.importorskip("triton", reason='triton is not installed: pip install ".[kernels]"')
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU the kernels are interpreted
 

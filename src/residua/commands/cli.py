@@ -9,7 +9,7 @@ from residua.commands.base import BAD_INPUT, FAILED, INTERRUPTED, fail
 from residua.commands.process import MISPLACED, discard_output, in_one_line, interrupts, lasting_messages
 from residua.commands.signature import HELP, examples, run_function, summary
 from residua.commands.table import COMMANDS, explained, words_after
-from residua.errors import InputError, ReportedElsewhere, did_you_mean
+from residua.errors import InputError, ReportedElsewhere, did_you_mean, extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(argv: list[str], signals: list[int]) -> int:
     try:
-        status = _dispatch(argv) or 0
+        with extra("lab"):  # for an import without one of its own
+            status = _dispatch(argv) or 0
         sys.stdout.flush()
         return status
     except ReportedElsewhere as error:

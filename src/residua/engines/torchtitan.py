@@ -30,7 +30,7 @@ from residua.connections.parts.projection import LINEAR_MAPS
 from residua.conversion.anatomy import Conversion, Sublayer
 from residua.conversion.configuration import with_conversion
 from residua.conversion.rebuild import expect_one_input
-from residua.errors import InputError, extra, require
+from residua.errors import InputError, extra, installing, require
 from residua.lab.data import Batches, PreparedData
 from residua.model_fields import ModelFields
 from residua.models.linear import initialise, start_of
@@ -39,7 +39,7 @@ with extra("lab"):
     from transformers import LlamaConfig
 
 TESTED = (0, 3)
-NEEDED = f"residua works with torchtitan {TESTED[0]}.{TESTED[1]}: pip install 'residua[titan]'"
+NEEDED = f"residua works with torchtitan {TESTED[0]}.{TESTED[1]}: {installing('titan')}"
 """The end of an error for other versions; the extra `titan` has the same range of releases."""
 
 

@@ -21,7 +21,7 @@ from residua.connections.registry import name_of
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import ARCHITECTURE, KEY
 from residua.conversion.flow import Swapped, swap
-from residua.errors import extra
+from residua.errors import extra, installing
 
 TESTED = ((0, 32), (0, 33))
 """The tested minor releases of vLLM; only the Python code of the last one was tested. Older releases are refused."""
@@ -90,7 +90,7 @@ def expect_tested(installed: str) -> None:
     if version in TESTED:
         return
     tested = " and ".join(".".join(map(str, release)) for release in TESTED)
-    message = f"vllm {installed} was not tested with residua, {tested} were; pip install 'residua[vllm]' installs one"
+    message = f"vllm {installed} was not tested with residua, {tested} were; {installing('vllm')} installs one"
     if version and version < TESTED[0]:
         raise NotImplementedError(message)
     logging.getLogger("residua").warning(message)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from residua import lazy
 from residua.conversion.configuration import MODEL_TYPE, ConvertedConfig
-from residua.errors import InputError, RunError, first_line
+from residua.errors import InputError, RunError, first_line, installing
 from residua.files.durable import unfinished
 from residua.files.reading import read_json, read_text, write_yaml
 from residua.lab.data.tokenizer import save_tokenizer
@@ -213,7 +213,7 @@ model = {call}
 def _requirement(remote_code: bool) -> str:
     """Return the paragraphs of a card on installing residua, and on opening a folder without remote code."""
     address = repository()
-    command = f"pip install 'residua[lab] @ git+{address}'" if address else "pip install 'residua[lab]'"
+    command = f"pip install 'residua[lab] @ git+{address}'" if address else installing("lab")
     text = f"\nThis model needs residua:\n\n    {command}\n"
     if not remote_code:
         text += (

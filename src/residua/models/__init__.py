@@ -2,7 +2,7 @@
 
 import logging
 
-from residua.errors import extra
+from residua.errors import extra, installing
 from residua.models.authors import load_authors_checkpoint
 from residua.models.configuration import SIZES, ResiduaConfig
 from residua.models.transformer import ResiduaForCausalLM, ResiduaModel
@@ -20,7 +20,7 @@ def _say_if_newer(installed: str) -> None:
         newest = ".".join(map(str, TESTED))
         logging.getLogger("residua").warning(
             f"transformers {installed} is newer than {newest}, the newest that residua was tested with; "
-            "pip install 'residua[lab]' goes back to that"
+            f"{installing('lab')} goes back to that"
         )
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from residua.connections import DeepDelta, Residual, Scheme
+from residua.errors import extra
 from residua.models.configuration import ResiduaConfig
 from residua.models.transformer import ResiduaForCausalLM
+
+with extra("lab"):
+    from transformers import PreTrainedConfig
 
 # Keys of the authors' configuration that do not change the function computed from given parameters.
 _WITHOUT_EFFECT = {

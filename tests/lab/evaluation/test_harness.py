@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="comes with: pip install 'residua[eval]'")
+pytest.importorskip("lm_eval", reason='comes with: pip install ".[eval]"')
 
 import lm_eval
 from transformers import LlamaConfig, LlamaForCausalLM

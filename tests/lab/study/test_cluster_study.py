@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from residua.commands.cli import main
+from residua.errors import installing
 from residua.lab.jobs import slurm
 from residua.lab.jobs.slurm import Slurm
 from residua.lab.records import jsonlines
@@ -107,4 +108,4 @@ def test_a_missing_package_and_a_machine_without_slurm_are_one_line(data, tmp_pa
     assert "--slurm must be given with --executor slurm" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "submitit", None)
     assert main([*argv, "--slurm", "time=5"]) != 0
-    assert "it comes with: pip install 'residua[slurm]'\n" in capsys.readouterr().err
+    assert f"it comes with: {installing('slurm')}\n" in capsys.readouterr().err

@@ -19,7 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from residua.errors import InputError, RunError, did_you_mean, extra, first_line, fits, require, shown, words
+from residua.errors import (
+    InputError,
+    RunError,
+    did_you_mean,
+    extra,
+    first_line,
+    fits,
+    installing,
+    require,
+    shown,
+    words,
+)
 from residua.files.durable import unlinked, write_text
 from residua.files.reading import parse_yaml
 from residua.lab.jobs import controller
@@ -90,7 +101,8 @@ class Slurm:
         with extra("slurm"):
             submitit = _submitit()
             from submitit.slurm.slurm import _make_sbatch_string
-        require(submitit.__version__.startswith("1.5."), "submitit", "1.5 (residua[slurm])", submitit.__version__)
+        tested = f"1.5 ({installing('slurm')})"
+        require(submitit.__version__.startswith("1.5."), "submitit", tested, submitit.__version__)
         kinds = {name: kind for name, kind in get_type_hints(_make_sbatch_string).items() if name not in INTERNAL}
         options: dict[str, Any] = {}
         for name, _, text in (text.partition("=") for text in texts):

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from residua.errors import InputError
+from residua.errors import InputError, installing
 from residua.files.durable import unlinked, write_text
 from residua.files.reading import read_text
 from residua.lab.records.folder import RunFolder, flatten
@@ -87,7 +87,7 @@ def _has_tensorboard() -> bool:
     """Return whether tensorboard is installed; print a line if it is not."""
     if find_spec("tensorboard"):
         return True
-    say("no TensorBoard events are written: tensorboard is not installed (pip install 'residua[lab]')")
+    say(f"no TensorBoard events are written: tensorboard is not installed; it comes with: {installing('lab')}")
     return False
 
 
@@ -132,7 +132,7 @@ def _wandb_run(run: RunFolder, project: str) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise InputError("train.wandb: wandb is not installed; pip install 'residua[wandb]'") from error
+        raise InputError(f"train.wandb: wandb is not installed; it comes with: {installing('wandb')}") from error
     id_file = run.path / "wandb-id"
     if not id_file.exists():
         write_text(id_file, f"{uuid.uuid4().hex}\n")

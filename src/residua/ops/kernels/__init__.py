@@ -4,11 +4,11 @@ Importing this package needs triton; importing residua does not. All arithmetic 
 tensors. Every kernel is a custom operator of torch.library, so that torch.compile has no graph break.
 """
 
+from residua.errors import NotInstalled, installing
+
 try:
     import triton  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
-    raise ModuleNotFoundError(
-        "triton is not installed; it comes with: pip install 'residua[kernels]'", name="triton"
-    ) from error
+    raise NotInstalled(f"triton is not installed; it comes with: {installing('kernels')}", name="triton") from error
