@@ -112,6 +112,6 @@ def test_kernels_refuse_in_one_line():
     def read(streams: Tensor, implementation: str) -> Tensor:
         return ops.hyper_read(streams, h_pre, implementation=implementation).sum()
 
-    with pytest.raises(ValueError, match=r"no rules for torch\.func.*'reference'"):
+    with pytest.raises(ValueError, match=r"torch\.func.*'reference'"):
         grad(read)(streams, "triton")
     assert_close(grad(read)(streams, "auto"), grad(read)(streams, "reference"))

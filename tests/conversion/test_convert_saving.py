@@ -362,7 +362,7 @@ def test_connections_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match="its connection differs"):
         residua.load_connection(converted("mhc"), tmp_path)
     deeper = llama(num_hidden_layers=4)
-    with pytest.raises(InputError, match=r"its layers differ .* are of 3 layers, the model has 4"):
+    with pytest.raises(InputError, match=r"its layers differ .* 3 layers, the model has 4"):
         residua.load_connection(deeper, tmp_path)
     with pytest.raises(InputError, match=r"its layers differ .*input_layernorm"):
         residua.load_connection(model_of(Olmo2Config, intermediate_size=24), tmp_path)
@@ -550,9 +550,9 @@ def another_head(model):
 @pytest.mark.parametrize(
     ("change", "connection", "says"),
     [
-        (pruned, "hc", "of 3 layers, the model has 2"),
-        (deepened, "hc", "of 3 layers, the model has 4"),
-        (shorter, "hc", "of 3 layers, the model has 2"),
+        (pruned, "hc", "3 layers, the model has 2"),
+        (deepened, "hc", "3 layers, the model has 4"),
+        (shorter, "hc", "3 layers, the model has 2"),
         (exchanged, "denseformer", "average"),
         (another_head, "hc", r"lm_head\.weight"),
     ],
