@@ -37,7 +37,7 @@ def test_the_notebook_is_the_tutorial():
     assert cells(DOCS / "tutorial.ipynb") == [module.INSTALL, *blocks(PAGES["docs/tutorial.md"], "python")]
 
 
-def test_the_notebook_installs_a_wheel_beside_it_else_from_the_repository(monkeypatch, tmp_path):
+def test_the_notebook_installs_the_wheel_beside_it_or_else_from_the_repository(monkeypatch, tmp_path):
     called = []
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("subprocess.run", lambda command, check: called.append(command[-2]))
@@ -49,14 +49,14 @@ def test_the_notebook_installs_a_wheel_beside_it_else_from_the_repository(monkey
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_drawing_is_what_its_script_draws(name):
+def test_a_drawing_is_the_output_of_its_script(name):
     """`python tools/drawings.py` makes it from the records."""
     assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name]()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python reads TOML, and qualifies names of code, from 3.11 on")
 @pytest.mark.parametrize("name", ["architecture-rooms", "architecture-calls"])
-def test_a_drawing_of_the_house_is_what_the_code_is(name):
+def test_a_drawing_of_the_architecture_matches_the_code(name):
     """`python tools/architecture.py` makes it from the contracts and from calls."""
     assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == script("architecture", TOOLS).PICTURES[name]()
 
@@ -73,8 +73,8 @@ def test_the_equation_of_a_scheme_becomes_a_formula(name, scheme_pages):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    """To a file of the repository, or a folder that the site has a page for: right with the site and without."""
+def test_every_link_has_a_target(page):
+    """The target is a file of the repository, or a folder that has a page on the site."""
     code = (DOCS / "hooks.py").read_text(encoding="utf-8")
     pages_of_folders = ast.literal_eval(re.search(r"^FOLDERS = ({.*?^})", code, re.MULTILINE | re.DOTALL)[1])
     for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
@@ -105,7 +105,7 @@ def test_the_schemes_are_listed_with_their_state_and_their_parameters(scheme_pag
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_page_of_a_scheme_is_whole(name, scheme_pages):
+def test_the_page_of_a_scheme_is_complete(name, scheme_pages):
     """Its code runs and prints, every preset has a row, and every option a meaning."""
     page = scheme_pages.page(name)
     assert scheme_pages.displayed(SCHEMES[name].equation) in page
@@ -116,8 +116,8 @@ def test_the_page_of_a_scheme_is_whole(name, scheme_pages):
         assert scheme_pages.meaning(SCHEMES[name], field.name), field.name
 
 
-def test_the_page_of_a_scheme_has_the_results_of_every_page(scheme_pages):
-    """A page says that nothing was trained only if no table has a row of its scheme."""
+def test_the_page_of_a_scheme_lists_its_results_from_every_page(scheme_pages):
+    """A page says that nothing was trained only if no table has a row for its scheme."""
     without = {name for name in SCHEMES if "We have not trained it" in scheme_pages.results(name)}
     trained = {"residual", "lambdas", "hyper", "mhc", "attnres", "mudd", "gated_delta", "gated_orthogonal", "edelta"}
     assert not without & trained
@@ -127,21 +127,21 @@ def test_the_page_of_a_scheme_has_the_results_of_every_page(scheme_pages):
         assert f"`{label}`" in scheme_pages.results(scheme_pages.scheme_of(label)), label
 
 
-def test_a_name_in_titles_of_other_schemes_is_in_the_title_of_its_own(scheme_pages):
-    """Else a search for it finds the others first."""
+def test_a_scheme_named_in_other_titles_is_named_in_its_own_title(scheme_pages):
+    """Otherwise a search for it finds the others first."""
     for name in SCHEMES:
         if any(name in scheme_pages.title(other).lower() for other in SCHEMES if other != name):
             assert name in scheme_pages.heading(name).lower()
     assert "boost" in scheme_pages.heading("mhc")
 
 
-def test_the_start_of_a_scheme_is_measured(scheme_pages):
+def test_the_distance_of_a_scheme_from_the_plain_residual_at_its_start_is_measured(scheme_pages):
     assert scheme_pages.start(PRESETS["residual"]) == "0"
     assert float(scheme_pages.start(PRESETS["hc"])) < 1e-6
     assert float(scheme_pages.start(PRESETS["ddl"])) > 0.1
 
 
-def test_the_home_page_and_the_copies_of_the_site(hooks):
+def test_the_home_page_links_within_the_site_and_the_examples_are_copied_whole(hooks):
     home = hooks.home()
     assert "](docs/" not in home
     assert "](results.md)" in home
@@ -163,8 +163,8 @@ def test_the_home_page_and_the_copies_of_the_site(hooks):
         ("<h2><code>mhc</code></h2>", None),
     ],
 )
-def test_a_preset_links_to_its_page(html, expected, hooks):
-    """Where it stands by itself in text or in a table, and is no link yet."""
+def test_the_name_of_a_preset_links_to_its_page(html, expected, hooks):
+    """In text or in a table, if the name stands by itself and is not a link yet."""
     assert hooks.with_presets(html, "faq/") == (expected or html)
 
 
@@ -173,7 +173,7 @@ def test_the_page_of_a_scheme_does_not_link_to_itself(hooks):
     assert found == '<code>mhc</code> <a href="../hyper/"><code>hc</code></a>'
 
 
-def test_the_repository_has_one_address_and_nothing_installs_residua_from_an_index():
+def test_the_repository_has_one_address_and_no_page_installs_residua_from_an_index():
     """Until a person publishes: pyproject.toml has the address with a placeholder, and everything else repeats it."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     address = re.search(r'^Repository = "https://(.*)"$', project, re.MULTILINE)[1]
@@ -185,7 +185,7 @@ def test_the_repository_has_one_address_and_nothing_installs_residua_from_an_ind
         assert 'default: "residua' not in text
 
 
-def test_the_adapters_for_other_packages_are_whole():
+def test_every_name_in_the_adapters_for_other_packages_is_defined():
     """They cannot run here: every name in them is imported, defined or built in."""
     foreign = [
         block for block in blocks(PAGES["docs/testing.md"], "py") if re.search("^from (megatron|fla)", block, re.M)
@@ -210,8 +210,8 @@ def test_every_whole_model_solves_the_reflection_as_the_page_says():
     assert f"a mean cosine of at least {int(worst * 1000) / 1000}" in PAGES["docs/geometry.md"].replace("\n", " ")
 
 
-def test_the_extra_times_that_pages_name_are_those_of_the_records():
-    """Of a token of a converted model, and of a training step of ours."""
+def test_the_extra_times_on_pages_are_those_of_the_records():
+    """For a token of a converted model, and for a training step of our models."""
     tokens = {row["preset"]: 100 * (row["ratio"]["median"] - 1) for row in records("bench-generate-converted.jsonl")}
     least, *most = sorted(share for name, share in tokens.items() if name not in ("unconverted", "residual"))
     told = PAGES["docs/hugging-face.md"].replace("\n", " ")
@@ -241,19 +241,19 @@ def test_the_rows_of_the_deviations_are_numbered_in_order():
     assert f"every difference listed: {len(numbers)} points" in PAGES["docs/deviations.md"]
 
 
-def test_every_scheme_is_in_a_family(scheme_pages):
-    """The site lists those that are in none under "More", so that a new scheme is not lost."""
+def test_every_scheme_belongs_to_a_family(scheme_pages):
+    """The site lists schemes without a family under "More", so that a new scheme is not lost."""
     assert sorted(name for members in scheme_pages.families().values() for name in members) == sorted(SCHEMES)
 
 
-def test_the_cited_rows_of_the_deviations_are_the_right_ones():
+def test_citations_of_deviations_name_the_right_rows():
     ((first, last),) = re.findall(r"\(deviations\.md\), rows (\d+) to (\d+)", PAGES["docs/geometry.md"])
     cited = [deviations()[number].split(" | ")[:2] for number in range(int(first), int(last) + 1)]
     assert cited == [["EDelta", "initial gate"], ["EDelta", "initial rotation"], ["EDelta", "H_pre, H_post"]]
 
 
 def test_the_limits_of_the_reproduction_agree_with_its_records():
-    """What the sweep of the demo says of the rows whose initial scale was not tuned."""
+    """This covers the statement that the sweep of the demo makes about rows whose initial scale was not tuned."""
     losses = {}
     for run in records("tune-tiny.jsonl"):
         place = run["scheme"], run["embedding_init_std"], run["hidden_init_std_factor"]

@@ -29,11 +29,11 @@ def rows():
     return {row.scheme: row for row in study.rows if row.size == "0.3M" and row.whole}
 
 
-def test_the_counts_of_its_first_sentence():
+def test_the_first_sentence_counts_schemes_and_presets():
     assert f"{len(SCHEMES)} residual schemes for PyTorch in {len(PRESETS)} ready-made presets" in TEXT
 
 
-def test_every_preset_takes_sublayers_with_one_input_but_the_two_that_the_text_names():
+def test_every_preset_but_two_named_ones_takes_sublayers_with_one_input():
     several = []
     for name in PRESETS:
         try:
@@ -71,7 +71,7 @@ def test_the_states_of_a_page_are_those_of_the_command():
         assert state(residua.resolve(name)) == size, name
 
 
-def test_what_it_says_of_the_authors_numbers_is_what_their_test_allows():
+def test_the_claim_about_the_authors_numbers_matches_the_tolerance_of_their_test():
     conformance = (ROOT / "tests/models/test_conformance.py").read_text(encoding="utf-8")
     assert re.search(r'logits - tensors\["logits.f64"\]\)\.abs\(\)\.max\(\) <= 1e-9', conformance)
     assert 'compare_gradients(model, state, tensors, "f64", 1e-7)' in conformance

@@ -16,7 +16,7 @@ def coordinates():
     return mup_check.check("residual", widths=(32, 64, 128), steps=3, seeds=1)
 
 
-def test_training_moves_logits_alike_under_mup_and_more_with_the_width_without(coordinates):
+def test_training_moves_logits_equally_at_every_width_only_under_mup(coordinates):
     slopes = {(c.parameterisation, c.site): c.slope for c in coordinates}
     assert [c.site for c in coordinates] == SITES * 2
     assert abs(slopes["muP", "logits"]) < 0.25
@@ -24,7 +24,7 @@ def test_training_moves_logits_alike_under_mup_and_more_with_the_width_without(c
     assert slopes["standard", "mlp"] > slopes["muP", "mlp"] + 0.5
 
 
-def test_at_the_base_width_both_are_the_same(coordinates):
+def test_with_and_without_mup_agree_at_the_base_width(coordinates):
     by_name = {(c.parameterisation, c.site): c for c in coordinates}
     for site in SITES:
         mup, standard = by_name["muP", site], by_name["standard", site]
@@ -32,7 +32,7 @@ def test_at_the_base_width_both_are_the_same(coordinates):
         assert min(mup.change.values()) > 0
 
 
-def test_nothing_outside_is_changed():
+def test_the_global_random_state_is_unchanged():
     state = torch.random.get_rng_state()
     mup_check.check("ddl", widths=(32, 64), steps=1, seeds=1)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -47,7 +47,7 @@ def test_nothing_outside_is_changed():
         ({64: 1.0, 256: math.inf}, math.nan, "diverges"),
     ],
 )
-def test_a_slope_and_its_verdict(change, slope, verdict):
+def test_a_slope_has_a_verdict(change, slope, verdict):
     coordinate = mup_check.Coordinate("muP", "logits", change, change)
     assert coordinate.slope == pytest.approx(slope, nan_ok=True)
     assert coordinate.verdict == verdict

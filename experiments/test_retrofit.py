@@ -22,7 +22,7 @@ def curve(*losses):
     return [{"step": step, "loss": loss} for step, loss in zip((16, 24, 32), losses)]
 
 
-def test_equal_seconds_reads_the_curve_where_the_baseline_ends(results):
+def test_at_equal_seconds_the_curve_is_read_where_the_baseline_ends(results):
     assert results._at(curve(4.0, 3.0, 2.5), 28) == 2.75
     assert results._at(curve(4.0, 3.0, 2.5), 32) == 2.5
     assert results._at(curve(4.0, 3.0, 2.5), 12) is None
@@ -32,7 +32,7 @@ def test_equal_seconds_reads_the_curve_where_the_baseline_ends(results):
     assert results._at_equal_seconds(runs, {0: 2.5, 1: 2.0}, 3.0) is None
 
 
-def test_a_scheme_is_better_only_where_the_interval_over_seeds_says_so(results):
+def test_a_scheme_is_better_only_if_the_interval_over_seeds_excludes_zero(results):
     from residua.lab.records.statistics import Estimate
 
     empty = results.Row("all", "", 32, 3, 0, None, None, Estimate.of([1.0]), None, None, None, None)
@@ -52,7 +52,7 @@ def test_the_committed_records_are_of_one_model_and_one_corpus(results):
         assert "dirty" not in row["commit"]
 
 
-def test_what_preserves_is_within_float64_and_within_what_float32_gives(results):
+def test_schemes_that_preserve_change_no_logit_beyond_float64_rounding_and_others_give_a_reason(results):
     rows = [row for row in results.read() if row["kind"] == "preserve"]
     assert len(rows) > 30
     for row in rows:

@@ -31,13 +31,13 @@ def recorded():
     return {(each["fingerprint"], each["tokenizer_fingerprint"], each["sha256"]) for each in facts}
 
 
-def test_the_tokens_here_are_those_of_the_records(data):
+def test_the_tokens_in_the_folder_are_those_of_the_records(data):
     assert recorded() == {tuple(data.facts[name] for name in ("fingerprint", "tokenizer_fingerprint", "sha256"))}
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)  # 200 MB of text, also on a busy machine
-def test_the_command_makes_these_tokens_again(data, tmp_path):
+def test_the_command_reproduces_these_tokens(data, tmp_path):
     tokenizer = data.tokenizer().backend_tokenizer
     with (tmp_path / "resbench.jsonl").open("w", encoding="utf-8", newline="\n") as file:
         for split in (data.validation, data.train):  # once a document is held out, none waits: their order stays

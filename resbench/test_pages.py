@@ -24,7 +24,7 @@ def picture():
     return script("picture", RESBENCH)
 
 
-def test_the_hashes_of_both_texts_lead_to_every_record():
+def test_every_record_has_the_hashes_of_both_texts():
     first, second = (read_object(RESBENCH / f"{name}.json")["documents_sha256"] for name in ("corpus", "further"))
     for folder in ("main", "fresh", "1M", "10M"):
         for row in records(f"{folder}/records.jsonl", RESBENCH / "records"):
@@ -33,7 +33,7 @@ def test_the_hashes_of_both_texts_lead_to_every_record():
             assert data.get("further_validation", {"sha256": second})["sha256"] == second
 
 
-def test_the_csv_is_what_the_report_writes(study):
+def test_the_csv_file_is_the_output_of_the_report(study):
     """To nine digits: the quantiles of Student's t in SciPy 1.15 and 1.17 differ by 2e-11."""
     shipped = (RESBENCH / "records" / "main" / "results.csv").read_text(encoding="utf-8")
     for ours, theirs in itertools.zip_longest(csv.reader(table(study).splitlines()), csv.reader(shipped.splitlines())):
@@ -42,7 +42,7 @@ def test_the_csv_is_what_the_report_writes(study):
             assert same, (ours, theirs)
 
 
-def test_the_picture_splits_a_lead_by_labels(picture, study):
+def test_the_picture_splits_a_lead_into_repeated_and_other_labels(picture, study):
     """Their sum is the lead."""
 
     def gain(size, name):
@@ -57,14 +57,14 @@ def test_the_picture_splits_a_lead_by_labels(picture, study):
             assert lead.mean == gain(size, name)
 
 
-def test_each_name_of_the_picture_can_be_typed(picture, study):
+def test_each_name_in_the_picture_is_a_connection_that_can_be_built(picture, study):
     """It is what was trained; for `residual+tc` as a gated delta without its erase term."""
     for name in picture.SCHEMES.keys() - {"residual+tc"}:
         assert resolve(name) == resolve(study.study.schemes[name].connection), name
     assert resolve("residual+tc") == resolve("residual:compress=token")
 
 
-def test_the_runs_of_the_other_picture_are_those_that_were_reported(study):
+def test_the_runs_of_the_repeats_picture_are_the_reported_ones(study):
     """To the last bit, but for one on another processor; 15 % of the labels repeat, as both pictures say."""
     for run in records("main/repeats.jsonl", RESBENCH / "records"):
         last, plain = run["points"][-1], run["scheme"] == "residual"

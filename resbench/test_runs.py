@@ -36,11 +36,11 @@ def run(scheme, size="1M", steps=5):
 
 
 @pytest.mark.parametrize(("scheme", "size", "seconds"), [("hc", "1M", 20), ("mhc", "1M", 30), ("hc", "10M", None)])
-def test_a_run_takes_as_long_as_the_slowest_of_its_scheme_here_or_of_its_size(runs, folder, scheme, size, seconds):
+def test_a_run_is_expected_to_take_as_long_as_the_slowest_of_its_scheme_or_size(runs, folder, scheme, size, seconds):
     assert runs.seconds(run(scheme, size), folder) == seconds
 
 
-def test_no_run_begins_that_would_not_end(runs, folder, monkeypatch):
+def test_no_run_starts_that_would_not_finish_in_time(runs, folder, monkeypatch):
     committed, finished = [], []
     monkeypatch.setattr(runs, "commit", lambda out, subject: committed.append(subject))
     waiting = [

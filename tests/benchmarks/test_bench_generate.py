@@ -26,7 +26,7 @@ def command(*arguments):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_writes_what_its_float64_copy_would(preset):
+def test_every_preset_generates_the_logits_of_its_float64_copy(preset):
     assert Decoding(preset, 2, settings(preset)).check() < 1e-5
 
 
@@ -36,7 +36,7 @@ def test_low_precision_passes_its_own_check(changes):
 
 
 @pytest.mark.parametrize("preset", ["residual", "ddl-ec"])
-def test_every_measurement_writes_the_same_tokens(preset):
+def test_every_measurement_generates_the_same_tokens(preset):
     decoding = Decoding(preset, 2, settings(preset))
     written = []
     for _ in range(3):
@@ -50,7 +50,7 @@ def test_every_measurement_writes_the_same_tokens(preset):
     assert all(torch.equal(one, prompt[:, -1:]) for one in written)
 
 
-def test_a_memory_that_is_lost_gets_no_speed(monkeypatch, capsys):
+def test_no_speed_is_reported_if_the_memory_is_lost(monkeypatch, capsys):
     step = Decoding._step
 
     def forgetful(decoding, ids):
@@ -72,7 +72,7 @@ def test_a_compiled_step_is_one_graph(monkeypatch):
     assert result.timing[1].seconds.keys() == {"residual", "ddl-tc"}
 
 
-def test_records_of_writing_are_complete(tmp_path, capsys):
+def test_records_of_generation_are_complete(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert command("--presets", "ddl", "ddl-cc:value_channels=2", "--out", str(out), "--json") == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
@@ -90,7 +90,7 @@ def test_records_of_writing_are_complete(tmp_path, capsys):
     assert record.keys() >= {"benchmark", "error", "parameters", "commit", "residua", "torch", "device", "date"}
 
 
-def test_the_table_of_writing_has_a_line_for_each_preset_and_batch(capsys):
+def test_the_table_of_generation_has_a_line_for_each_preset_and_batch(capsys):
     assert command("--presets", "ddl") == 0
     header, rule, *rows = capsys.readouterr().out.splitlines()
     assert "ms per token" in header
@@ -98,7 +98,7 @@ def test_the_table_of_writing_has_a_line_for_each_preset_and_batch(capsys):
     assert {len(row) for row in rows} == {len(rule)}
 
 
-def test_each_batch_size_is_kept_before_the_next_is_measured():
+def test_each_batch_size_is_saved_before_the_next_is_measured():
     kept, done = [], []
 
     def advance():

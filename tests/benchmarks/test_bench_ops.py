@@ -89,7 +89,7 @@ def wrong(fault):
 
 
 @pytest.mark.parametrize("fault", ["result", "gradient", "infinite"])
-def test_a_wrong_operation_gets_no_speed(monkeypatch, capsys, tmp_path, fault):
+def test_no_speed_is_reported_for_a_wrong_operation(monkeypatch, capsys, tmp_path, fault):
     monkeypatch.setitem(CASES, "delta_write", wrong(fault))
     with pytest.raises(RunError, match=r"^delta_write, reference, float32 must be "):
         command("--operations", "delta_write", "--implementations", "reference", "--out", str(tmp_path / "out.jsonl"))
@@ -132,7 +132,7 @@ def test_records_are_complete(tmp_path, capsys):
     assert record.keys() >= {"benchmark", "error", "commit", "residua", "torch", "device", "date", "settings"}
 
 
-def test_the_share_is_that_of_the_copy_in_the_same_round(monkeypatch):
+def test_the_share_is_relative_to_the_copy_in_the_same_round(monkeypatch):
     seconds = iter([1.0, 2.0, 4.0, 8.0, 6.0, 3.0])  # forward, both, copy, and the second round the other way
     monkeypatch.setattr(ops, "cold", lambda clock, device: lambda call: next(seconds))
     forward, both = benchmark(settings("rms_norm", warmup=0)).results
@@ -141,7 +141,7 @@ def test_the_share_is_that_of_the_copy_in_the_same_round(monkeypatch):
     assert both.share_of_copy().median == pytest.approx((5 * tokens / copied) * (4 / 2 + 8 / 6) / 2)
 
 
-def test_an_operation_without_a_kernel_is_left_out_in_one_line(capsys):
+def test_an_operation_without_a_kernel_is_skipped_with_one_line(capsys):
     assert command("--operations", "rms_norm", "hybrid", "--implementations", "reference", "triton") == 0
     printed = capsys.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()[2:]] == ["rms_norm", "rms_norm", "hybrid", "hybrid"]

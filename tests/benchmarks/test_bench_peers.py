@@ -53,7 +53,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_right_peer_is_timed_beside_ours(installed, precision, tmp_path, capsys):
+def test_a_correct_peer_is_timed_beside_ours(installed, precision, tmp_path, capsys):
     installed(Right)
     out = tmp_path / "out.jsonl"
     assert command("--packages", "attn-res", "--precision", precision, "--out", str(out), "--json") == 0
@@ -79,7 +79,7 @@ def test_a_peer_that_computes_something_else_is_named_and_has_no_speed(installed
     assert capsys.readouterr().out.splitlines()[2].split() == ["attn-res", "AttnResOperator", "attnres", "no"]
 
 
-def test_a_peer_whose_mapping_is_narrow_is_timed_and_told_of(installed):
+def test_a_peer_whose_mapping_is_bfloat16_is_timed_with_a_note(installed):
     class Narrow(Right):
         def forward(self, sources):
             with torch.autocast("cpu", torch.bfloat16, enabled=torch.is_autocast_enabled("cpu")):
@@ -92,7 +92,7 @@ def test_a_peer_whose_mapping_is_narrow_is_timed_and_told_of(installed):
     assert "computed in bfloat16 under autocast" in result.notes[0]
 
 
-def test_each_unusable_path_is_one_line(monkeypatch, capsys):
+def test_each_unusable_path_gives_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "attn_res", None)
     monkeypatch.setitem(sys.modules, "mhc", None)
     assert command("--packages", "attn-res", "liger-kernel", "mhc") == 0
@@ -106,8 +106,8 @@ def test_each_unusable_path_is_one_line(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: f"{peer.package}-{peer.name}")
-def test_installed_peers_are_what_the_table_says(peer):
-    """With the packages at hand: the adapter fits, and `differs` is said of the ones that differ and of no other."""
+def test_installed_peers_match_the_table(peer):
+    """If the packages are installed, their adapters fit, and only the peers that differ are marked `differs`."""
     module, reason = peer.imported("cpu")
     if module is None:
         pytest.skip(f"{peer.package}: {reason}")

@@ -19,7 +19,7 @@ def test_the_page_is_made_from_the_records():
     assert compliance.PAGE.read_text(encoding="utf-8") == page(list(records.values()))
 
 
-def test_a_limit_under_autocast_is_what_the_record_says():
+def test_a_limit_under_autocast_is_that_of_the_record():
     for record in read().values():
         assert "under autocast" in record.get("failed", {}).get("float32_mappings", "under autocast")
 
@@ -51,7 +51,7 @@ def test_a_verdict_follows_from_the_checks(changes, expected):
     assert verdict(record(**changes)) == expected
 
 
-def test_words_hold_what_the_kit_says_and_the_largest_difference():
+def test_a_verdict_in_words_quotes_the_kit_and_the_largest_difference():
     words = in_words(record(failed={"forward": "the mixer is transposed"}, largest_difference_of_results=0.25))
     assert words == "the kit says: the mixer is transposed; largest difference 0.2 of the largest entry."
 
@@ -60,7 +60,7 @@ def test_words_hold_what_the_kit_says_and_the_largest_difference():
     ("scheme", "first"),
     [("ManifoldHyperConnections()", "rows"), ("ManifoldHyperConnections(order='columns')", "columns")],
 )
-def test_a_right_mhc_is_said_to_follow_its_order(scheme, first):
+def test_a_correct_mhc_is_reported_with_the_order_that_it_follows(scheme, first):
     assert in_words(record(scheme=scheme)).startswith(f"Sinkhorn divides by {first} first")
     assert "Sinkhorn" not in in_words(record(scheme=scheme, failed={"forward": "the mixer is transposed"}))
 
@@ -102,7 +102,7 @@ def test_only_the_definitions_of_a_file_are_executed(tmp_path, monkeypatch):
     assert compliance.executed(one).Delta()(3) == 3
 
 
-def test_packages_that_were_only_read_have_their_version():
+def test_packages_that_were_read_and_not_run_have_a_version():
     rust = next(one for one in IMPLEMENTATIONS if one.name == "deep-delta-rs")
     row = compliance.checked(rust)
     assert verdict(row) == "not checked"
@@ -117,8 +117,9 @@ def test_packages_that_were_only_read_have_their_version():
         ("ConstantGate", "DDLGate", "not along k"),
     ],
 )
-def test_a_delta_that_is_not_the_papers_is_named(adapter, connection, kit):
-    """Modules in our words with the mistakes of two rows, by the adapters of these."""
+def test_a_delta_that_differs_from_the_papers_is_named(adapter, connection, kit):
+    """The modules are our own reconstructions with the mistakes of two rows, tested through the adapters of these
+    rows."""
 
     class DeltaResidualScalar(torch.nn.Module):
         def __init__(self, dim):

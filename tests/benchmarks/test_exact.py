@@ -39,13 +39,13 @@ def test_every_preset_passes_the_check(preset):
     checked(preset)
 
 
-def test_bfloat16_is_really_another_computation_and_passes_its_own_check():
+def test_bfloat16_computes_other_numbers_and_passes_its_own_check():
     in_float32, in_bfloat16 = (checked("ddl-tc", train__precision=name) for name in ("float32", "bfloat16"))
     assert in_bfloat16.gradient > 100 * in_float32.gradient
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient", "infinite"])
-def test_a_wrong_fast_path_gets_no_speed(monkeypatch, fault):
+def test_no_speed_is_reported_for_a_wrong_fast_path(monkeypatch, fault):
     monkeypatch.setattr(torch, "compile", lambda model, **options: Slightly(model, fault))
     message = r"^residual must have the (loss|gradient) within "
     with pytest.raises(RunError, match=message):

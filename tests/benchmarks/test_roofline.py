@@ -30,7 +30,7 @@ def per_feature(operation: str, channels: int, *, state_bytes: int, vector_bytes
         ("rms_norm", 4, 2, 4, 6),
     ],
 )
-def test_bytes_of_a_feature(operation, channels, state_bytes, forward, backward):
+def test_the_bytes_of_a_feature_are_counted(operation, channels, state_bytes, forward, backward):
     assert per_feature(operation, channels, state_bytes=state_bytes) == (forward, backward)
 
 
@@ -46,5 +46,5 @@ def test_sinkhorn_moves_nothing_but_its_matrices():
     assert backward.bytes(dim=7, channels=4, state_bytes=2, vector_bytes=2) == 3 * 16 * 4
 
 
-def test_passes_add_states_vectors_and_numbers():
+def test_the_bytes_of_passes_add_up_states_vectors_and_numbers():
     assert Passes(2, 3, 5).bytes(dim=10, channels=4, state_bytes=2, vector_bytes=4) == 2 * 40 * 2 + 3 * 10 * 4 + 5 * 4

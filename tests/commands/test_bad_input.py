@@ -60,7 +60,7 @@ def options_of(capsys, start):
     return sorted(found) or ["--none"]
 
 
-def test_starts_name_every_command():
+def test_the_argument_lists_cover_every_command():
     assert {start[0] for start in STARTS} >= {name.split()[0] for name in COMMANDS}
 
 
@@ -102,7 +102,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
         (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
     ],
 )
-def test_sizes_beyond_the_machine_are_one_line(error, status, said, capsys, monkeypatch):
+def test_sizes_beyond_the_machine_give_one_line(error, status, said, capsys, monkeypatch):
     monkeypatch.setattr("residua.connections.registry.schemes", Mock(side_effect=error))
     assert main(["schemes"]) == status
     (line,) = capsys.readouterr().err.splitlines()
@@ -111,7 +111,7 @@ def test_sizes_beyond_the_machine_are_one_line(error, status, said, capsys, monk
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_a_command_may_be_started_without_its_outputs(closed, monkeypatch):
+def test_a_command_runs_without_stdout_or_stderr(closed, monkeypatch):
     """As by `2>&-`."""
     monkeypatch.setattr(sys, closed, None)
     assert main(["train", "--config", "nowhere"]) == 2
@@ -124,7 +124,7 @@ def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
         main(["schemes"])
 
 
-def test_an_interrupt_while_the_command_line_is_imported_is_one_line(capsys, monkeypatch):
+def test_an_interrupt_while_the_command_line_is_imported_gives_one_line(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "residua.commands.cli")
     monkeypatch.setattr(sys, "meta_path", [Mock(find_spec=Mock(side_effect=KeyboardInterrupt))])
     assert residua.__main__.main() == 130

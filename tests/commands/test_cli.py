@@ -65,7 +65,7 @@ def error(capsys, argv):
     return lines[0]
 
 
-def test_version_and_overview(capsys):
+def test_the_command_prints_its_version_and_an_overview(capsys):
     assert output(capsys, ["--version"]) == f"residua {__version__}\n"
     overview = output(capsys, ["--help"])
     assert all(f"  {name.split()[0]} " in overview for name in COMMANDS)
@@ -144,15 +144,15 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("study geometry quick --device tpu", "--device must be one of auto, cpu, cuda, got 'tpu'"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2_and_nothing_is_written(capsys, tmp_path, monkeypatch, line, expected):
+def test_bad_input_gives_one_line_and_status_2_and_writes_nothing(capsys, tmp_path, monkeypatch, line, expected):
     monkeypatch.chdir(tmp_path)
     assert expected in error(capsys, shlex.split(line))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_schemes_explains_one(capsys):
-    """With the values of the preset beside the defaults, what each option means, and the published results."""
+def test_the_schemes_command_explains_one_scheme(capsys):
+    """It prints the values of the preset beside the defaults, the meaning of each option, and the published results."""
     text = output(capsys, ["schemes", "ddl-cc"])
     (record,) = [json.loads(output(capsys, ["schemes", "ddl-cc", "--json"]))]
     kind = PRESETS["ddl-cc"]
@@ -209,7 +209,7 @@ def test_our_results_are_those_of_the_records():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_scheme_of_ours_has_a_title_and_users(name):
+def test_every_built_in_scheme_has_a_title_and_users(name):
     assert PRESETS[name].title
     assert PRESETS[name].users.endswith(".")
 
@@ -229,7 +229,7 @@ def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
     assert "+144,556" in table
 
 
-def test_a_scheme_that_cannot_be_built_ends_no_listing(capsys, monkeypatch):
+def test_a_scheme_that_cannot_be_built_is_still_listed(capsys, monkeypatch):
     class Narrow(Residual):
         def assemble(self, dim, num_sublayers, *options):
             raise ValueError(f"must be a width of at most 64, got {dim}")
@@ -251,12 +251,12 @@ def test_print_config_shows_the_resolved_configuration_and_trains_nothing(capsys
     assert output(capsys, ["train", "--config", tmp_path / "mine.yaml", "--print-config"]) == text
 
 
-def test_cost_count_prints_the_configuration_that_it_would_count(capsys):
+def test_cost_count_prints_the_configuration_to_be_counted(capsys):
     argv = ["--config", "tiny", "--train.lr", "0.5", "--print-config"]
     assert output(capsys, ["cost", "count", *argv]) == output(capsys, ["train", *argv])
 
 
-def test_evaluate_as_a_table_and_as_json(capsys, runs):
+def test_evaluate_prints_a_table_or_json(capsys, runs):
     record = json.loads(output(capsys, ["evaluate", runs / "ddl", "--json"]))
     split = {"repeated_loss", "other_loss", "repeated_share"}
     assert record.keys() == {"step", "val_loss", "perplexity", "bits_per_byte", "tokens"} | split
@@ -266,7 +266,7 @@ def test_evaluate_as_a_table_and_as_json(capsys, runs):
     assert "found those of steps 4" in error(capsys, ["evaluate", runs / "ddl", "--checkpoint", "3"])
 
 
-def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):
+def test_evaluate_opens_the_best_checkpoint(capsys, prepared, tmp_path):
     """The second of three evaluations is made the best, so that it is neither the first nor the newest."""
     every = ["--train.evaluate_every", "1", "--train.checkpoint_every", "1", "--train.keep_checkpoints", "9"]
     output(capsys, ["train", "--run", tmp_path / "run", *SMALL, "--data.path", prepared, *every])
@@ -282,7 +282,7 @@ def test_evaluate_the_best_checkpoint(capsys, prepared, tmp_path):
 
 
 def test_a_run_that_resumes_by_its_recipe_keeps_the_schedule_that_it_began_with(capsys, prepared, tmp_path):
-    """Also where another version of residua gave it another one."""
+    """This also holds if another version of residua gave the recipe another schedule."""
     small = [option for option in SMALL if "warmup" not in option and "every" not in option]
     argv = ["train", "--run", tmp_path / "run", *small, "--data.path", prepared]
     output(capsys, argv)
@@ -306,7 +306,7 @@ def test_generate_prints_the_prompt_and_the_same_text_for_the_same_seed(capsys, 
     assert output(capsys, [*argv, "2"]) != first
 
 
-def test_compare_prints_a_table_and_writes_what_it_is_asked_for(capsys, runs, tmp_path):
+def test_compare_prints_a_table_and_writes_the_requested_files(capsys, runs, tmp_path):
     folders = [runs / "residual", runs / "ddl"]
     table = output(capsys, ["compare", *folders, "--out", tmp_path])
     assert "vs residual" in table
@@ -320,7 +320,7 @@ def test_compare_prints_a_table_and_writes_what_it_is_asked_for(capsys, runs, tm
     assert "did you mean residual?" in error(capsys, ["compare", *folders, "--baseline", "residul"])
 
 
-def test_a_finished_run_is_left_alone_and_a_used_folder_refused(capsys, prepared, runs):
+def test_a_finished_run_is_unchanged_and_a_used_folder_is_refused(capsys, prepared, runs):
     metrics = runs / "ddl" / "metrics.jsonl"
     before = metrics.read_bytes()
     assert "step 4" in output(capsys, ["train", "--run", runs / "ddl", "--resume"])
@@ -373,8 +373,8 @@ def extras():
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prepared, tmp_path):
-    """And the demo says what it lacks before it trains."""
+def test_the_lab_extra_is_enough_for_all_commands_and_hints_name_it(runs, prepared, tmp_path):
+    """The demo names missing packages before it trains."""
     run, out = str(runs / "ddl"), str(tmp_path)
     commands = [
         ["explore", run, "--out", f"{out}/page.html"],
@@ -403,7 +403,7 @@ def test_the_extra_lab_is_enough_for_commands_and_their_hints_name_it(runs, prep
 
 
 @pytest.mark.processes
-def test_packages_that_training_misses_are_named_with_the_command_that_installs_it(tmp_path):
+def test_missing_packages_of_training_are_named_with_the_command_that_installs_them(tmp_path):
     missing = ["yaml", "transformers"]  # in the order in which the command imports them
     command = ["train", "--config", "tiny", "--run", str(tmp_path / "run")]
     statuses, _, err = each_without(*(({name}, command) for name in missing))
@@ -431,7 +431,7 @@ def train_without_a_reader(opened, number, argv):
 
 
 @pytest.mark.parametrize(("opened", "number"), [(os.pipe, signal.SIGINT), (os.openpty, signal.SIGUSR1)])
-def test_training_outlives_whoever_reads_its_messages(opened, number, start, prepared, tmp_path):
+def test_training_continues_after_the_reader_of_its_messages_ends(opened, number, start, prepared, tmp_path):
     """As in `2>&1 | head`, or in a terminal that is gone while SIGHUP is ignored."""
     run = tmp_path / "run"
     argv = ["train", "--run", str(run), *SMALL, "--data.path", str(prepared), "--train.steps", "1000"]
@@ -442,7 +442,7 @@ def test_training_outlives_whoever_reads_its_messages(opened, number, start, pre
 
 
 @pytest.mark.processes
-def test_a_reader_that_stops_reading_is_no_error_to_shout_about():
+def test_a_closed_pipe_on_stdout_prints_no_error():
     command = f"{sys.executable} -m residua --help | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert result.stderr == ""

@@ -30,7 +30,7 @@ def test_options_become_overrides_and_the_last_of_several_wins():
     assert call(command, parser.parse_args([])) == Configuration()
 
 
-def test_the_help_says_what_each_key_is():
+def test_the_help_describes_each_key():
     text = help_of(everything=True)
     assert all(f"--{key} " in text for key in KEYS)
     assert {key for key in KEYS if f"--{key} " in help_of(everything=False)} == COMMON
@@ -54,7 +54,7 @@ def test_the_help_says_what_each_key_is():
         ("model.state_dtype", "float32|bfloat16|null"),
     ],
 )
-def test_the_help_lists_what_a_key_takes(key, choices):
+def test_the_help_lists_the_values_of_a_key(key, choices):
     assert f"--{key} {choices}" in help_of(everything=True)
     section, _, name = key.partition(".")
     for choice in choices.split("|"):

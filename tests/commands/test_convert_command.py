@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("llama"))
 
 
-def test_a_folder_is_converted_and_computes_what_it_computed(folder, tmp_path, capsys):
+def test_a_converted_folder_computes_the_same_logits(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["convert", str(folder), "--connection", "ihc", "--out", str(out)]) == 0
     printed = capsys.readouterr()
@@ -50,7 +50,7 @@ def test_a_folder_is_converted_and_computes_what_it_computed(folder, tmp_path, c
         (["--connection", "ihc", "--start", "warm"], "warm"),
     ],
 )
-def test_inputs_that_do_not_fit_are_one_line(arguments, says, folder, tmp_path, capsys):
+def test_inputs_that_do_not_fit_give_one_line(arguments, says, folder, tmp_path, capsys):
     assert main(["convert", str(folder), *arguments, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert says in error
@@ -58,13 +58,13 @@ def test_inputs_that_do_not_fit_are_one_line(arguments, says, folder, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_the_folder_of_a_run_is_exported_first(tmp_path, capsys):
+def test_the_folder_of_a_run_must_be_exported_first(tmp_path, capsys):
     (tmp_path / "config.yaml").touch()
     assert main(["convert", str(tmp_path), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
     assert f"{tmp_path} is a run of residua" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_tokenizer_is_one_whole_line_that_says_what_to_do(tmp_path, capsys):
+def test_a_folder_without_a_tokenizer_gives_one_line_with_advice(tmp_path, capsys):
     llama(torch.float32, vocab_size=257).save_pretrained(tmp_path / "llama")
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "llama"), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
@@ -73,8 +73,8 @@ def test_a_folder_without_a_tokenizer_is_one_whole_line_that_says_what_to_do(tmp
     assert line.endswith("; copy the files of the tokenizer, such as tokenizer.json, into the folder")
 
 
-def test_everybody_who_may_read_the_settings_may_read_the_weights(folder, tmp_path):
-    """Also where the tokenizer writes a folder for its chat templates."""
+def test_the_weights_can_be_read_by_all_users_who_can_read_the_settings(folder, tmp_path):
+    """This also holds if the tokenizer writes a folder for its chat templates."""
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(folder, source)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -85,8 +85,8 @@ def test_everybody_who_may_read_the_settings_may_read_the_weights(folder, tmp_pa
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
-def test_a_converted_folder_is_for_the_other_commands(folder, tmp_path, capsys):
-    """It generates, is explored; what it has no text for is said."""
+def test_the_other_commands_accept_a_converted_folder(folder, tmp_path, capsys):
+    """It generates and is explored; commands that need a text name it if it is missing."""
     out = tmp_path / "out"
     assert main(["convert", str(folder), "--connection", "hc", "--out", str(out)]) == 0
     capsys.readouterr()
@@ -138,8 +138,8 @@ torch.save(model(torch.arange(9)[None]).logits, sys.argv[2])
 
 
 @pytest.mark.processes
-def test_remote_code_opens_a_converted_model_where_residua_is_installed_and_says_so_where_not(folder, tmp_path):
-    """In fresh processes. Without residua there is no model at all, certainly no plain one."""
+def test_remote_code_opens_a_converted_model_and_names_residua_if_it_is_missing(folder, tmp_path):
+    """In fresh processes. Without residua no model is opened, certainly no plain one."""
     out, found = tmp_path / "out", tmp_path / "logits.pt"
     assert main(["convert", str(folder), "--connection", "hc", "--remote-code", "--out", str(out)]) == 0
     code = next(out.glob("*.py"))
@@ -153,7 +153,7 @@ def test_remote_code_opens_a_converted_model_where_residua_is_installed_and_says
     assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
-def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_model_is(folder, tmp_path, capsys):
+def test_an_unusable_tokenizer_is_refused_before_the_model_is_loaded(folder, tmp_path, capsys):
     base = tmp_path / "base"
     shutil.copytree(folder, base)
     settings = json.loads((base / "tokenizer_config.json").read_text())
@@ -174,7 +174,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_before_the_model_is(folder, 
         ("Qwen3", 0, ["qwen3: converts"]),
     ],
 )
-def test_check_says_in_one_line_and_by_its_status_whether_a_model_type_converts(model, status, says, capsys):
+def test_check_tells_by_one_line_and_its_status_whether_a_model_type_converts(model, status, says, capsys):
     assert main(["convert", "--check", model]) == status
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(says)
@@ -217,12 +217,12 @@ def test_check_reads_the_configuration_of_a_folder(config, status, says, tmp_pat
         (["llama", "--connection", "ihc"], "--out must be given, or --check"),
     ],
 )
-def test_missing_or_unknown_options_are_one_line(arguments, says, capsys):
+def test_missing_or_unknown_options_give_one_line(arguments, says, capsys):
     assert main(["convert", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_the_record_of_check_is_that_of_the_page():
+def test_the_record_of_check_matches_the_page():
     with FAMILIES.open(newline="", encoding="utf-8") as file:
         found = {row["family"]: (row["result"], row["reads"]) for row in csv.DictReader(file)}
     page = {family: line.strip("| ").replace("`", "").split(" | ") for family, line in rows().items()}

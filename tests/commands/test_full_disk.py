@@ -129,7 +129,7 @@ CASES = [(command, "full") for command in COMMANDS] + [("study report", name) fo
     ("command", "disk"),
     [pytest.param(*case, marks=() if case[0] in OFTEN else pytest.mark.nightly) for case in CASES],
 )
-def test_a_full_disk_is_one_line_wherever_it_fills_and_the_command_goes_on(command, disk, home, tmp_path, start):
+def test_a_full_disk_gives_one_line_and_the_command_then_succeeds(command, disk, home, tmp_path, start):
     out = tmp_path / "out"
     out.mkdir()
     argv = f"{command} {COMMANDS[command]}".format(home=home, out=out).split()
@@ -158,8 +158,8 @@ def test_a_full_disk_is_one_line_wherever_it_fills_and_the_command_goes_on(comma
 @pytest.mark.parametrize(
     "command", ["prepare", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("convert", "export"))]
 )
-def test_a_folder_that_has_its_name_is_no_failure(command, home, tmp_path, monkeypatch):
-    """The disk fails only when the name of the result is to be flushed, after the result has it."""
+def test_a_folder_that_already_has_its_name_counts_as_written(command, home, tmp_path, monkeypatch):
+    """The disk fails only when the name of the result is flushed, after the result has it."""
 
     def fsync(descriptor):
         if os.path.samestat(os.fstat(descriptor), tmp_path.stat()):

@@ -68,7 +68,7 @@ def run(*argv):
     return call(measure, command_parser("residua measure", measure).parse_args([str(word) for word in argv]))
 
 
-def test_omitted_options_have_the_default_of_the_signature():
+def test_omitted_options_take_the_defaults_of_the_signature():
     assert run("here", "--name", "x") == (Path("here"), (), "x", Sizes(), None, None, "cpu", (1, 2), False)
 
 
@@ -98,14 +98,14 @@ def test_values_are_of_the_declared_types():
         (["here", "--nme", "x"], "unknown option --nme; did you mean --name?"),
     ],
 )
-def test_a_wrong_line_is_one_error(argv, message):
+def test_a_wrong_command_line_gives_one_error(argv, message):
     with pytest.raises(InputError) as error:
         run(*argv)
     assert message in str(error.value)
     assert str(error.value).endswith("see residua measure --help")
 
 
-def test_the_help_has_examples_first_and_rare_options_when_asked(capsys, monkeypatch):
+def test_the_help_starts_with_examples_and_shows_rare_options_on_request(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run_function("residua measure", measure, ["--help"]) == 0
     short = capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_the_help_has_examples_first_and_rare_options_when_asked(capsys, monkeyp
     assert "--heads N" in capsys.readouterr().out
 
 
-def test_an_output_is_text_and_tables_or_json(capsys):
+def test_a_command_prints_text_and_tables_or_json(capsys):
     def count() -> Output:
         """Count.
 

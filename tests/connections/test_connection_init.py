@@ -40,7 +40,7 @@ def test_gates_start_at_beta_init_for_every_token(name):
     ("asked", "got"), [(1.0, 1.0), (1, 1.0), (0.5, 0.5), (0.01, 0.01), (1.9, 1.9), (0, 2e-6), (2, 2 - 2e-6)]
 )
 @pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_every_beta_init(asked, got, head):
+def test_every_beta_init_is_met(asked, got, head):
     """The ends are clamped by 2e-6, as in the authors' code: their logit would be infinite."""
     scheme = DeepDelta(beta_init=asked, beta_head=head)
     for connection in scheme.build(DIM, 2).connections:
@@ -94,7 +94,7 @@ def spread(parameter: torch.Tensor, std: float) -> None:
 
 @pytest.mark.parametrize("compress", ["token", "channel"])
 @pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_the_authors_draws(compress, head):
+def test_the_draws_are_those_of_the_authors_code(compress, head):
     """As their code draws: all that has two axes or more from N(0, (0.5 / sqrt(dim))^2), reads 1 / d_v, value biases
     as PyTorch draws them, gate biases at logit(beta_init / 2)."""
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_the_authors_draws(compress, head):
 
 @pytest.mark.parametrize("compress", ["token", "channel"])
 @pytest.mark.parametrize(("head", "channels", "kernel"), [("linear", 4, None), ("mlp", 3, 2), ("linear", 1, None)])
-def test_the_start_of_the_authors_current_code(compress, head, channels, kernel):
+def test_the_start_is_that_of_the_authors_current_code(compress, head, channels, kernel):
     """Filters of 1 / k, reads of 1 / d_v, maps with 0.5 / sqrt(n_in) min(1, sqrt(n_out / n_in)): 0.5 / dim for a gate.
 
     One value channel has no filters, and its map is as narrow as a gate.
@@ -152,8 +152,9 @@ def test_the_start_of_the_authors_current_code(compress, head, channels, kernel)
         assert (stream.expand.taps[1:] == 0).all()
 
 
-def test_the_draws_of_the_other_maps():
-    """A projection starts from N(0, (0.5 / sqrt(in_features))^2) unless told otherwise, its bias as it was told."""
+def test_projections_are_drawn_with_the_documented_deviation():
+    """A projection starts from N(0, (0.5 / sqrt(in_features))^2), and its bias at the given value, unless other values
+    are requested."""
     torch.manual_seed(0)
     spread(Projection(400, 100).weight, 0.5 / 20)
     spread(Projection(100, 400).weight, 0.5 / 10)

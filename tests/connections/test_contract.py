@@ -42,13 +42,13 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> residua.Stream:
 
 @every_scheme
 def test_contract(name):
-    """The suite that the package ships for schemes of others; a failure has a line for each broken check."""
+    """Run the suite that the package ships for other people's schemes; a failure has a line for each broken check."""
     report = check_scheme(ALL[name])
     # Only where `preserving` refused, and said why, may a check be left out.
     assert all(reason.startswith("it has no such start") for reason in report.not_checked.values()), str(report)
 
 
-def test_every_choice_of_every_option_is_tried():
+def test_every_choice_of_every_option_has_a_variant():
     """A new option, or a new choice of an old one, needs a variant in `support/variants.py`."""
     for scheme in SCHEMES.values():
         tried = [other for other in (ALL | NON_CAUSAL | KERNELS).values() if type(other) is scheme]
@@ -68,7 +68,7 @@ def test_every_choice_of_every_option_is_tried():
 
 
 @every_scheme
-def test_a_gate_starts_in_its_range_where_its_facts_say(name):
+def test_a_gate_starts_within_its_range_at_the_value_of_its_facts(name):
     scheme, state = ALL[name], normal(2, 5, DIM, dtype=torch.float32)
     stream, sublayer = scheme.build(DIM, SUBLAYERS), bare_sublayers(DIM, SUBLAYERS)[0]
     state = stream.expand(state)
@@ -84,8 +84,9 @@ def test_a_gate_starts_in_its_range_where_its_facts_say(name):
             assert_close(gates[symbol], torch.full_like(gates[symbol], start))
 
 
-def test_coefficients_are_telemetry():
-    """A k-Map knows beta and v before the sublayer runs, a v-Map beta and k~; None stands for what the output gives."""
+def test_coefficients_are_available_for_telemetry():
+    """A k-Map knows beta and v before the sublayer runs, a v-Map beta and k~; None marks those that the output
+    determines."""
     x = normal(2, 5, DIM)
     for name, known in (("ddl-cc", {"beta": (2, 5), "v": (2, 5, 4)}), ("ddl-tc-v", {"beta": (2, 5), "k": (2, 5, DIM)})):
         stream = build(name)
@@ -115,7 +116,7 @@ def test_the_window_is_as_long_as_the_look_back(name):
 
 
 @pytest.mark.parametrize("name", DEEP_DELTA)
-def test_gates_of_a_bfloat16_model_lose_nothing(name):
+def test_gates_of_a_bfloat16_model_are_computed_in_float32(name):
     """Inputs and weights of the gate are widened before the product: casting its result would lose 1e-3."""
     stream, exact = build(name, torch.bfloat16), build(name)
     exact.load_state_dict(stream.state_dict())
@@ -137,7 +138,7 @@ FROM_THE_STATE = [
 
 
 @pytest.mark.parametrize("name", FROM_THE_STATE)
-def test_coefficients_of_a_bfloat16_model_lose_nothing(name):
+def test_coefficients_of_a_bfloat16_model_are_computed_in_float32(name):
     """State and weights are widened before every product: a mixture or a rotation rounded to three digits is none."""
     stream, exact = build(name, torch.bfloat16), build(name)
     exact.load_state_dict(stream.state_dict())
@@ -156,7 +157,7 @@ def test_coefficients_of_a_bfloat16_model_lose_nothing(name):
 
 
 def test_the_base_class_is_enough_for_a_new_scheme():
-    """A connection needs `read` and `write`; the sugar and the penalty come with the base class."""
+    """A subclass defines only `read` and `write`; the call `connection(x, sublayer)` and the penalty are inherited."""
 
     class Doubling(Connection):
         def read(self, state, memory=None):
@@ -172,7 +173,7 @@ def test_the_base_class_is_enough_for_a_new_scheme():
         Connection()
 
 
-def test_a_method_may_have_a_name_of_its_own():
+def test_methods_may_be_defined_under_another_name():
     class Plain(Connection):
         read = lambda self, state, memory=None: (state, Carry(state, None))  # noqa: E731
         write = lambda self, y, carry: carry.residual + y  # noqa: E731
@@ -191,7 +192,7 @@ def test_residual_is_exactly_the_sum():
     assert torch.equal(stream(x, bare_sublayers(DIM, 2)), expected)
 
 
-def test_a_stream_wants_as_many_sublayers_as_connections():
+def test_a_stream_requires_as_many_sublayers_as_connections():
     with pytest.raises(ValueError, match=r"sublayers must be 2, .*got 3"):
         resolve("ddl").build(DIM, 2)(normal(1, 2, DIM, dtype=torch.float32), bare_sublayers(DIM, 3))
 
@@ -220,6 +221,6 @@ def test_a_sublayer_that_takes_too_few_inputs_is_named(name, sublayers):
 @pytest.mark.parametrize(
     "name", [name for name, scheme in ALL.items() if getattr(scheme, "context", "token") != "token"]
 )
-def test_a_mean_over_tokens_does_not_take_a_batch_for_a_sequence(name):
+def test_a_mean_over_tokens_does_not_use_the_batch_as_a_sequence(name):
     with pytest.raises(ValueError, match=r"must be \(batch, seq, (3, 8|8|dim)\)"):
         build(name).connections[0].read(normal(4, DIM))

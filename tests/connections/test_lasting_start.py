@@ -132,7 +132,7 @@ def test_every_preset_keeps_its_start_in_a_model_of_transformers(name, tmp_path)
             assert value.abs().max() <= 4 * other[key].abs().max(), key
 
 
-def test_a_function_that_does_something_else_does_it():
+def test_a_function_passed_to_apply_that_draws_no_start_has_its_full_effect():
     model, visited = Model("ddl-tc"), []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -146,7 +146,7 @@ def test_a_function_that_does_something_else_does_it():
             Model("ddl-tc").apply(of_gpt)
 
 
-def test_a_reset_draws_again_and_what_was_changed_is_the_users():
+def test_a_reset_draws_again_and_keeps_changes_of_the_user():
     model = Model("ddl-v")
     map_ = next(m for m in model.stream.modules() if isinstance(m, Projection) and m.weight.std() > 0)
     before = map_.weight.clone()

@@ -23,7 +23,7 @@ def test_case_and_marks_do_not_matter(preset):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_class_and_its_name_in_files_lead_to_the_first_of_its_presets(scheme):
+def test_a_class_and_its_name_in_files_resolve_to_its_first_preset(scheme):
     first = next(preset for preset, built in PRESETS.items() if type(built) is SCHEMES[scheme])
     assert canonical(scheme) == canonical(SCHEMES[scheme].__name__) == first
     assert resolve(SCHEMES[scheme].__name__) == PRESETS[first]
@@ -45,7 +45,7 @@ def test_a_class_and_its_name_in_files_lead_to_the_first_of_its_presets(scheme):
         ({"preset": "ddl_write_only", "heads": 2}, residua.GatedDelta(erase="none", write="value", heads=2)),
     ],
 )
-def test_the_names_of_the_field(name, scheme):
+def test_names_used_in_the_literature_are_understood(name, scheme):
     assert resolve(name) == scheme
 
 
@@ -64,7 +64,7 @@ def test_the_names_of_the_field(name, scheme):
         ("ddl", "ddl"),
     ],
 )
-def test_names_of_the_paper_that_mean_one_thing(typed, preset):
+def test_unambiguous_names_of_the_paper_give_no_warning(typed, preset):
     names._tell_apart.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -83,7 +83,7 @@ def test_names_of_the_paper_that_mean_one_thing(typed, preset):
     ],
 )
 @pytest.mark.parametrize("lookup", [canonical, resolve, lambda name: residua.build(name, 8, 2)])
-def test_a_name_that_means_another_preset_in_the_paper_is_pointed_out_once(typed, ours, theirs, lookup):
+def test_a_name_that_means_another_preset_in_the_paper_gives_one_warning(typed, ours, theirs, lookup):
     names._tell_apart.cache_clear()
     with pytest.warns(UserWarning, match=f"preset {ours} .*preset {theirs}$") as raised:
         lookup(typed)
@@ -113,7 +113,7 @@ def test_the_labels_of_resbench_are_the_connections_of_the_study():
     assert (plain.erase, plain.compress, resolve("residual+tc").compress) == ("none", "token", "token")
 
 
-def test_an_alias_takes_no_name_of_a_preset_and_is_no_preset():
+def test_no_alias_is_the_name_of_a_preset():
     assert not {names.key(name) for name in names.ALIASES} & {names.key(name) for name in PRESETS}
     assert not names.ALIASES.keys() & residua.schemes().keys()
 
@@ -131,8 +131,8 @@ def test_an_alias_takes_no_name_of_a_preset_and_is_no_preset():
         ("gated-delta-4:value_channels=2,rank=2", "gated-delta:write_gate=true,value_channels=2,rank=2"),
     ],
 )
-def test_a_configuration_has_the_name_of_a_preset(typed, written):
-    """So that a run's files and digests do not depend on the spelling, and are those of earlier versions."""
+def test_a_configuration_stores_the_canonical_name_of_a_preset(typed, written):
+    """So the files and digests of a run do not depend on the spelling, and equal those of earlier versions."""
     assert load_config("tiny", [f"--model.connection={typed}"]).model.connection == written
     assert describe(resolve(typed)) == describe(resolve(written))
 
@@ -147,14 +147,14 @@ def test_a_configuration_has_the_name_of_a_preset(typed, written):
         ("mch", "'mhc'"),
     ],
 )
-def test_a_typo_has_a_suggestion(name, suggestion):
+def test_a_misspelt_name_gets_a_suggestion(name, suggestion):
     for lookup in (canonical, resolve):
         with pytest.raises(ValueError, match=rf"no preset is called '{re.escape(name)}'; did you mean") as raised:
             lookup(name)
         assert str(raised.value).endswith(f"did you mean {suggestion}? (`residua schemes` lists all)")
 
 
-def test_build_is_resolve_and_build():
+def test_build_resolves_the_name_and_builds_the_scheme():
     stream = residua.build("mHC", dim=8, num_sublayers=2, norm_eps=1e-3)
     assert repr(stream.connections) == repr(PRESETS["mhc"].build(8, 2, norm_eps=1e-3).connections)
     assert residua.schemes()["mhc"] is PRESETS["mhc"]

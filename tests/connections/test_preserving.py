@@ -71,14 +71,14 @@ def test_known_schemes_preserve():
 
 
 @pytest.mark.parametrize("name", sorted(set(ANY) - set(PRESERVING)))
-def test_the_others_say_why_not(name):
+def test_schemes_that_cannot_preserve_say_why(name):
     with pytest.raises(ValueError, match=rf"^{type(ANY[name]).__name__}: .{{40,}}") as raised:
         ANY[name].preserving()
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", PRESERVING)
-def test_preserving_changes_only_the_start_and_only_once(name):
+def test_making_a_scheme_preserve_changes_only_its_start_and_is_idempotent(name):
     start = PRESERVING[name]
     with torch.device("meta"):  # as an engine builds
         assert ANY[name].preserving() == start

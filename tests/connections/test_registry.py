@@ -118,7 +118,7 @@ def load(folder: Path) -> int:
     return 0
 
 
-def test_a_scheme_of_an_installed_package_works_wherever_a_preset_does(site, tmp_path, run):
+def test_a_scheme_of_an_installed_package_works_wherever_a_preset_works(site, tmp_path, run):
     """Listed, trained, generated with, exported and loaded, each in a fresh process that imports no module of it."""
     listed = json.loads(run(command, "schemes", "--json", site=site).out)
     assert {"scaled", "scaled-small"} <= {row["name"] for row in listed}
@@ -164,7 +164,7 @@ def resolve_after_another(name: str) -> int:
         ("broken = not_there:Scaled", "ModuleNotFoundError: No module named 'not_there'"),
     ],
 )
-def test_a_broken_package_is_one_clear_line_and_concerns_nobody_else(entry, reason, tmp_path, run):
+def test_a_broken_package_gives_one_clear_line_and_affects_no_other_scheme(entry, reason, tmp_path, run):
     site = installed(tmp_path, "scaled_residuals", MODULE, entry)
     told = run(resolve_after_another, "broken", site=site, status=1).err
     module = entry.split()[-1].partition(":")[0]
@@ -186,7 +186,7 @@ class Mine(Residual):
 
 
 @pytest.mark.usefixtures("names")
-def test_register_a_class_and_an_instance():
+def test_a_class_or_an_instance_can_be_registered():
     residua.register("mine", Mine)
     residua.register("mine-wide", Mine(size=9))
     assert (resolve("mine"), resolve("mine-wide"), resolve("mine:size=4")) == (Mine(), Mine(size=9), Mine(size=4))
@@ -227,7 +227,7 @@ def test_an_option_must_not_have_the_name_of_a_key():
     "name", ["antigravity", "os.path:join", "residua.connections.schemes.hyper:HyperConnections", "../x"]
 )
 @pytest.mark.parametrize("key", ["preset", "scheme"])
-def test_a_configuration_never_imports_what_it_names(name, key):
+def test_a_configuration_never_imports_the_module_that_it_names(name, key):
     """`antigravity` would open a browser."""
     before = set(sys.modules)
     with pytest.raises(ValueError, match=f"no {key} is called"):
@@ -267,7 +267,7 @@ def declare(tmp_path, monkeypatch, names):
     return declare
 
 
-def test_a_package_that_was_installed_a_moment_ago_is_looked_for(declare):
+def test_a_package_installed_after_the_first_search_is_found(declare):
     with pytest.raises(ValueError, match="no preset is called 'half'"):
         canonical("half")
     declare("new", "half = half_new:Half")
@@ -276,7 +276,7 @@ def test_a_package_that_was_installed_a_moment_ago_is_looked_for(declare):
 
 
 def test_a_record_opens_only_with_the_scheme_of_its_own_package(declare):
-    """However the scheme of the record and the one that is here were registered."""
+    """This holds however the scheme of the record and the present one were registered."""
     ours = declare("ours")
     residua.register("half", ours.Half)
     assert describe(ours.Half())["package"] == "half_ours"
@@ -305,7 +305,7 @@ def test_a_name_that_two_packages_declare_is_refused_unless_the_package_is_named
     assert type(resolve({"preset": "small-a"})) is first.Half
 
 
-def test_a_built_in_name_stays_residuas(declare):
+def test_a_built_in_name_cannot_be_taken(declare):
     theirs = declare("shadow", "mhc = half_shadow:Half", "deep_delta = half_shadow:Half")
     assert resolve({"scheme": "deep_delta"}) == residua.DeepDelta()
     assert resolve("mhc:num_streams=2").num_streams == 2
@@ -318,7 +318,7 @@ def test_a_built_in_name_stays_residuas(declare):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_every_name_of_a_class_opens_its_records(order, declare):
+def test_every_registered_name_of_a_class_opens_its_records(order, declare):
     """Whichever of two was registered first, in the process that wrote and in the one that reads."""
     half = declare("named")
     for name, scheme in [("half-small", half.SMALL), ("half-other", half.OTHER)][::order]:
@@ -343,7 +343,7 @@ class Weights(Residual):
 
 
 @pytest.mark.usefixtures("names")
-def test_tuples_come_back_from_a_file():
+def test_tuples_are_tuples_again_after_a_file():
     residua.register("weights", Weights)
     scheme = Weights(w=(2.0, 1), pairs=((1, "a"), (2, "b")), anything=(1, ()))
     described = describe(scheme)
@@ -422,7 +422,7 @@ def test_every_scheme_has_a_name_a_preset_and_a_second_implementation(module):
         ),
     ],
 )
-def test_an_option_that_no_file_keeps_is_refused_at_once(scheme, words):
+def test_an_option_that_cannot_be_saved_and_read_back_is_refused_at_registration(scheme, words):
     with pytest.raises(ValueError, match=f"^Odd: .*: {words}") as raised:
         residua.register("odd", scheme)
     assert "\n" not in str(raised.value)

@@ -15,14 +15,14 @@ from support.variants import ALL, NON_CAUSAL, bare_sublayers, perturbed
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_scheme_prints_what_differs_from_its_defaults_and_python_reads_it(name):
+def test_a_scheme_prints_only_options_that_differ_as_valid_python(name):
     scheme = ALL[name]
     text = repr(scheme)
     assert eval(text, {type(scheme).__name__: type(scheme)}) == scheme
     assert "\n" not in text
 
 
-def test_the_prints_are_short():
+def test_printed_schemes_and_streams_are_short():
     assert repr(Residual()) == "Residual()"
     assert repr(DeepDelta(map="v", beta_init=0.5)) == "DeepDelta(map='v', beta_init=0.5)"
     stream = residua.build("ddl:map=v", dim=8, num_sublayers=2)
@@ -51,7 +51,7 @@ def test_frozen_parameters_are_in_no_group():
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
-def test_a_model_that_narrows_gates_is_told(narrow):
+def test_narrowing_the_gates_of_a_model_gives_a_warning(narrow):
     model = torch.nn.ModuleDict({"stream": residua.build("mhc", dim=8, num_sublayers=2)})
     count = len(model["stream"].float32_parameters())
     with pytest.warns(UserWarning, match=rf"the {count} parameters of gates .* float32, got {narrow}; .*autocast"):
@@ -62,14 +62,14 @@ def test_a_model_that_narrows_gates_is_told(narrow):
         torch.nn.Sequential(residua.build("residual", dim=8, num_sublayers=2)).to(narrow)  # norms, and no gate
 
 
-def test_token_numbers_in_place_of_embeddings_are_one_clear_line():
+def test_token_ids_in_place_of_embeddings_give_one_clear_line():
     stream = residua.build("ddl-tc", dim=8, num_sublayers=2)
     with pytest.raises(TypeError, match=r"x must be .*, got torch\.int64"):
         stream(torch.zeros(2, 5, dtype=torch.long), bare_sublayers(8, 2))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_empty_batch_and_no_tokens(name):
+def test_an_empty_batch_and_an_empty_sequence_are_allowed(name):
     stream = perturbed(ALL[name].build(8, 2))
     for shape in [(0, 5, 8), (2, 0, 8)]:
         x = torch.ones(shape, requires_grad=True)
@@ -79,8 +79,8 @@ def test_an_empty_batch_and_no_tokens(name):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("mudd")])
-def test_rows_without_a_batch_are_those_of_a_batch_of_one_or_an_error(name):
-    """A graph has nodes and no sequence, so that (nodes, dim) is right wherever it means something."""
+def test_rows_without_a_batch_axis_equal_a_batch_of_one_or_are_refused(name):
+    """A graph has nodes and no sequence, so (nodes, dim) is accepted wherever it makes sense."""
     stream = perturbed(ALL[name].build(8, 2))
     x, sublayers = torch.randn(6, 8), bare_sublayers(8, 2)
     expected = stream(x[None], sublayers)[0]
@@ -93,7 +93,7 @@ def test_rows_without_a_batch_are_those_of_a_batch_of_one_or_an_error(name):
 
 
 @pytest.mark.parametrize("name", ALL | NON_CAUSAL)
-def test_no_axis_but_the_sequence_is_mixed(name):
+def test_only_the_sequence_axis_is_mixed(name):
     """A scheme that reads single tokens takes pixels (batch, height, width, dim); the others refuse them."""
     stream, sublayers = perturbed((ALL | NON_CAUSAL)[name].build(8, 2)), bare_sublayers(8, 2)
     x = torch.randn(2, 3, 5, 8)
@@ -108,7 +108,7 @@ def test_no_axis_but_the_sequence_is_mixed(name):
 
 
 @pytest.mark.parametrize("name", ["ddl-tc", "mhc", "residual"])
-def test_nonsensical_options_are_one_line(name):
+def test_nonsensical_options_give_one_line(name):
     stream, x, sublayers = residua.build(name, dim=8, num_sublayers=2), torch.randn(2, 5, 8), bare_sublayers(8, 2)
     for wrong in (torch.randn(2, 8, 4, 4), x.mT, torch.randn(2, 5, 6), torch.tensor(1.0)):
         with pytest.raises(ValueError, match=r"x must be \(batch, seq, dim\) with dim = 8, got \("):
@@ -127,7 +127,7 @@ def test_nonsensical_options_are_one_line(name):
         stream.connections[0](stream.expand(x), None)
 
 
-def test_numbers_and_norms_that_build_no_stream_are_one_line():
+def test_invalid_numbers_and_norms_of_a_stream_give_one_line():
     for dim in ("64", 64.0, None, 0, [64]):
         with pytest.raises(ValueError, match=r"^dim must be .*, got"):
             residua.build("ddl-tc", dim, 2)
@@ -145,7 +145,7 @@ def twice(out):
 
 @pytest.mark.parametrize("name", ["residual", "mhc", "ddl-tc", "attnres", "lambdas"])
 @pytest.mark.parametrize("kind", ["after", "before", "every module"])
-def test_a_hook_that_changes_the_state_changes_it_once(name, kind):
+def test_a_hook_that_changes_the_state_is_applied_once(name, kind):
     stream, sublayers, x = perturbed(residua.build(name, 8, 3)), bare_sublayers(8, 3), torch.randn(2, 5, 8)
     state = stream.expand(x)
     for i, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):

@@ -38,7 +38,7 @@ def sequences(count: int) -> Tensor:
 
 
 @every_preset
-def test_transforms_are_what_loops_compute(name):
+def test_transforms_equal_loops(name):
     model = Alone(ALL[name])
     batch, tangent = sequences(2), sequences(3)[2]
     x = batch[0]
@@ -56,7 +56,7 @@ def test_transforms_are_what_loops_compute(name):
 
 
 @every_preset
-def test_gradients_of_every_parameter_for_every_sequence(name):
+def test_every_parameter_has_a_gradient_for_every_sequence(name):
     model, batch = Alone(ALL[name]), sequences(2)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -72,7 +72,7 @@ def test_gradients_of_every_parameter_for_every_sequence(name):
 
 
 @pytest.mark.parametrize("name", ["ddl-tc", "ddl-v", "hc", "mhc", "jpmhc", "edelta", "pooled-householder", "attnres"])
-def test_curvature(name):
+def test_hessians_of_torch_func_equal_those_of_autograd(name):
     scheme = ALL[name]
     # Plain autograd differentiates twice only through states that were kept; transforms keep them all.
     kept = replace(scheme, recompute="none") if hasattr(scheme, "recompute") else scheme
@@ -87,13 +87,13 @@ def test_curvature(name):
 
 
 @pytest.mark.parametrize("k_norm", ops.K_NORMS)
-def test_a_direction_of_zero_has_the_derivative_that_training_has(k_norm):
+def test_a_direction_of_zero_has_the_same_derivative_as_in_training(k_norm):
     k = torch.zeros(3, dtype=torch.float64)
     expected = torch.autograd.functional.jacobian(lambda k: ops.unit(k, k_norm=k_norm, eps=0.5), k)
     assert_close(jacrev(lambda k: ops.unit(k, k_norm=k_norm, eps=0.5))(k), expected)
 
 
-def test_every_written_gradient_has_a_plain_form():
+def test_every_autograd_function_has_a_plain_form():
     """A new autograd function in `residua.ops` must derive from `transforms.Function`; kernels have no plain form."""
     found, stack = [], [torch.autograd.Function]
     while stack:
@@ -106,7 +106,7 @@ def test_every_written_gradient_has_a_plain_form():
         assert cls.plain is not transforms.Function.plain, cls
 
 
-def test_kernels_refuse_in_one_line():
+def test_kernels_refuse_transforms_in_one_line():
     streams, h_pre = torch.randn(2, 3, 4), torch.randn(2, 3)
 
     def read(streams: Tensor, implementation: str) -> Tensor:

@@ -157,7 +157,7 @@ FORMS = {
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["residual", "ddl-tc", "ddl-ec", "edelta"])
-def test_a_mask_of_any_form_means_the_same(name, form):
+def test_masks_of_all_forms_are_equivalent(name, form):
     """What is not padding is a token, whatever its number: in positions, attention, convolutions and penalties."""
     model, ids = tiny_model(name), prompt(2, 6)
     for mode in (model.train(), model.eval()):

@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
 
 
 @every(CompressingScheme, branch="conv")
-def test_it_starts_as_the_scheme_without_to_the_bit(scheme):
+def test_it_starts_bit_equal_to_the_scheme_without_a_convolution(scheme):
     x, sublayers = normal(2, 6, DIM), bare_sublayers(DIM, 6)
     ours, plain = beside_plain(scheme)
     assert torch.equal(ours(x, sublayers), plain(x, sublayers))
@@ -75,7 +75,7 @@ def test_streams_and_penalty_are_those_of_the_connection_inside(preset):
         assert connection.penalty(carry.coefficients) is alone.penalty(carry.coefficients.inner) is None
 
 
-def test_the_option_may_be_for_some_sublayers():
+def test_the_option_may_name_some_sublayers():
     kinds = {kind: resolve(f"residual:branch=conv,branch_sublayers={kind}") for kind in ("all", "attention", "mlp")}
     streams = {kind: scheme.build(DIM, 4) for kind, scheme in kinds.items()}
     places = {kind: [x in with_branch(stream) for x in stream.connections] for kind, stream in streams.items()}

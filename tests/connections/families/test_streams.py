@@ -32,8 +32,8 @@ def test_all_schemes_with_streams_have_the_option():
     assert set(SCHEMES) == streams
 
 
-def test_the_published_start():
-    """0.6 and uniform noise of Xavier's size, 6 / (n + dim), for each stream and feature."""
+def test_the_start_is_the_published_one():
+    """The mean is 0.6, with uniform noise of Xavier's size, 6 / (n + dim), for each stream and feature."""
     gains = replace(SCHEMES["mhc"], expand="lss").build(512, 2).expand.taps
     bound = math.sqrt(6 / (4 + 512))
     assert gains.shape == (1, 4, 512)
@@ -43,7 +43,8 @@ def test_the_published_start():
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_stream_starts_from_the_embedding_times_its_gains(name):
-    """Behind them it is the scheme that it was, with every mapping that equal streams make pointless."""
+    """Otherwise the scheme is unchanged, except that its first connection also has the mappings that would be pointless
+    if all streams started equal."""
     scheme, x = replace(SCHEMES[name], expand="lss"), normal(2, 5, DIM)
     stream = perturbed(scheme.build(DIM, SUBLAYERS)).double()
     gains = stream.expand.taps[0]
@@ -66,6 +67,6 @@ def test_a_start_that_preserves_keeps_the_gains_at_one(name):
     assert_close(start.build(DIM, SUBLAYERS).double()(x, functions), expected)
 
 
-def test_pieces_of_the_embedding_take_no_gains():
+def test_schemes_that_split_the_embedding_take_no_gains():
     with pytest.raises(ValueError, match=r"expand must be 'repeat' .*'copies', got 'lss'"):
         replace(SCHEMES["mhc"], layout="split", expand="lss")

@@ -44,9 +44,8 @@ def test_the_presets_are_the_papers_variants():
 
 
 @pytest.mark.parametrize("name", ["residual", "ddl-tc", "mhc", "mudd-trimmed"])
-def test_spelt_out_and_read_again(name):
-    """Every option is in the description, which survives JSON and describes the same scheme. That the options of every
-    scheme do is in the contract."""
+def test_a_description_has_every_option_and_survives_json(name):
+    """Its JSON resolves to the same scheme. The contract tests that every scheme lists all its options."""
     scheme = ALL[name]
     described = describe(scheme)
     assert described.keys() == {"scheme", *(field.name for field in fields(scheme))}
@@ -72,12 +71,12 @@ def test_spelt_out_and_read_again(name):
         ),
     ],
 )
-def test_a_size_that_would_loop_or_allocate_without_end_is_refused(text):
+def test_a_size_that_would_exhaust_time_or_memory_is_refused(text):
     with pytest.raises(ValueError, match=rf": {re.split('[:,]', text)[-1][:-1]} must be at most \d+, got 1000000$"):
         resolve(f"{text}1000000")
 
 
-def test_three_ways_to_name_a_scheme():
+def test_a_scheme_can_be_named_in_three_ways():
     cc = DeepDelta(value_channels=4, compress="channel")
     assert resolve("ddl-cc") == cc
     assert resolve({"preset": "ddl-cc"}) == cc
@@ -89,7 +88,7 @@ def test_three_ways_to_name_a_scheme():
 
 
 def test_derived_options_follow_an_override():
-    """The channel kernel is d_v unless it is given; the compression follows d_v unless it is given."""
+    """The channel kernel and the compression follow d_v unless they are given."""
     assert resolve({"preset": "ddl-cc", "value_channels": 3}).compress_kernel == 3
     assert resolve({"preset": "ddl-cc", "value_channels": 3, "compress_kernel": 2}).compress_kernel == 2
     assert resolve({"preset": "ddl-tc", "value_channels": 2}).compress_kernel == 4
@@ -100,8 +99,7 @@ def test_derived_options_follow_an_override():
     assert DeepDelta(value_channels=1).compress is None
 
 
-def test_schemes_are_values():
-    """Equal options make equal schemes; nobody changes one behind another's back."""
+def test_schemes_compare_by_value_and_are_immutable():
     assert DeepDelta(value_channels=2) == DeepDelta(value_channels=2, compress="token", compress_kernel=4)
     assert len({DeepDelta(), DeepDelta(), Residual()}) == 2
     with pytest.raises(FrozenInstanceError):
@@ -237,7 +235,7 @@ wide:max_forget=0.0 | max_forget must be a number above 0 and below 1
         for name in row.partition(":")[0].split()
     ],
 )
-def test_a_wrong_option_is_one_clear_line(preset, options, words):
+def test_a_wrong_option_gives_one_clear_line(preset, options, words):
     with pytest.raises(ValueError) as raised:
         resolve(f"{preset}:{options}")
     message = str(raised.value)
@@ -246,7 +244,7 @@ def test_a_wrong_option_is_one_clear_line(preset, options, words):
     assert "\n" not in message
 
 
-def test_a_class_refuses_wrong_options_by_itself():
+def test_a_class_refuses_wrong_options_when_called_directly():
     for scheme in SCHEMES.values():
         for field in fields(scheme):
             with pytest.raises(ValueError, match=f"^{scheme.__name__}: .* must be .*, got "):
@@ -269,7 +267,7 @@ mhc:num_streams=3,layout=split | num_streams must be a divisor of the width dim 
 
 
 @pytest.mark.parametrize("row", NOT_BUILT.strip().splitlines())
-def test_an_invalid_build_is_one_clear_line(row):
+def test_an_invalid_build_gives_one_clear_line(row):
     text, words = row.split(" | ")
     with pytest.raises(ValueError, match=words):
         resolve(text).build(8, 2)
@@ -290,14 +288,14 @@ mhc-deepseek:gate_eps=0.01 | float32
 
 
 @pytest.mark.parametrize("row", NOT_PRESERVED.strip().splitlines())
-def test_why_no_start_preserves_is_said(row):
+def test_a_scheme_without_a_preserving_start_gives_the_reason(row):
     text, words = row.split(" | ")
     with pytest.raises(ValueError, match=words):
         resolve(text).preserving()
 
 
 @pytest.mark.parametrize("options", [{"beta_init": float("nan")}, {"v_scale": float("inf")}, {"value_channels": "4"}])
-def test_a_number_is_finite_and_no_text(options):
+def test_a_numeric_option_must_be_a_finite_number(options):
     with pytest.raises(ValueError, match=f"^DeepDelta: {next(iter(options))} must be "):
         DeepDelta(**options)
 
@@ -325,7 +323,7 @@ def test_a_number_is_finite_and_no_text(options):
         ({"preset": ["ddl"]}, ["no preset is called ['ddl']"]),
     ],
 )
-def test_a_wrong_name_is_one_clear_line(connection, words):
+def test_a_wrong_name_gives_one_clear_line(connection, words):
     with pytest.raises(ValueError) as raised:
         resolve(connection)
     message = str(raised.value)
@@ -334,7 +332,7 @@ def test_a_wrong_name_is_one_clear_line(connection, words):
     assert all(word in message for word in words), message
 
 
-def test_a_scheme_without_a_name_is_one_clear_line():
+def test_a_scheme_without_a_name_gives_one_clear_line():
     class Mine(Residual):
         pass
 

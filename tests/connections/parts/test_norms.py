@@ -12,7 +12,7 @@ DIM = 8
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_norm_given_as_the_default_changes_no_bit(name):
+def test_passing_the_default_norm_changes_no_bit(name):
     torch.manual_seed(0)
     expected = PRESETS[name].build(DIM, 4, norm_eps=1e-3)
     torch.manual_seed(0)

@@ -89,6 +89,7 @@ def sharded_as_alone(rank, names):
 @pytest.mark.parametrize(
     ("names", "size"), some([(KINDS, 2), (PRESETS, 1), (PRESETS, 2)], lambda case: case[0] is KINDS)
 )
-def test_every_preset_starts_and_trains_in_shards_as_alone(start, tmp_path, names, size):
-    """Under activation checkpointing inside each unit, no layer is replayed for another, whose weights are away."""
+def test_every_preset_starts_and_trains_in_shards_as_in_one_process(start, tmp_path, names, size):
+    """Under activation checkpointing inside each unit, no layer is replayed for another one whose weights are not
+    gathered."""
     together(start, tmp_path, size, sharded_as_alone, [*names, "delta-attnres:read_gate=scalar"])

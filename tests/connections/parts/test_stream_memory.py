@@ -31,8 +31,8 @@ def build(name):
 
 @torch.no_grad()
 @each_way_to_look_back
-def test_a_loop_over_the_connections_of_ones_own(name):
-    """As in somebody else's decoder, whose layers call one connection each."""
+def test_a_custom_loop_over_the_connections_equals_the_stream(name):
+    """As in a decoder of another project, whose layers call one connection each."""
     stream, x, memory = build(name), normal(2, 6, DIM), StreamMemory()
     pieces = []
     for token in x.split(1, 1):
@@ -45,7 +45,7 @@ def test_a_loop_over_the_connections_of_ones_own(name):
 
 @looking_back
 def test_a_single_token_without_a_memory_is_refused(name):
-    """A model that decodes token by token would otherwise compute wrong numbers without a word."""
+    """A model that decodes token by token would otherwise silently compute wrong numbers."""
     stream, token = build(name), normal(2, 1, DIM)
     with pytest.raises(ValueError, match=r"^memory: .*memory=StreamMemory\(\)"):
         stream(token, SUB)
@@ -59,8 +59,9 @@ def test_a_single_token_without_a_memory_is_refused(name):
 
 @torch.no_grad()
 @each_way_to_look_back
-def test_a_loop_over_the_phases_is_guarded_as_calls_are(name):
-    """Each part that looks back needs its memory, whoever calls it; with all of them the tokens are the whole."""
+def test_a_loop_over_the_phases_needs_its_memories_as_calls_do(name):
+    """Each part that looks back needs its memory, whoever calls it; with all memories, single tokens give the numbers
+    of the full pass."""
     stream, x = build(name), normal(2, 4, DIM)
     expected = stream(x, SUB)
 
@@ -101,8 +102,8 @@ COPIES = {"copied": copy.deepcopy, "pickled": lambda what: pickle.loads(pickle.d
 @torch.no_grad()
 @each_way_to_look_back
 @pytest.mark.parametrize("again", COPIES.values(), ids=COPIES)
-def test_a_memory_goes_on_with_its_stream_or_is_refused(name, again):
-    """Copied with its stream, in either order, or alone. Another stream would begin anew without a word."""
+def test_a_memory_works_only_with_the_stream_that_it_belongs_to(name, again):
+    """It may be copied with its stream, in either order, or by itself. Another stream would silently start anew."""
     stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
     expected = stream(x, SUB)[:, 3:]
     stream(x[:, :3], SUB, memory=memory)
@@ -155,7 +156,7 @@ def test_a_part_that_missed_a_piece_or_gets_one_twice_is_refused():
 
 @torch.no_grad()
 @each_way_to_look_back
-def test_a_copy_goes_on_by_itself_and_a_reset_forgets(name):
+def test_a_copy_continues_independently_and_a_reset_forgets(name):
     stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
     expected = stream(x, SUB)
     stream(x[:, :3], SUB, memory=memory)
@@ -176,7 +177,7 @@ def test_a_piece_without_tokens_changes_nothing(name):
 
 @each_way_to_look_back
 def test_a_mask_of_other_tokens_than_those_of_the_call_is_refused(name):
-    """Such as one that grows as that of a cache does, or one row for the whole batch."""
+    """Examples are a mask that grows as that of a cache does, and one row for the whole batch."""
     stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
     stream(x[:, :3], SUB, memory=memory)
     for piece, shape, kept in [(x[:, 3:4], (2, 4), memory), (x, (1, 5), None), (x, (2, 1), None)]:
@@ -222,8 +223,8 @@ MASKS = {
 @torch.no_grad()
 @each_way_to_look_back
 @pytest.mark.parametrize("form", MASKS)
-def test_a_mask_of_any_form_means_the_same(name, form):
-    """At once, in pieces, and if all are tokens."""
+def test_masks_of_all_forms_are_equivalent(name, form):
+    """This holds at once, in pieces, and if all are tokens."""
     stream, x, mask = build(name), normal(3, 5, DIM), MASKS[form]
     expected = stream(x, SUB, attention_mask=MASK)[MASK > 0]
     assert torch.equal(stream(x, SUB, attention_mask=mask)[MASK > 0], expected)
@@ -236,7 +237,7 @@ def test_a_mask_of_any_form_means_the_same(name, form):
 
 
 @each_way_to_look_back
-def test_a_mask_that_can_mean_anything_is_refused(name):
+def test_an_ambiguous_mask_is_refused(name):
     stream, x = build(name), normal(2, 5, DIM)
     for wrong in (torch.zeros(2, 5), torch.full((2, 5), float("nan")).copysign(torch.tensor(-1.0))):
         with pytest.raises(ValueError, match="attention_mask must be"):
@@ -266,7 +267,7 @@ def interrupted(*inputs):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["residual-ec4", "pooled-householder", "ddl-tc"])
 def test_a_piece_whose_call_raised_may_be_given_again(name):
-    """Some have one part that looks back, or none after the sublayer that raises."""
+    """Some schemes have one part that looks back, or none after the sublayer that raises."""
     stream, x, memory = build(name), normal(2, 6, DIM), StreamMemory()
     pieces = []
     for piece in x.split(2, 1):
@@ -319,8 +320,8 @@ def test_recorded_tensors_may_be_overwritten_before_the_backward_pass(name, told
 
 @torch.no_grad()
 @each_way_to_look_back
-def test_numbers_of_documents_may_come_again_in_any_order(name):
-    """Neighbours with one number are one document, and its padding may stand between documents."""
+def test_document_numbers_may_repeat_in_any_order(name):
+    """Neighbours with the same number belong to one document, and padding may stand between documents."""
     stream, x = perturbed(ALL[name].build(DIM, SUBLAYERS).double()), normal(1, 7, DIM)
     apart = torch.cat([stream(piece, SUB, memory=StreamMemory()) for piece in x.split([2, 1, 3, 1], 1)], 1)
     for numbers in ([0, 0, 1, 0, 0, 0, 1], [5, 5, -3, 2, 2, 2, -3], [9, 9, 4, 4.5, 4.5, 4.5, 4]):
@@ -332,8 +333,8 @@ def test_numbers_of_documents_may_come_again_in_any_order(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["ddl-tc", "ddl-ec"])
-def test_a_row_that_ended_goes_on_in_no_later_piece(name):
-    """Neither with a mask nor without; rows move with the beams, a copy knows them, a reset forgets them."""
+def test_a_row_that_ended_cannot_continue_in_a_later_piece(name):
+    """This holds with a mask or without; rows move with the beams, a copy knows them, a reset forgets them."""
     stream, x, memory = build(name), normal(2, 4, DIM), StreamMemory()
     stream(x[:, :1], SUB, memory=memory)
     stream(x[:, :2], SUB, memory=memory, attention_mask=torch.tensor([[1, 1], [1, 0]]))
@@ -350,8 +351,8 @@ def test_a_row_that_ended_goes_on_in_no_later_piece(name):
 
 
 @pytest.mark.parametrize("name", ["ddl-tc", "hc", "mhc", "attnres", "residual"])
-def test_an_object_that_is_no_state_is_refused(name):
-    """Such as the embedding itself, or a state of another width."""
+def test_an_object_that_is_not_a_state_is_refused(name):
+    """Examples are the embedding itself and a state of another width."""
     scheme = PRESETS[name]
     stream = scheme.build(8, 2)
     state = stream.expand(torch.randn(2, 5, 8))
@@ -366,7 +367,7 @@ def test_an_object_that_is_no_state_is_refused(name):
 
 
 @pytest.mark.parametrize("scheme", [EDelta(context="sequence"), PooledHouseholder(context="sequence")])
-def test_a_mean_over_the_whole_sequence_counts_no_padding_and_no_piece(scheme):
+def test_a_mean_over_the_whole_sequence_ignores_padding_and_refuses_pieces(scheme):
     stream, x = scheme.build(DIM, SUBLAYERS).double(), normal(2, 5, DIM)
     assert_close(stream(x, SUB, attention_mask=torch.ones(2, 5)), stream(x, SUB))
     with pytest.raises(ValueError, match=r"^attention_mask: "):

@@ -48,7 +48,8 @@ def published(stream, token: Tensor, sublayers: list, scheme: AlternatingUpdates
 
 @every(AlternatingUpdates)
 def test_a_token_of_zeros_has_finite_gradients(scheme):
-    """As the row of padding in an embedding: its size is 0, where the derivative of a root is not finite."""
+    """The row of padding in an embedding is such a token: its size is 0, where the derivative of a root is not
+    finite."""
     stream = perturbed(scheme.build(DIM, 4)).double()
     x = normal(2, 5, DIM)
     x[0, 1] = 0
@@ -64,7 +65,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 
 
-def test_a_block_is_attention_and_mlp():
+def test_a_block_consists_of_attention_and_mlp():
     """Between them the state holds the predicted streams and the active one, and the readout moves all by as much."""
     scheme = AlternatingUpdates(expand="repeat", active=2)
     stream = built(scheme, noise=0.3)
@@ -87,7 +88,7 @@ def test_streams_made_from_the_embedding_have_its_size():
     assert_close(sizes, sizes[..., :1].expand_as(sizes))
 
 
-def test_the_router_has_one_name():
+def test_a_router_shared_by_two_connections_has_one_name():
     """The MLP's connection borrows it from the attention's; its own parameters are its norm and its weights."""
     stream = AlternatingUpdates().build(DIM, 4)
     assert {name for name, _ in stream.connections[1].named_parameters()} == {"correct.weight", "norm.weight"}

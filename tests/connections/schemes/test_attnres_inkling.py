@@ -71,7 +71,7 @@ def test_sources_are_those_of_attnres_in_blocks():
         assert ours.state_spec(boundary, DIM) == theirs.state_spec(boundary, DIM)
 
 
-def test_a_given_norm_serves_queries_and_is_copied_for_keys_and_values():
+def test_a_given_norm_is_used_for_queries_and_copied_for_keys_and_values():
     own = perturbed(nn.LayerNorm(DIM))
     connection = InklingAttentionResiduals(separate_every=1).build(DIM, 1, norm=lambda _: own).connections[0]
     assert connection.norm is own
@@ -80,7 +80,7 @@ def test_a_given_norm_serves_queries_and_is_copied_for_keys_and_values():
         assert torch.equal(copy.weight, own.weight)
 
 
-def test_reads_are_float32_up_to_the_norm_in_a_bfloat16_model():
+def test_reads_in_a_bfloat16_model_are_float32_up_to_the_norm():
     narrow = built(InklingAttentionResiduals(), noise=0.3, count=4).to(torch.bfloat16)
     sources = tuple(normal(2, 3, DIM, seed=i, dtype=torch.bfloat16) for i in range(2))
     seen = []

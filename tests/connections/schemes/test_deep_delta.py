@@ -158,7 +158,7 @@ def reference_stream(stream, x: Tensor, sublayers: list, scheme: DeepDelta) -> T
 
 
 @pytest.mark.parametrize("name", DEEP_DELTA)
-def test_equals_the_formulas_of_the_paper(name):
+def test_the_update_equals_the_formulas_of_the_paper(name):
     """Outputs and the gradients of the input and of every parameter."""
     scheme = DEEP_DELTA[name]
     assert_computes(perturbed(scheme.build(DIM, 4).double()), reference_stream, scheme, tokens=(2, 6))
@@ -167,7 +167,7 @@ def test_equals_the_formulas_of_the_paper(name):
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
 @pytest.mark.parametrize("guard", ["rms", "add", "clamp", "rms_d"])
 @pytest.mark.parametrize("length", [0.0, 1e-6, 1.0])
-def test_the_guard_near_a_direction_of_zero(guard, eps, length):
+def test_guards_differ_only_near_a_direction_of_zero(guard, eps, length):
     """Only near |k~| = eps do the guards differ; k~ = 0 leaves the state as it is."""
     scheme = DeepDelta(k_norm=guard, k_eps=eps)
     connection = perturbed(scheme.build(DIM, 2).double()).connections[0]
@@ -180,8 +180,9 @@ def test_the_guard_near_a_direction_of_zero(guard, eps, length):
         assert torch.equal(ours, x)
 
 
-def test_one_compressor_for_the_two_sublayers_of_a_block():
-    """Shared, it has one owner, one name and one set of numbers, also in the state dict; separate, two."""
+def test_two_sublayers_of_a_block_may_share_a_compressor():
+    """A shared compressor has one owner, one name and one set of numbers, also in the state dict; separate ones are
+    two."""
     shared = DeepDelta(value_channels=2).build(DIM, 4)
     assert [name for name in shared.state_dict() if name.endswith("taps")] == [
         "connections.0.compress.taps",
@@ -196,8 +197,8 @@ def test_one_compressor_for_the_two_sublayers_of_a_block():
     assert not torch.equal(before, shared.connections[1].read(normal(1, 3, 2, DIM, dtype=torch.float32))[0])
 
 
-def test_a_convolution_over_tokens_wants_tokens():
-    """(batch, dim) has none: taking the batch for a sequence would mix its entries without a word."""
+def test_a_convolution_over_tokens_requires_a_sequence_axis():
+    """(batch, dim) has none: using the batch as a sequence would silently mix its entries."""
     block = DeltaResidual(DIM, 2, Phi(DIM, DIM, lambda X: X[..., 0, :]), pool="conv")
     with pytest.raises(ValueError, match=r"x must be \(batch, seq, dim\), got \(6, 8\)"):
         block(normal(6, 2, DIM, dtype=torch.float32))
@@ -217,7 +218,7 @@ class Phi(nn.Module):
 @pytest.mark.parametrize("pool", ["mean", "flatten", "conv"])
 @pytest.mark.parametrize("with_phi_v", [True, False])
 def test_delta_residual_equals_its_formula(pool, with_phi_v):
-    """The general block: direction, value and gate all from the state, through any modules."""
+    """The general block computes direction, value and gate from the state, through any modules."""
     m = 3
     block = DeltaResidual(
         DIM,
@@ -245,7 +246,7 @@ def test_delta_residual_equals_its_formula(pool, with_phi_v):
 
 
 @pytest.mark.parametrize("pool", ["mean", "flatten"])
-def test_delta_residual_in_a_stack_without_sequences(pool):
+def test_delta_residual_trains_in_a_stack_without_sequences(pool):
     """An image-like stack: (batch, d_v, dim) states, a convolutional phi_k over the channels, trained end to end."""
 
     class Conv(nn.Module):
@@ -264,7 +265,7 @@ def test_delta_residual_in_a_stack_without_sequences(pool):
     assert all(parameter.grad is not None for parameter in blocks.parameters())
 
 
-def test_delta_residual_starts_at_the_gate_it_was_asked_for():
+def test_delta_residual_starts_at_the_requested_gate():
     """beta_init holds for every state; beta_init = 0 leaves the state as it is, to 2e-6."""
     X = normal(2, 5, 2, DIM, dtype=torch.float32)
     block = DeltaResidual(DIM, 2, Phi(DIM, DIM, lambda X: X[..., 0, :]), beta_init=0.5)
@@ -278,7 +279,7 @@ def test_delta_residual_names_a_wrong_pool():
         DeltaResidual(DIM, 2, nn.Identity(), pool="max")
 
 
-def test_the_direction_starts_with_a_gradient():
+def test_the_direction_has_a_gradient_at_the_start():
     """A zero-initialised last layer would start at k~ = 0, where the gradient is 1 / eps."""
     for kind, streams in itertools.product(get_args(get_type_hints(DeepDelta)["phi_k"]), (1, 2)):
         direction = Direction(kind, DIM, streams, 4, source="context", norm_eps=EPS)
@@ -286,7 +287,7 @@ def test_the_direction_starts_with_a_gradient():
         assert (raw.norm(dim=-1) > 1e-3).all()
 
 
-def test_a_compressor_that_takes_the_place_of_another_is_used_by_both_sublayers():
+def test_a_replaced_compressor_is_used_by_both_sublayers():
     stream = ALL["ddl-tc"].build(DIM, 2)
     other = perturbed(TokenCompress(DIM, 4, 4))
     stream.connections[0].compress = other
@@ -303,7 +304,7 @@ def test_the_general_block_checks_its_options():
             DeltaResidual(4, 1, nn.Flatten(-2), **options)(torch.ones(2, 1, 4))
 
 
-def test_a_constant_value_keeps_its_digits_beside_a_narrow_state():
+def test_a_constant_value_is_not_rounded_to_the_dtype_of_a_narrow_state():
     value = DeepDelta(v_activation="constant", v_constant=1.3).build(4, 1).connections[0].value
     assert (value(torch.ones(2, 4).bfloat16()) == torch.tensor(1.3)).all()
 
@@ -319,7 +320,7 @@ def test_a_constant_value_keeps_its_digits_beside_a_narrow_state():
     ],
 )
 @torch.no_grad()
-def test_the_size_of_the_output_counts_only_where_the_output_is_no_unit_direction(options, sized, skips):
+def test_the_size_of_the_output_counts_only_if_it_is_not_normalised_to_a_direction(options, sized, skips):
     """LayerScale and the factor of DropPath do nothing in a k-Map; a dropped output leaves its state as it is."""
     stream = perturbed(DeepDelta(k_eps=1e-12, **options).build(8, 2).double())
     connection, (sublayer, _) = stream.connections[0], bare_sublayers(8, 2)
@@ -333,7 +334,7 @@ def test_the_size_of_the_output_counts_only_where_the_output_is_no_unit_directio
     assert torch.equal(connection(state, torch.zeros_like), state) == skips
 
 
-def test_a_gate_of_the_sublayers_output_is_known_when_it_is_written():
+def test_a_gate_that_reads_the_sublayers_output_is_known_only_in_the_write():
     connection, x = perturbed(DeepDelta(beta_input="sublayer_out").build(8, 2)).connections[0], normal(2, 5, 8).float()
     seen, carry = connection.read(x)
     assert carry.coefficients.beta is None

@@ -128,8 +128,8 @@ def test_values_and_gradients_are_those_of_dense_algebra(name, context):
 @every_context
 @every_hybrid
 @torch.no_grad()
-def test_the_start(name, context):
-    """gamma as asked for, for every token; a small rotation in a plane that every connection draws for itself."""
+def test_the_start_is_as_documented(name, context):
+    """gamma has the requested value for every token; the rotation is small, in a plane drawn for each connection."""
     torch.manual_seed(0)
     scheme = replace(HYBRIDS[name], context=context)
     stream = scheme.build(DIM, 4).double()
@@ -205,7 +205,8 @@ def with_gate(connection: nn.Module, logit: float) -> nn.Module:
 
 @every_hybrid
 def test_penalty(name):
-    """weight * 4 gamma (1 - gamma) for each token: 0.1 unless asked for otherwise, None for none."""
+    """The penalty of each token is weight * 4 gamma (1 - gamma); the weight is 0.1 by default, and there is none for
+    0."""
     assert EDelta().penalty == EDeltaStream().penalty == 0.1
     for context in CONTEXTS:
         scheme = replace(HYBRIDS[name], context=context, penalty=0.7)
@@ -221,7 +222,7 @@ def test_penalty(name):
 
 @pytest.mark.parametrize("scheme", [EDelta(), EDeltaStream()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_built_in_any_dtype(scheme, dtype):
+def test_the_scheme_can_be_built_in_any_dtype(scheme, dtype):
     """Orthogonal draws do not exist in bfloat16."""
     kept = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -233,7 +234,7 @@ def test_built_in_any_dtype(scheme, dtype):
     assert stream(normal(1, 3, 8, dtype=dtype), bare_sublayers(8, 2)).isfinite().all()
 
 
-def test_parameters_of_the_published_blocks():
+def test_the_published_blocks_have_the_published_parameters():
     assert count(EDelta(), 128) == 296_540 - 12 * 128**2
     assert count(EDeltaStream(), 128) == 284_412 - 12 * 128**2
 
@@ -263,7 +264,7 @@ def test_the_first_read_decides_on_the_sign_once_the_gate_reflects(n):
     assert_close(seen[1], nn.functional.rms_norm(x, (DIM,), gain, EPS))
 
 
-def test_any_start_of_beta():
+def test_beta_starts_at_any_requested_value():
     """The inverse of softplus keeps its digits from tiny numbers to large ones."""
     for beta in (1e-6, 0.05, 1.0, 30.0, 1000.0):
         (connection,) = EDelta(cayley_init=beta).build(8, 1).double().connections
@@ -271,8 +272,8 @@ def test_any_start_of_beta():
         assert found.flatten().tolist() == pytest.approx([beta, beta], rel=1e-5)
 
 
-def test_the_last_sublayer_writes_what_it_writes_everywhere():
-    """Its shortcut has weights of 1 in place of those that nothing reads."""
+def test_the_last_sublayer_writes_with_weights_of_one():
+    """They stand in place of the weights that nothing reads."""
     stream = build("edelta-stream", "token")
     connection, state = stream.connections[-1], state_for("edelta-stream")
     x, carry = connection.read(state)

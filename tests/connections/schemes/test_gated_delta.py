@@ -102,7 +102,7 @@ def one_step(erase: str, *, bias: float):
     return carry.coefficients.erase, x, connection.write(y, carry), y
 
 
-def test_it_is_a_delta_write_whose_value_has_a_gate_of_its_own():
+def test_it_is_a_delta_write_with_a_separate_gate_for_the_value():
     """DDL's residual start, v = k^T x + ..., made for every token: v = w |h| / e."""
     erase, x, after, y = one_step("signed", bias=0.4)
     length = (y.square().sum(-1, keepdim=True) + 1e-10).sqrt()
@@ -130,7 +130,7 @@ def test_an_output_of_zero_changes_nothing_and_has_finite_gradients():
 
 
 @pytest.mark.parametrize("options", [{}, {"value_channels": 4, "compress": "channel", "k_eps": 0.3}], ids=["1", "4"])
-def test_coupled_it_is_deep_delta_learning(options):
+def test_with_coupled_gates_it_is_deep_delta_learning(options):
     x, functions = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
     ddl = perturbed(DeepDelta(**options).build(DIM, SUBLAYERS)).double()
     ours = GatedDelta(erase="coupled", write="value", **options).build(DIM, SUBLAYERS).double()
@@ -138,7 +138,7 @@ def test_coupled_it_is_deep_delta_learning(options):
     assert_close(ours(x, functions), ddl(x, functions))
 
 
-def test_directions_of_one_output_start_as_shares_of_it():
+def test_the_directions_made_from_one_output_start_as_parts_of_it():
     """They add up to it, they are orthogonal, and each head has its part of every one."""
     y = normal(2, 3, 12)
     parts = Parts(12, 3).double()(y)
@@ -147,7 +147,7 @@ def test_directions_of_one_output_start_as_shares_of_it():
     assert all(part.unflatten(-1, (4, 3)).count_nonzero(-1).eq(1).all() for part in parts)
 
 
-def test_with_several_channels_every_block_starts_by_reading_another():
+def test_with_several_channels_successive_blocks_start_by_reading_different_ones():
     stream = GatedDelta(value_channels=3, compress="channel", write_gate=True).build(DIM, 7)
     reads = [stream.connections[i].compressor.weights()[:, 0].tolist() for i in range(7)]
     reads.append(stream.collapse.compress.weights()[:, 0].tolist())
@@ -182,7 +182,7 @@ def test_the_shortcut_is_what_the_write_does_to_the_state(name):
 
 
 @pytest.mark.parametrize("name", ["heads", "rank", "channel-gates", "write-only"])
-def test_no_shortcut_of_rank_one_where_there_are_several_or_none(name):
+def test_without_exactly_one_direction_there_is_no_shortcut_of_rank_one(name):
     stream = built(OPTIONS[name])
     state = stream.expand(normal(2, 3, DIM))
     context, carry = stream.connections[0].read(state)

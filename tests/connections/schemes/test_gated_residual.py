@@ -38,7 +38,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 
 
-def test_the_published_start():
+def test_the_start_is_the_published_one():
     """Gains of one, and three matrices that are drawn: gates lie around 1/2, write weights around 1."""
     torch.manual_seed(0)
     stream = GatedResidual().build(64, 2)
@@ -50,8 +50,8 @@ def test_the_published_start():
         assert_close(carry.coefficients.h_post, torch.ones(2, 5, 4), dtype=torch.bfloat16, factor=20)
 
 
-def test_no_norm_follows_its_own():
-    """Its parameters are the gains of the streams, D, U and B: no gain of a norm beside them."""
+def test_the_connection_has_no_norm_beside_its_own_gains():
+    """Its parameters are the gains of the streams, D, U and B; no norm adds a gain."""
     connection = GatedResidual(gate_rank=3).build(DIM, 2).connections[0]
     assert {name for name, _ in connection.named_parameters()} == {
         "gated.weight",
@@ -70,8 +70,8 @@ def test_the_gated_head_is_normalised_and_so_preserves_only_up_to_a_norm():
     assert (ours - plain).abs().max() > 0.1
 
 
-def test_gates_of_a_weight_that_is_made_anew_at_each_call_are_the_same():
-    """As an adapter, an offloaded or a sharded map has it."""
+def test_gates_are_the_same_if_the_weight_is_recomputed_at_each_call():
+    """Adapters, offloading and sharding recompute weights."""
     plain, wrapped = built(GatedResidual(gate_rank=3)), built(GatedResidual(gate_rank=3))
     for connection in wrapped.connections:
         parametrize.register_parametrization(connection.gated.up, "weight", nn.Identity())

@@ -37,13 +37,13 @@ def test_values_and_gradients_are_those_of_the_algorithm(scheme):
 
 
 @every(HyperConnections, start="published")
-def test_starts_as_the_residual(scheme):
+def test_the_scheme_starts_as_the_plain_residual(scheme):
     """n equal streams, whose sum is n times the residual; the norm after the collapse takes the factor away."""
     ours, residual = output_beside_residual(scheme)
     assert_close(ours, scheme.num_streams * residual)
 
 
-def test_one_stream_has_no_pair_around_one():
+def test_a_single_stream_has_no_pair_of_write_weights_around_one():
     assert_close(*output_beside_residual(HyperConnections(num_streams=1, start="mirrored", head="mean")))
 
 

@@ -34,7 +34,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3), published, scheme, tokens=(2, 2))
 
 
-def test_the_published_start():
+def test_the_start_is_the_published_one():
     """Every stream is read with 1/n and written with 1, up to the draw of W."""
     for connection, state in states(built(IndependentHyperConnections(weight_std=0.0))):
         if connection is not None:

@@ -46,8 +46,8 @@ def test_values_and_gradients_are_those_of_the_equations(scheme):
 
 
 @every(JacobianHyperConnections, expand="repeat")
-def test_streams_differ_from_the_start(scheme):
-    """The mean over the streams of what is written is y, whatever was drawn; nothing else has a say yet."""
+def test_streams_differ_after_the_first_write(scheme):
+    """Whatever was drawn, the mean over the streams of the written vectors is y; the mappings start as constants."""
     n = scheme.num_streams
     for index, (connection, state) in enumerate(states(built(scheme))):
         assert (spread_over_streams(state) > 0.01) == (index > 0)

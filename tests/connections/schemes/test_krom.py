@@ -33,7 +33,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(scheme):
     assert_computes(built(scheme, noise=0.3, count=3), published, scheme, tokens=(1, 2))
 
 
-def test_the_start_of_the_authors_code():
+def test_the_start_is_that_of_the_authors_code():
     """Logits of 1 for stream `index` mod n and -1 for the others, in reads and writes; every factor keeps 1 - e^-8."""
     for index, (connection, state) in enumerate(states(built(KroneckerHyperConnections()))):
         if connection is None:

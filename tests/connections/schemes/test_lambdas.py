@@ -122,7 +122,7 @@ def test_behind_the_embedding_convolution_it_is_the_same_stream_from_another_sta
     assert torch.equal(behind(x, functions), plain(convolved[0], functions))
 
 
-def test_the_look_back_starts_as_nanochats():
+def test_the_look_back_starts_as_that_of_nanochat():
     """Without a copy, behind a gate of 24 features that are drawn from [0, 0.02)."""
     plain, behind = (resolve(name).build(32, 2).expand for name in ("lambdas", "lambdas+smear"))
     x = normal(2, 5, 32).float()
@@ -168,7 +168,7 @@ def test_scales_at_every_sublayer_run_from_the_first_to_the_last():
     assert starts(scheme, 1, "r") == [1.0]
 
 
-def test_another_start_at_the_first_place_is_also_the_last_ones():
+def test_a_given_first_value_is_also_the_default_of_the_last():
     assert resolve("lambdas:r=1.0,z=0.0") == Lambdas(backout=0.2)
     assert resolve("lambdas:r=1.0,r_last=0.9").r_last == 0.9
 
@@ -209,14 +209,14 @@ def test_the_shortcut_is_the_update_of_x_and_x0(name):
         state = after
 
 
-def test_a_read_through_a_convolution_is_no_mixture_of_one_tokens_rows():
+def test_a_read_through_a_convolution_is_not_a_mixture_of_the_rows_of_one_token():
     stream = built(ALL["lambdas-tc4"], 2)
     state, connection = stream.expand(normal(2, 3, DIM)), stream.connections[0]
     x, carry = connection.read(state)
     assert connection.shortcut(state, carry, x).h_pre is None
 
 
-def test_a_start_that_preserves_keeps_the_places():
+def test_a_preserving_start_keeps_the_placement_of_scales():
     scheme = resolve("lambdas")
     assert scheme.preserving() == Lambdas(r=1.0, z=0.0, backout=0.0)
     assert ALL["lambdas-gated"].preserving() == Lambdas(r_every="sublayer", p=1.0, backout=0.0, gate="token")

@@ -58,16 +58,16 @@ def test_values_and_gradients_are_those_of_the_equations(scheme):
 
 
 @every(ManifoldHyperConnections, expand="repeat", layout="copies")
-def test_starts_as_the_residual(scheme):
+def test_the_scheme_starts_as_the_plain_residual(scheme):
     """Up to the eps of the norms, which see a multiple of the residual."""
     ours, residual = output_beside_residual(scheme)
     assert (ours - residual).abs().max() < 1e-5 * residual.abs().max()
 
 
 @every(ManifoldHyperConnections, expand="repeat", layout="copies")
-def test_the_start(scheme):
-    """h_post = 1; the read prefers one stream after the other; the mixing keeps 1 - (n - 1) e^-6 of a stream, with
-    either mixing. No token has a say yet."""
+def test_the_start_is_as_documented(scheme):
+    """h_post = 1; each sublayer prefers to read another stream; either mixing keeps 1 - (n - 1) e^-6 of a stream.
+    Nothing depends on the tokens yet."""
     n = scheme.num_streams
     for index, (connection, state) in enumerate(states(built(scheme))):
         if connection is None:
@@ -91,7 +91,7 @@ def test_the_start(scheme):
         assert not connection.mappings.phi.weight.any()
 
 
-def test_the_start_of_the_comparison_code():
+def test_the_start_of_the_comparison_code_can_be_chosen():
     """b_res = 2 I keeps 0.711 of a piece, the eigenvalues of H_res are 1 and three times 0.615, and phi is drawn."""
     torch.manual_seed(0)
     stream = SPLIT.build(512, 2)

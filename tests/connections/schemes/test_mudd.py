@@ -105,7 +105,7 @@ def test_attention_reads_three_inputs_from_the_second_block_on():
     assert found == [(1, None), (1, None), (3, (1, 2, 4, 2)), (1, None), (3, (1, 2, 4, 3)), (1, None)]
 
 
-def test_hidden_widths_are_the_released_ones():
+def test_hidden_widths_are_those_of_the_released_models():
     """Rounded to the multiple of 64 above, four times as wide in the readout: 2.8B has 32 layers of width 2560."""
     with torch.device("meta"):
         stream = resolve("mudd").build(2560, 64)
@@ -116,7 +116,7 @@ def test_hidden_widths_are_the_released_ones():
     assert exact.collapse.average.up.out_features == 3
 
 
-def test_a_norm_of_somebody_elses_normalises_all_three_inputs():
+def test_a_given_norm_normalises_all_three_inputs():
     norm = perturbed(nn.RMSNorm(DIM, eps=EPS))
     stream = resolve("mudd").build(DIM, 4, norm=lambda i: norm)
     assert stream.connections[2].others is None
@@ -125,7 +125,7 @@ def test_a_norm_of_somebody_elses_normalises_all_three_inputs():
     assert torch.equal(x[1], x[2])
 
 
-def test_the_trimmed_form_averages_where_and_what_it_is_told():
+def test_the_trimmed_form_averages_the_named_outputs_at_the_named_layers():
     """Four blocks, as the last two layers of a record: the output of block 1 is named, that of block 3 is not."""
     scheme = MultiwayDynamicDense(ways="vr", layers=2, sources=(0, 1), write_gate=True)
     stream = scheme.build(DIM, 8)

@@ -52,7 +52,7 @@ def test_reading_through_the_token_compression_is_deep_delta_that_writes_h(optio
 
 
 @pytest.mark.parametrize("preset", ["residual", "lambdas", "gated-orthogonal", "orthogonal"])
-def test_a_scheme_that_reads_through_a_convolution_starts_as_without(preset):
+def test_a_scheme_that_reads_through_a_convolution_starts_as_without_it(preset):
     x = normal(2, 6, DIM)
     plain, through = (resolve(preset + options) for options in ("", ":compress=token"))
     assert torch.equal(outputs(plain, x, start=True), outputs(through, x, start=True))

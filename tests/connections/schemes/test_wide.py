@@ -77,5 +77,5 @@ def test_mirrored_starts_are_the_plain_residual_in_streams_that_differ(name, num
 
 
 @pytest.mark.parametrize("name", ["hc", "ihc"])
-def test_a_mirrored_start_stays_one_where_outputs_must(name):
+def test_a_preserving_start_stays_mirrored_if_outputs_require_it(name):
     assert MIRRORED[name](start="mirrored").preserving().start == "mirrored"
