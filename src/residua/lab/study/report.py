@@ -167,7 +167,7 @@ def _setting(results: Results) -> list[str]:
 
 
 def _versions(results: Results) -> str:
-    """Return the versions of residua with their commits; a copy that pip installed has none."""
+    """Return the versions of residua, each with its commits. A version that pip installed has no commit."""
     commits: dict[str, set[str]] = {}
     for facts in results.facts:
         commits.setdefault(str(facts.get("residua")), set()).update(filter(None, [facts.get("commit")]))
@@ -284,7 +284,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _reading(results: Results) -> list[str]:
-    """Return the notes on what the report shows; those on a column only if some row fills it."""
+    """Return the notes on how to read the report. A note on a column is left out if no row fills the column."""
     shown = columns(results)
     factors = sorted({factor for size in results.study.sizes for factor in results.study.longer_at(size)})
     times = " and ".join(f"{factor:g}" for factor in factors)
