@@ -6,6 +6,7 @@ from typing import Annotated
 from residua.commands.pool import PoolOptions
 from residua.commands.signature import Output
 from residua.errors import Natural, Positive, Range
+from residua.lab.records.progress import say
 from residua.lab.records.terminal import one_line
 
 
@@ -55,27 +56,30 @@ def run(
     from residua.lab.study.definition import load_study
 
     chosen = load_study(study).only(schemes, sizes)  # raises before torch is imported
-    from residua.lab.study.engine import ROUNDS, forecast, forecast_table, measure_costs, open_study, run_study
+    count = f"{len(chosen.schemes)} schemes at {len(chosen.sizes)} size{'s' * (len(chosen.sizes) > 1)}"
+    say(f"study: reading {chosen.data(data)}, for {count}")
+    from residua.lab.study import engine
     from residua.lab.study.plan import Plan
 
     if dry_run:
-        forecasts = [*forecast(Plan(chosen, chosen.data(data), sizes), teraflops and 1e12 * teraflops)]
+        forecasts = [*engine.forecast(Plan(chosen, chosen.data(data), sizes), teraflops and 1e12 * teraflops)]
         processes = pool.processes or 1
-        hours = sum(each.hours for each in forecasts) / processes
-        time = f"{hours:,.2f} hours" if hours >= 0.1 else f"{60 * hours:.1f} minutes"
+        time = engine.duration(sum(each.hours for each in forecasts) / processes)
         notes = (
-            f"\nabout {time}, {processes} at a time; a scheme's elementwise work comes on top\n"
-            "sees: the difference that four of five such studies show before a correction, in standard deviations of "
-            "the difference between two runs with one seed"
+            f"\nabout {time}, {processes} at a time; a scheme's elementwise work comes on top,\n"
+            "and before the runs the measurement of time and memory, which --no-costs leaves out\n"
+            "detects: the smallest difference that the study would detect four times in five; smaller is better.\n"
+            "  The unit is the standard deviation of the difference between two runs with one seed. A correction of\n"
+            "  p-values for several primary contrasts makes it larger."
         )
-        return Output([each._asdict() for each in forecasts], [forecast_table(forecasts), notes])
-    options = {"rounds": rounds or ROUNDS, "executor": pool.executor_of_jobs()}
+        return Output([each._asdict() for each in forecasts], [engine.forecast_table(forecasts), notes])
+    options = {"rounds": rounds or engine.ROUNDS, "executor": pool.executor_of_jobs()}
     if measure:
-        plan, _ = open_study(out, data, chosen, sizes)
-        measure_costs(plan, Path(out), again=True, compiled=compiled, **options)
+        plan, _ = engine.open_study(out, data, chosen, sizes)
+        engine.measure_costs(plan, Path(out), again=True, compiled=compiled, **options)
     else:
         processes = pool.processes or 1
-        run_study(chosen, out, data=data, sizes=sizes, processes=processes, costs=not no_costs, **options)
+        engine.run_study(chosen, out, data=data, sizes=sizes, processes=processes, costs=not no_costs, **options)
     return report(out)
 
 

@@ -46,6 +46,7 @@ def test_a_dry_run_prints_hours_and_what_the_seeds_can_show_and_writes_nothing(d
     text = capsys.readouterr().out
     assert re.search(r"^small +2 +21 ", text, re.MULTILINE), text  # 2 x 3 tune, 2 x 5 report, 5 are longer
     assert "1.7 deviations" in text
+    assert "--no-costs" in text
     assert main([*argv, "--dry-run", "--teraflops", "1e-6", "--json"]) == 0
     (size,) = json.loads(capsys.readouterr().out)
     assert size["hours"] == pytest.approx(size["flops"] / 1e6 / 3600)

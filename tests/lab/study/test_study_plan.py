@@ -1,12 +1,14 @@
 """What a study trains: within its budget, with seeds apart, and only what its file asks for."""
 
 import math
+import re
 import shutil
 
 import pytest
 
 from residua.connections import Residual, register, registry, resolve
 from residua.errors import InputError
+from residua.files.reading import write_yaml
 from residua.lab.cost.counts import parameters
 from residua.lab.study.definition import load_study
 from residua.lab.study.engine import jobs
@@ -185,6 +187,23 @@ def test_a_tuned_key_that_does_not_exist_is_refused_before_anything_is_measured(
     tuning = {**DOCUMENT["tuning"], "over": {"train.lrr": [0.1]}}
     with pytest.raises(InputError, match=r"unknown key train.lrr; did you mean train.lr"):
         Plan(study(tuning=tuning), data)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"set": {"train.batchsize": 8}}, "set: unknown key train.batchsize; did you mean train.batch_size"),
+        ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lrr": [0.1]}}}, "tuning.over: unknown key train.lrr"),
+        ({"schemes": {"residual": {}, "lamdas+smear": {}}}, "schemes.lamdas+smear: no preset is called"),
+        ({"schemes": {"residual": {"model.width": 8}}}, "schemes.residual: unknown key model.width"),
+        ({"primary": {"huge": [["residual", "ddl"]]}}, "primary must be some of small"),
+    ],
+)
+def test_an_error_in_a_file_names_the_file_and_the_key(tmp_path, change, said):
+    path = tmp_path / "study.yaml"
+    path.write_text(write_yaml({**DOCUMENT, **change}))
+    with pytest.raises(InputError, match=re.escape(f"{path}: {said}")):
+        load_study(str(path))
 
 
 def test_without_prepared_data_the_option_is_named():

@@ -170,6 +170,7 @@ def run_jobs(
     executor: "Executor | None" = None,
     finish: Callable[[Job, Record], Record] = lambda job, record: record,
     most: int = 0,
+    noun: str = "runs",
     progress: bool = True,
 ) -> list[Record]:
     """Run the jobs that have no record yet, `processes` at a time, and return the records of all jobs.
@@ -182,6 +183,7 @@ def run_jobs(
         executor: runs the jobs in place of local processes, see `slurm`.
         finish: a function from a job and its result to the record to write.
         most: the largest number of jobs that the function `jobs` may return in the end, for the progress display.
+        noun: the name of the jobs there, in the plural.
 
     Raises:
         InputError, RunError: a run raised the error, its process died, or a result could not be written. Finished runs
@@ -189,7 +191,7 @@ def run_jobs(
     """
     plan = jobs if callable(jobs) else lambda finished: jobs
     with Progress("", 0, enabled=progress) as bar:
-        work = Work(plan, records, finish, bar, most)
+        work = Work(plan, records, finish, bar, most, noun)
         if executor is not None:
             executor(work)
         elif processes == 1 or (len(work.waiting) <= 1 and not callable(jobs)):
@@ -209,8 +211,10 @@ class Work:
         finish: Callable[..., Record],
         bar: Any,
         most: int = 0,
+        noun: str = "runs",
     ):
         self._plan, self.records, self._finish, self._bar, self._most = plan, records, finish, bar, most
+        self._noun = noun
         self._started: dict[Hashable, Job] = {}
         self._steps: dict[Hashable, float] = {}
         self._plan_jobs()
@@ -256,7 +260,7 @@ class Work:
         left = sum(job.key not in self.records.finished for job in jobs)
         known = self._done + left
         most = max(known, self._most) if left else known
-        count = f"{self._done}/{most} runs{' at most' * (most > known)}"
+        count = f"{self._done}/{most} {self._noun}{' at most' * (most > known)}"
         total = sum(job.steps * job.cost for job in jobs)
         self._bar.update(sum(self._steps.values()), f"{count}, {text}", total=total, line=line)
 

@@ -26,6 +26,7 @@ from residua.files.reading import parse_yaml, read_text
 from residua.lab.evaluation.comparable import Measurement, decides_measure
 from residua.lab.records.folder import read_object
 from residua.lab.training import load_config
+from residua.lab.training.config import check_keys
 
 Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -352,7 +353,27 @@ def load_study(source: str) -> Study:
         raise InputError(f"the study must be resbench or a YAML file, got {source!r}{nearest}")
     study = read_study(parse_yaml(text, source), source)
     # Only here, because the report of a folder must not need the packages with its schemes.
-    entries = {name: replace(entry, connection=canonical(entry.connection)) for name, entry in study.schemes.items()}
+    try:
+        return _checked(study)
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+def _checked(study: Study) -> Study:
+    """Return the study with canonical names of presets. Raises InputError for a name or key that does not exist."""
+    for place, keys in {
+        "set": study.set,
+        "tuning.over": study.tuning.over,
+        **{f"sizes.{name}": {**size.keys, **(size.over or {})} for name, size in study.sizes.items()},
+        **{f"schemes.{name}": entry.keys for name, entry in study.schemes.items()},
+    }.items():
+        check_keys(keys, place)
+    entries = {}
+    for name, entry in study.schemes.items():
+        try:
+            entries[name] = replace(entry, connection=canonical(entry.connection))
+        except InputError as error:
+            raise InputError(f"schemes.{name}: {str(error).removeprefix('connection: ')}") from error
     for name, question in study.questions.items():
         check_names(f"questions.{name}.compare", question.schemes, entries)
     check_names("primary", study.primary, study.sizes)

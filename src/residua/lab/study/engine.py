@@ -95,8 +95,8 @@ class Forecast(NamedTuple):
     tokens   the tokens of a reported run
     flops    the FLOPs of the matrix products of all runs
     hours    the hours of all runs, one after the other
-    sees     the difference that four of five such studies would detect, in standard deviations of the difference
-             between two runs with the same seed
+    detects  the smallest difference that the study would detect four times in five, before a correction for several
+             comparisons, in standard deviations of the difference between two runs with the same seed
     """
 
     size: str
@@ -105,7 +105,7 @@ class Forecast(NamedTuple):
     tokens: int
     flops: float
     hours: float
-    sees: float | None
+    detects: float | None
 
 
 def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Forecast]:
@@ -138,13 +138,20 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
     rows = [
         [
             *map(cell, (each.size, each.schemes, each.runs, each.tokens)),
-            f"{each.flops / 1e15:,.2f}",
-            f"{each.hours:,.2f}" if each.hours >= 0.1 else f"{each.hours:.2g}",
-            "nothing" if each.sees is None else f"{each.sees:.1f} deviations",
+            f"{each.flops:.2e}",
+            duration(each.hours),
+            "nothing" if each.detects is None else f"{each.detects:.1f} deviations",
         ]
         for each in forecasts
     ]
-    return Table(["size", "schemes", "runs at most", "tokens of a run", "PFLOP", "hours", "sees"], rows)
+    return Table(["size", "schemes", "runs at most", "tokens of a run", "FLOPs", "time", "detects"], rows)
+
+
+def duration(hours: float) -> str:
+    """Return a number of hours in three digits, in minutes or seconds if it is below one hour or minute."""
+    small = (60 * hours, "minutes") if 60 * hours >= 1 else (3600 * hours, "seconds")
+    amount, unit = (hours, "hours") if hours >= 1 else small
+    return f"{float(f'{amount:.3g}'):,g} {unit}"
 
 
 def joined(study: Study, out: Path) -> Study:
@@ -295,9 +302,11 @@ def measure_costs(
         pairs = {name: (config, plan.model(config)) for name, config in configs.items()}
         key = f"time and memory at {size}, {rounds} rounds{' compiled' * compiled}"
         steps = len(pairs) * (rounds + WARMUP)
-        jobs_of_sizes.append(Job(key, _measure_size, (key, size, connections, pairs, rounds, compiled), steps))
+        title = f"timing {len(pairs)} schemes at {size}{'' if again else ', before the runs'}:"
+        arguments = (key, size, connections, pairs, rounds, compiled)
+        jobs_of_sizes.append(Job(key, _measure_size, arguments, steps, title=title))
     with _Costs(path, lambda row: None) as costs:
-        run_jobs(jobs_of_sizes, costs, executor=executor, progress=progress)
+        run_jobs(jobs_of_sizes, costs, executor=executor, progress=progress, noun="sizes")
 
 
 def _measure_size(

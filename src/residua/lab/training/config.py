@@ -1,6 +1,6 @@
 """The configuration of a run: frozen dataclasses, read from recipes, YAML files and dotted overrides."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, FrozenInstanceError, asdict, dataclass, field, fields
 from functools import cached_property
@@ -290,8 +290,7 @@ def load_config(
     keys = _keys(sections)
     nested: dict[str, dict[str, Any]] = {name: {} for name in sections}
     for key, value in values.items():
-        if key not in KEYS:
-            raise InputError(f"unknown key {key}{_nearest(key)}")
+        check_keys([key])
         if key not in keys:
             with_base = "with model.base, which decides it; leave it out (the recipe retrofit has none of these)"
             raise InputError(f"{key} must not be set {with_base if has_base else 'without model.base'}")
@@ -387,6 +386,13 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
         key, equals, values[key] = override.removeprefix("--").partition("=")
         require(bool(equals), "an override", "KEY=VALUE, such as --train.lr=3e-4", override)
     return values
+
+
+def check_keys(keys: Iterable[str], place: str = "") -> None:
+    """Raise InputError for the first key that no configuration has. place: where a study's file has them."""
+    for key in keys:
+        if key not in KEYS:
+            raise InputError(f"{place}{': ' * bool(place)}unknown key {key}{_nearest(key)}")
 
 
 def _nearest(key: str) -> str:
