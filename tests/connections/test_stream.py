@@ -143,15 +143,16 @@ def twice(out):
     return tuple(2 * part for part in out) if isinstance(out, tuple) else 2 * out
 
 
-@pytest.mark.parametrize("name", ["residual", "mhc", "ddl-tc", "attnres", "lambdas"])
+@pytest.mark.parametrize("name", ["residual", "mhc", "ddl-tc", "altup", "attnres", "lambdas"])
 @pytest.mark.parametrize("kind", ["after", "before", "every module"])
-def test_a_hook_that_changes_the_state_is_applied_once(name, kind):
+@pytest.mark.parametrize("place", [0, 1])  # the first may own a part that the second runs too
+def test_a_hook_that_changes_the_state_is_applied_once(name, kind, place):
     stream, sublayers, x = perturbed(residua.build(name, 8, 3)), bare_sublayers(8, 3), torch.randn(2, 5, 8)
     state = stream.expand(x)
     for i, (connection, sublayer) in enumerate(zip(stream.connections, sublayers)):
-        state = connection(twice(state) if i == 1 and kind == "before" else state, sublayer)
-        state = twice(state) if i == 1 and kind != "before" else state
-    expected, hooked = stream.collapse(state), stream.connections[1]
+        state = connection(twice(state) if i == place and kind == "before" else state, sublayer)
+        state = twice(state) if i == place and kind != "before" else state
+    expected, hooked = stream.collapse(state), stream.connections[place]
     if kind == "before":
         handle = hooked.register_forward_pre_hook(lambda _, args: (twice(args[0]), *args[1:]))
     elif kind == "after":

@@ -156,6 +156,16 @@ def test_the_class_of_a_single_model_does_not_open_it(tmp_path):
         AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)  # and again, written by what opened it
 
 
+def test_the_class_of_a_single_model_builds_none_from_the_configuration():
+    """It would leave the connections out, as in `type(model)(model.config)`."""
+    model = converted("hc", torch.float32)
+    for build in (type(model), type(model)._from_config, type(model.model)):
+        with pytest.raises(ValueError, match=r"^config must be .*from_config of an Auto class"):
+            build(model.config)
+    assert copy.deepcopy(model).name_or_path == model.config.name_or_path
+    assert type(model)(residua.unconvert(model, lossy=True).config).config.__class__ is LlamaConfig
+
+
 def test_options_beside_the_folder_are_for_the_model(tmp_path):
     converted("hc", torch.float32).save_pretrained(tmp_path)
     options = {"attn_implementation": "eager", "use_cache": False, "attention_dropout": 0.5, "dtype": torch.bfloat16}

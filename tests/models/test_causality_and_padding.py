@@ -204,6 +204,17 @@ def test_a_bias_in_a_mask_hides_no_token(name):
         model(ids[:1], attention_mask=gap)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ddl-tc", "ddl-ec", "pooled-householder"])
+def test_attention_need_not_see_every_token(name):
+    """A window with sinks hides tokens from the last one that are no padding: the scheme reads them all the same."""
+    model, ids, apart = tiny_model(name), prompt(2, 7), torch.arange(7)[:, None] - torch.arange(7)
+    sees = (apart >= 0) & ((apart < 2) | (torch.arange(7) < 1)).expand(2, 1, 7, 7)
+    wider = sees | (torch.arange(7) == 6)[:, None] & (apart >= 0)  # only the last token sees more
+    assert_close(*(model(ids, attention_mask=mask).logits[:, :-1] for mask in (sees, wider)))
+    assert model(ids, attention_mask=sees).logits.isfinite().all()
+
+
 LENGTHS = (5, 1, 3)
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
 SEQ_IDX = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))[None]

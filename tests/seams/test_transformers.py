@@ -96,6 +96,11 @@ SEAMS = [
         "_supports_sdpa _tied_weights_keys _tp_plan save_pretrained",
     ),
     Seam(
+        "transformers.PreTrainedModel.__init__",
+        "a plain class refuses the configuration of a converted model",
+        mentions="config.name_or_path",
+    ),
+    Seam(
         "transformers.PreTrainedModel._set_gradient_checkpointing",
         "our models recompute states in another way than layers",
         parameters="enable gradient_checkpointing_func",

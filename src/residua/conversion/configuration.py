@@ -7,6 +7,7 @@ build a plain Llama from the weights.
 
 import inspect
 import json
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from copy import copy
@@ -30,6 +31,7 @@ with extra("lab"):
         AutoModelForCausalLM,
         AutoModelForPreTraining,
         PreTrainedConfig,
+        PreTrainedModel,
     )
     from transformers.models.auto import modeling_auto
 
@@ -64,6 +66,27 @@ class ConvertedConfig(Swapped):
     transformers_weights: str | None = REFUSAL
     """A file name that does not exist, in place of that of the weights. Model classes such as `LlamaForCausalLM` accept
     a configuration of any type; opening a converted model then fails with an error that shows this text."""
+
+    @property
+    def name_or_path(self) -> Any:
+        """The name, as of every configuration; the first thing that a model asks of the one it is built from.
+
+        Raises:
+            InputError: the model's class is a plain one, which would leave the connections out.
+        """
+        asking = sys._getframe(1)
+        while asking.f_back is not None and asking.f_code.co_name == "__getattribute__":  # that of configurations
+            asking = asking.f_back
+        if asking.f_code is PreTrainedModel.__init__.__code__:
+            raise InputError(
+                f"config must be that of a plain model for {type(asking.f_locals['self']).__name__}(config), got that "
+                "of a converted one; residua.load opens a folder, and from_config of an Auto class builds a new model"
+            )
+        return self._name_or_path
+
+    @name_or_path.setter
+    def name_or_path(self, name: Any) -> None:
+        self._name_or_path = str(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the plain class. Unpickling in another process then registers the class with its Auto classes."""

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import residua
 from residua import EDelta, PooledHouseholder, StreamMemory
@@ -183,6 +184,29 @@ def test_a_mask_of_other_tokens_than_those_of_the_call_is_refused(name):
     for piece, shape, kept in [(x[:, 3:4], (2, 4), memory), (x, (1, 5), None), (x, (2, 1), None)]:
         with pytest.raises(ValueError, match=r"mask must be .*, got"):
             stream(piece, SUB, memory=kept, attention_mask=torch.ones(shape))
+
+
+@each_way_to_look_back
+def test_a_memory_that_has_moved_on_is_refused_in_a_recomputation(name):
+    """An activation checkpoint would read the rows of the last piece as those before the first."""
+    stream, x, memory = build(name), normal(2, 6, DIM).requires_grad_(), StreamMemory()
+    pieces = [checkpoint(stream, piece, SUB, memory=memory, use_reentrant=False) for piece in x.split(3, 1)]
+    with pytest.raises(ValueError, match=r"^memory must be None .*checkpoint"):
+        torch.cat(pieces, 1).sum().backward()
+    (expected,) = torch.autograd.grad(stream(x, SUB).sum(), x)
+    out = checkpoint(lambda x: stream(x, SUB, memory=StreamMemory()), x, use_reentrant=False)  # as nanoGPT samples
+    assert_close(torch.autograd.grad(out.sum(), x)[0], expected)
+
+
+@torch.no_grad()
+@each_way_to_look_back
+def test_a_piece_of_another_number_of_sequences_is_refused(name):
+    stream, x, memory = build(name), normal(3, 6, DIM), StreamMemory()
+    stream(x[:, :3], SUB, memory=memory)
+    with pytest.raises(ValueError, match=r"^memory must be .*, got 3 and 2; "):
+        stream(x[:2, 3:], SUB, memory=memory)
+    memory.reorder(torch.tensor([0, 1]))
+    assert_close(stream(x[:2, 3:], SUB, memory=memory), stream(x[:2], SUB)[:, 3:])
 
 
 @torch.no_grad()

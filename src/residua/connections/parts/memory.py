@@ -115,6 +115,7 @@ class StreamMemory:
         self._rows: dict[Any, Tensor] = {}
         # (batch, 2): whether the row has begun, and whether its last entry is a token; absent without padding so far.
         self._ends: dict[Any, Tensor] = {}
+        self._task = -1  # autograd's number of the backward pass in which it began, -1 outside of one
 
     def of(self, part: nn.Module, attention_mask: Tensor | None = None) -> Memory | None:
         """Return the memory of one part of the stream; None if it needs none."""
@@ -127,7 +128,7 @@ class StreamMemory:
     def copy(self) -> "StreamMemory":
         """Return an independent copy, for example to discard speculative tokens later."""
         other = StreamMemory()
-        other._streams = self._streams
+        other._streams, other._task = self._streams, self._task
         other._tokens, other._rows, other._ends = dict(self._tokens), dict(self._rows), dict(self._ends)
         return other
 
@@ -161,6 +162,7 @@ class StreamMemory:
 
     def _count(self, number: Any, tokens: int) -> None:
         """Count tokens of one part. Raises ValueError if another number of tokens has reached the first part."""
+        self._expect_one_pass()
         had = self._tokens.get(number, 0) + tokens
         first = next(iter(self._tokens), number)
         if number != first and had != self._tokens[first]:
@@ -169,6 +171,27 @@ class StreamMemory:
                 f"first part and {had} in another; pass the same memory to all of them, from the first piece on"
             )
         self._tokens[number] = had
+
+    def _expect_one_pass(self) -> None:
+        """Raise ValueError in a backward pass, if this memory is of a forward pass: it has moved on since."""
+        task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        if not self._tokens:
+            self._task = task
+        elif self._task != task:
+            raise ValueError(
+                "memory must be None in an activation checkpoint, which reads it again in the backward pass, got one "
+                "that has moved on; pass whole sequences, or a new StreamMemory() made inside the checkpoint"
+            )
+
+    def _earlier(self, number: Any, batch: int) -> Tensor | None:
+        """Return the rows of a part. Raises ValueError if they are of another number of sequences."""
+        rows = self._rows.get(number)
+        if rows is not None and rows.shape[0] not in (1, batch):
+            raise ValueError(
+                f"memory must be of as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
+                "memory.reorder(indices), or begin with a new StreamMemory()"
+            )
+        return rows
 
     def _expect_no_gap(self, number: Any, tokens: Tensor | None) -> None:
         """Raise ValueError if a row has padding between its tokens, within this piece or since earlier pieces."""
@@ -211,7 +234,7 @@ class _PartMemory:
         if not self.keeps:
             return x
         self._whole._count(self._number, x.shape[1])
-        before = self._whole._rows.get(self._number)
+        before = self._whole._earlier(self._number, x.shape[0])
         if before is None:  # like an empty cache of transformers
             before = x.new_zeros(x.shape[0], max(0, window - x.shape[1]), *x.shape[2:])
         extended = torch.cat([before, x], 1)
@@ -219,7 +242,7 @@ class _PartMemory:
         return extended
 
     def recall(self, like: Tensor) -> Tensor | None:
-        return self._whole._rows.get(self._number) if self.keeps else None
+        return self._whole._earlier(self._number, like.shape[0]) if self.keeps else None
 
     def keep(self, rows: Tensor) -> None:
         self._whole._count(self._number, rows.shape[1])

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.nn.modules import module as modules
 
 from residua.connections.parts.memory import expect_memory, reads_other_tokens
@@ -87,7 +88,7 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(self: Any, state: Any, sublayer: Any, **options: Any) -> Any:
         if isinstance(sublayer, Phase):
-            args, kwargs = state
+            args, kwargs = ((state,), {}) if isinstance(state, Tensor) else state  # one tensor is for a shared module
             return sublayer(self, *args, **kwargs)
         return forward(self, state, sublayer, **options)
 
@@ -97,7 +98,8 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
 class SharedModule:
     """A module that belongs to another connection, the owner; only the owner registers its parameters.
 
-    It runs inside a call of the owner, whose hooks may gather or load them.
+    It runs inside a call of the owner, whose hooks may gather or load them. What these hooks make of its input and of
+    its result is not used, but for the input's dtype and device: it counts in the owner's own calls.
     """
 
     def __init__(self, owner: Any, name: str):
@@ -107,5 +109,13 @@ class SharedModule:
     def module(self) -> Any:
         return getattr(self.owner, self.name)
 
-    def __call__(self, *args: Any) -> Any:
-        return self.owner((args, {}), Phase(lambda _, *inputs: self.module(*inputs)))
+    def __call__(self, x: Tensor, *args: Any) -> Any:
+        result: Any = None
+
+        def run(_: Any, hooked: Tensor) -> Any:
+            nonlocal result
+            result = self.module(x.to(hooked), *args)
+            return result
+
+        self.owner(x, Phase(run))  # hooks of the owner get a tensor, as around its sublayer
+        return result
