@@ -16,6 +16,7 @@ from residua.commands.cli import main
 from residua.commands.signature import command_parser
 from residua.commands.table import COMMANDS
 from residua.connections import PRESETS, registry
+from residua.connections.names import ALIASES
 from residua.errors import installing
 from residua.lab import experiment
 from support.processes import run_python
@@ -106,7 +107,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("evaluate x y", "unexpected argument 'y'"),
         ("evaluate no-such-folder", "no-such-folder must be a run folder or one with a model of"),
         ("evaluate x --limit 3", "--limit needs --tasks, got none"),
-        ("compare no-such-folder", "give a run folder"),
+        ("compare no-such-folder", "no-such-folder, which does not exist"),
         ("train --run x", "--config NAME|FILE.yaml must say what to train"),
         ("cost count", "--config NAME|FILE.yaml must say which run to count"),
         ("generate x --prompt a --temperature 0", "(--greedy takes the most probable token), got 0.0"),
@@ -156,11 +157,11 @@ def test_the_schemes_command_explains_one_scheme(capsys):
     text = output(capsys, ["schemes", "ddl-cc"])
     (record,) = [json.loads(output(capsys, ["schemes", "ddl-cc", "--json"]))]
     kind = PRESETS["ddl-cc"]
-    for words in (kind.title, kind.equation, kind.source, "+132,268 at small", "a state of 4d", "(default: None; "):
+    for words in (kind.title, kind.equation, kind.source, "+132,268 at small", "a state of 4d", "(default: null; "):
         assert words in text
     assert max(map(len, text.partition("published")[0].splitlines())) < 80
-    assert "compress = channel (default: None; one of token, channel or null)" in text
-    assert "compress_kernel = 4 (default: None; a whole number or null, at least 1, at most 1024)" in " ".join(
+    assert "compress = channel (default: null; one of token, channel or null)" in text
+    assert "compress_kernel = 4 (default: null; a whole number or null, at least 1, at most 1024)" in " ".join(
         text.split()
     )
     assert "k_eps = 1e-05 (default: 1e-05; a positive number)" in text
@@ -169,7 +170,9 @@ def test_the_schemes_command_explains_one_scheme(capsys):
     assert {"scheme": "ddl-cc", "small, 1-shot": "49.13 (v2)"}.items() <= record["published"][1].items()
     assert "ddl-cc (DDL-CC w/o EC)" in text
     assert {"row": "ddl-tc", "size": "0.1M"}.items() <= record["ours"][1].items()
+    assert text.index("ours, ResBench") < text.index("compress = channel")
     assert "ddl-cc" not in output(capsys, ["schemes", "mhc"])
+    assert "This is lambdas with compress=token." in output(capsys, ["schemes", "lambdas+tc"])
     streams = "num_streams = 2 (default: 4; a whole number, at least 2, at most 256)"
     assert streams in output(capsys, ["schemes", "mhc:num_streams=2"])
     assert "did you mean 'ddl'" in error(capsys, ["schemes", "dll"])
@@ -227,6 +230,7 @@ def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):
     table = output(capsys, ["schemes"])
     assert all(any(line.startswith(f"{name} ") for line in table.splitlines()) for name in PRESETS)
     assert "+144,556" in table
+    assert ALIASES.keys() <= set(table.replace(",", " ").split())
 
 
 def test_a_scheme_that_cannot_be_built_is_still_listed(capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """What every scheme promises to a caller that knows only `read` and `write`."""
 
+import json
 from dataclasses import fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -207,15 +208,19 @@ def test_a_sublayer_must_return_a_tensor_of_its_shape():
 
 @pytest.mark.parametrize(("name", "sublayers"), [("mudd", 4), ("attnres-inkling", 12)])
 def test_a_sublayer_that_takes_too_few_inputs_is_named(name, sublayers):
+    """And the option with which the scheme takes it."""
     x, stream = normal(2, 5, DIM, dtype=torch.float32), PRESETS[name].build(DIM, sublayers)
 
     def attend(x):
         return x
 
     for sublayer, called in ((attend, "attend"), (nn.Linear(DIM, DIM), "Linear")):
-        with pytest.raises(TypeError, match=rf"sublayer: must take 3 inputs, .* got {called}\("):
+        with pytest.raises(TypeError, match=rf"sublayer: must take 3 inputs, .* got {called}\(") as caught:
             stream(x, [sublayer] * sublayers)
     assert stream(x, [lambda x, k=None, v=None: x] * sublayers).shape == x.shape
+    option, _, value = str(caught.value).rpartition(" ")[2].partition("=")
+    single = resolve({"preset": name, option: json.loads(value)}).build(DIM, sublayers)
+    assert single(x, [attend] * sublayers).shape == x.shape
 
 
 @pytest.mark.parametrize(

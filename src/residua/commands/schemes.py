@@ -1,13 +1,15 @@
 """The command `residua schemes`."""
 
 import csv
+import json
 from dataclasses import MISSING, fields
 from pathlib import Path
 from textwrap import TextWrapper, indent
 from typing import TYPE_CHECKING, Any
 
 from residua.commands.signature import Output
-from residua.connections.names import canonical, in_the_paper
+from residua.connections.names import ALIASES, canonical, in_the_paper
+from residua.connections.parts.options import has_effect, named
 from residua.errors import InputError, first_line
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ def schemes(name: str | None = None) -> Output:
         "\npaper: with the name there since its third version, if it differs\n"
         "state: numbers per token, at the first and last of 24 sublayers; d is the width\n"
         "parameters: added to the plain residual's in a model of 124 million\n"
-        "residua schemes NAME: its equation, options, cost, who runs it, results"
+        "residua schemes NAME: its equation, cost, who runs it, results, options\n",
+        WRAP.fill(f"presets with options: {', '.join(name for name, text in ALIASES.items() if ':' in text)}"),
+        WRAP.fill(f"other names of presets: {', '.join(name for name, text in ALIASES.items() if ':' not in text)}"),
     ]
     notes += [
         f"{record['name']}: -, because it cannot be built here: {record['not_built']}"
@@ -94,7 +98,7 @@ def _explained(name: str) -> Output:
         scheme = resolve(name)
     except (TypeError, ValueError) as error:
         raise InputError(first_line(error)) from error
-    from residua.connections.explained import about, meaning, values
+    from residua.connections import explained
     from residua.lab.evaluation.published import averages, titled
 
     kind = type(scheme)
@@ -110,8 +114,8 @@ def _explained(name: str) -> Output:
                 "name": field.name,
                 "value": getattr(scheme, field.name),
                 "default": None if field.default is MISSING else field.default,
-                "values": values(kind, field.name),
-                "meaning": meaning(kind, field.name),
+                "values": explained.values(kind, field.name),
+                "meaning": explained.meaning(kind, field.name).replace("None", "null"),
             }
             for field in fields(scheme)
         ],
@@ -124,15 +128,17 @@ def _explained(name: str) -> Output:
         cost = f"a state of {record['state_per_token']} per token, d the width; parameters beyond residual: {counts}"
         cost += ", the DDL paper's models of 124M and 353M"
     parts: list[Any] = [f"{name}: {kind.title or kind.__name__}\n\n{indent(WRAP.fill(kind.equation), '    ')}\n"]
-    parts += [f"{text if text.startswith('    ') else WRAP.fill(text)}\n" for text in about(kind)]
+    preset, _, options = name.partition(":")
+    if options:
+        parts.append(f"{WRAP.fill(f'This is {preset} with {options}.')}\n")
+        meanings = {option["name"]: option["meaning"] for option in record["all_options"]}
+        parts += [f"{WRAP.fill(f'{option}: {meanings[option]}')}\n" for option in named(name)[1]]
+    about = (text.replace("None", "null") for text in explained.about(kind))
+    parts += [f"{text if text.startswith('    ') else WRAP.fill(text)}\n" for text in about]
     parts.append(f"paper: {scheme.source}")
     if title := record["name_in_paper"]:
         parts.append(f"its name there, since the third version: {title}")
     parts += [WRAP.fill(f"cost: {cost}"), WRAP.fill(f"who runs it: {kind.users or 'not known'}")]
-    for option in sorted(record["all_options"], key=lambda option: _place(kind, option)):
-        default = f"(default: {option['default']}; {option['values']})"
-        parts.append("\n" + WRAP.fill(f"{option['name']} = {option['value']} {default}"))
-        parts.append(indent(WRAP.fill(option["meaning"]), "    "))
     if rows:
         parts += [
             "\npublished, mean accuracy in percent of eight tasks, one seed (arXiv 2601.00417):\n",
@@ -140,7 +146,23 @@ def _explained(name: str) -> Output:
         ]
     sized = [[f"{label}, {size}", *cells] for label, size, *cells in ours]
     parts += [OURS, (["row, size", *ours_header[2:]], sized)] if ours else ["\nours: not trained in a comparison yet"]
+    idle = {field.name for field in fields(scheme) if not has_effect(scheme, field.name)}
+    for title, chosen in (
+        ("options, those that the preset sets first", lambda option: option["name"] not in idle),
+        ("options without effect here, because of the values of others", lambda option: option["name"] in idle),
+    ):
+        listed = sorted(filter(chosen, record["all_options"]), key=lambda option: _place(kind, option))
+        parts += [f"\n{title}:"] * bool(listed)
+        for option in listed:
+            default = f"(default: {_as_typed(option['default'])}; {option['values']})"
+            parts.append("\n" + WRAP.fill(f"{option['name']} = {_as_typed(option['value'])} {default}"))
+            parts.append(indent(WRAP.fill(option["meaning"]), "    "))
     return Output(record, parts)
+
+
+def _as_typed(value: Any) -> str:
+    """Return the value of an option as a name, a command or a file has it."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _place(kind: "type[Scheme]", option: dict[str, Any]) -> tuple[bool, bool]:

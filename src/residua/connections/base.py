@@ -74,6 +74,7 @@ class Connection(SelfStarting, ABC):
     takes: Any = None  # the `Scheme.state_spec` of the state before this connection; `Scheme.build` sets it
     causal: bool = True  # whether `read` ignores later tokens, as `Scheme.causal`; `Scheme.build` sets it
     place: Place | None = None  # position in the stream; `Stream` sets it
+    single_input: str = "with one input for all"  # the option with which every sublayer takes one input
     window: int = 0  # how many earlier tokens `read` needs from its memory; 1 for a sum over all of them
 
     def __init_subclass__(cls, **options: Any):
@@ -150,7 +151,7 @@ class Connection(SelfStarting, ABC):
         x, carry = within(self, "read")(state, memory_of(self, memory, attention_mask, documents))
         inputs = as_inputs(x)
         if len(inputs) > 1 and not torch.compiler.is_compiling():
-            require_inputs(sublayer, len(inputs))
+            require_inputs(sublayer, len(inputs), self.single_input)
         if documents is None:
             expect_memory(self, memory, inputs[0])
         y = sublayer(*inputs)
@@ -166,7 +167,7 @@ def as_inputs(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def require_inputs(sublayer: Callable[..., Tensor], count: int) -> None:
+def require_inputs(sublayer: Callable[..., Tensor], count: int, remedy: str) -> None:
     """Raise TypeError unless `sublayer` can be called with `count` inputs: queries, keys and values."""
     function = sublayer.forward if isinstance(sublayer, nn.Module) else sublayer
     try:
@@ -179,7 +180,7 @@ def require_inputs(sublayer: Callable[..., Tensor], count: int) -> None:
         name = type(sublayer).__name__ if isinstance(sublayer, nn.Module) else getattr(sublayer, "__name__", "sublayer")
         raise TypeError(
             f"sublayer: must take {count} inputs, because this scheme reads queries, keys and values separately, got "
-            f"{name}{signature}; take (q, k, v), or choose an option of the scheme with one input for all"
+            f"{name}{signature}; take (q, k, v), or give the scheme the option {remedy}"
         ) from None
 
 

@@ -117,7 +117,7 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     declared = [field.name for field in fields(scheme)]
     for option in options:
         if option not in declared:
-            hint = f"{did_you_mean(option, declared)} (known: {', '.join(declared)})"
+            hint = did_you_mean(option, declared) or f" (known: {', '.join(declared)})"
             raise ValueError(f"connection {name!r}: no option is called {option!r}{hint}")
     if isinstance(scheme, type):
         made = scheme(**options)

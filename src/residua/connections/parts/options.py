@@ -75,11 +75,21 @@ def check_options(scheme: Any) -> None:
     for name, value in values.items():
         if wrong := refusal(kind, name, value):
             raise ValueError(f"{kind.__name__}: {name} {wrong}")
-    declared = types_of(kind, include_extras=True)
     for field in fields(scheme):
-        for part in getattr(declared[field.name], "__metadata__", ()):
-            if isinstance(part, OnlyIf) and values[field.name] != field.default:
-                require_option(scheme, field.name, part.holds(scheme), f"{field.default!r} unless {part.words}")
+        for condition in _conditions(kind, field.name):
+            if values[field.name] != field.default:
+                expected = f"{field.default!r} unless {condition.words}"
+                require_option(scheme, field.name, condition.holds(scheme), expected)
+
+
+def has_effect(scheme: Any, name: str) -> bool:
+    """Return whether an option has an effect with the other options of `scheme`."""
+    return all(condition.holds(scheme) for condition in _conditions(type(scheme), name))
+
+
+def _conditions(kind: type, name: str) -> list[OnlyIf]:
+    declared = types_of(kind, include_extras=True)[name]
+    return [part for part in getattr(declared, "__metadata__", ()) if isinstance(part, OnlyIf)]
 
 
 def require_option(scheme: Any, name: str, condition: bool, expected: str) -> None:

@@ -95,6 +95,8 @@ class InklingCollapse(nn.Module):
 class InklingConnection(SourcesConnection):
     """One connection. The first sublayer reads the embedding as it is, without a query."""
 
+    single_input = "separate_every=0"
+
     def __init__(self, scheme: InklingAttentionResiduals, dim: int, index: int, norm: nn.Module, *, norm_eps: float):
         super().__init__(scheme, index)
         layer, mlp = divmod(index, 2)

@@ -190,6 +190,8 @@ def _activated(x: Tensor, scale: Tensor) -> Tensor:
 class MultiwayConnection(BlockConnection):
     """One connection of MUDD around sublayer `index`; the first sublayer of a block reads its averages, if any."""
 
+    single_input = 'ways="r"'
+
     def __init__(self, scheme: MultiwayDynamicDense, dim: int, index: int, blocks: int, norm: Norm, *, norm_eps: float):
         block, begins = divmod(index, 2)[0], index % 2 == 0
         after = scheme.averages_after(block, blocks)

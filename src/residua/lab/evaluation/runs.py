@@ -95,7 +95,8 @@ class Run:
         run = RunFolder(Path(folder))
         for path in (run.config, run.metrics):
             if not path.is_file():
-                raise InputError(f"give a run folder, got {folder}, which has no {path.name}: train into it first")
+                lacks = f"has no {path.name}" if run.path.exists() else "does not exist"
+                raise InputError(f"give a run folder, got {folder}, which {lacks}: train into it first")
         settings = flatten(read_settings(run.config))
         facts = read_facts(run.facts)
         rows = jsonlines.read_metrics(run.metrics)
