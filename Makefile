@@ -130,7 +130,7 @@ $(LAB): pyproject.toml requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	command -v uv >/dev/null && uv pip install --quiet --python $(VENV) --torch-backend auto --constraint requirements.txt torch \
 	  || $(PIP) torch
-	@echo "2/3 The laboratory: about 60 packages, 0.9 GB"
+	@echo "2/3 The laboratory: about 60 packages, 0.9 GB; minutes without a word"
 	$(PIP) hatchling
 	$(PIP) --editable '.[lab]'
 	touch $@

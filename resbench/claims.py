@@ -461,10 +461,10 @@ def templates() -> dict[tuple[str, str], str]:
 
 
 def claims(page: str, name: str) -> str:
-    """A section with its numbers and tables, wrapped anew: an item of a list under its first word."""
+    """A section with its numbers and tables, wrapped anew: an item of a list, nested or not, under its first word."""
     text = re.sub(r"\{([^{}]+)\}", lambda field: filled(field[1]), templates()[page, name])
     return "\n\n".join(
-        part if part.startswith("|") else "\n".join(wrapped(item) for item in re.split(r"\n(?=- |\d+\. )", part))
+        part if part.startswith("|") else "\n".join(wrapped(item) for item in re.split(r"\n(?= *- |\d+\. )", part))
         for part in text.split("\n\n")
     )
 

@@ -44,7 +44,9 @@ def update(script: str, pages: Mapping[str, Blocks], *, write: bool) -> int:
 
 
 def wrapped(text: str) -> str:
-    indent = " " * len(re.match(r"(- |\d+\. )?", text)[0])
-    options = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+    begin = re.match(r"( *)(- |\d+\. )?", text)
+    indents = {"initial_indent": begin[1], "subsequent_indent": " " * len(begin[0])}
     words = " ".join(text.split()).replace(" ± ", "\0±\0").replace(" %", "\0%")  # stay in one line
-    return "\n".join(textwrap.wrap(words, WIDTH, **options)).replace("\0", " ")
+    return "\n".join(textwrap.wrap(words, WIDTH, **indents, break_long_words=False, break_on_hyphens=False)).replace(
+        "\0", " "
+    )
