@@ -44,7 +44,7 @@ def test_there_are_few_extras_and_every_hint_names_one_of_them():
     hinted = set()
     for path in Path(residua.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        hinted |= {*re.findall(r'extra\("(\w+)"\)', text), *re.findall(r"residua\[(\w+)\]", text)}
+        hinted |= {*re.findall(r'(?:extra|installing)\("(\w+)"\)', text), *re.findall(r"residua\[(\w+)\]", text)}
     assert {"lab", "eval", "kernels", "wandb"} <= hinted
     assert hinted <= extras.keys()
 
