@@ -40,7 +40,7 @@ from support.tiny_models import tiny_model
 from support.tolerances import assert_close
 
 
-def test_one_line_of_the_log_says_what_was_done(caplog, monkeypatch):
+def test_one_log_line_describes_the_conversion(caplog, monkeypatch):
     caplog.set_level("INFO", logger="residua")
     model = llama()
     size = model.num_parameters()
@@ -62,7 +62,7 @@ def test_new_connections_are_in_the_mode_of_the_model(training):
     assert {module.training for module in model.modules()} == {training}
 
 
-def test_hooks_on_what_reads_run_once_and_on_tensors():
+def test_hooks_on_a_norm_that_reads_run_once_and_get_tensors():
     def hooked(model):
         norm = model.model.layers[1].input_layernorm
         norm.register_forward_hook(lambda module, args, out: 2 * out)
@@ -74,8 +74,8 @@ def test_hooks_on_what_reads_run_once_and_on_tensors():
     assert torch.equal(hooked(residua.convert(llama(), "residual"))(IDS).logits, want)
 
 
-def test_a_copy_of_a_norm_that_learns_in_its_place_is_the_norm():
-    """As adapters put one there, which keep the norm that was and train the copy."""
+def test_a_trained_copy_in_the_place_of_a_norm_is_used_as_the_norm():
+    """Adapters put such a copy there, keep the original norm and train the copy."""
 
     class Adapter(torch.nn.Module):
         def __init__(self, norm):
@@ -119,7 +119,7 @@ def test_a_converted_model_is_the_same_stream_as_sublayers_in_a_row():
 
 @pytest.mark.parametrize("connection", list(residua.connections.PRESETS))
 def test_every_scheme_preserves_the_model_or_says_why_not(connection):
-    """Also where sublayers read the state without a norm, as in OLMo 2."""
+    """This also covers sublayers that read the state without a norm, as in OLMo 2."""
     for model in (llama(), model_of(Olmo2Config, intermediate_size=24)):
         before = model(IDS).logits
         if connection not in PRESERVING:
@@ -151,7 +151,7 @@ WAYS = ("residual", "lambdas", "mhc", "gated-orthogonal", "delta-attnres", "edel
         *itertools.product(["cohere2", "stablelm", "longcat_flash"], ["mhc"]),
     ],
 )
-def test_outputs_added_in_two_steps_change_no_number(family, connection):
+def test_a_model_that_adds_outputs_in_two_steps_keeps_its_logits(family, connection):
     model = parallel(family)
     ids = IDS.clamp(max=model.config.vocab_size - 1)
     before = model(ids).logits
@@ -159,7 +159,7 @@ def test_outputs_added_in_two_steps_change_no_number(family, connection):
     assert (model(ids).logits - before).abs().max() <= 1e-9 * before.abs().max()
 
 
-def test_outputs_that_are_added_in_two_steps_cannot_be_convolved():
+def test_a_convolution_of_outputs_added_in_two_steps_is_refused():
     model = parallel("cohere")
     before = model(IDS).logits
     with pytest.raises(InputError, match="adds two outputs"):
@@ -168,7 +168,7 @@ def test_outputs_that_are_added_in_two_steps_cannot_be_convolved():
 
 
 @pytest.mark.parametrize("connection", ["mhc", "ddl", "attnres", "altup"])
-def test_outputs_added_in_two_steps_are_one_sublayer(connection):
+def test_outputs_added_in_two_steps_count_as_one_sublayer(connection):
     model = lively(parallel("cohere"), connection)
     inner = model.model
     attend = [attention_of(layer, inner) for layer in inner.layers]
@@ -181,7 +181,7 @@ def test_outputs_added_in_two_steps_are_one_sublayer(connection):
         assert_close(grad, other, factor=10)  # sums over all tokens
 
 
-def test_a_reader_without_a_norm_before_it_gets_the_state_as_it_is():
+def test_a_sublayer_without_a_norm_before_it_reads_the_unchanged_state():
     model = model_of(Olmo2Config, intermediate_size=24)
     before = model(IDS).logits
     residua.convert(model, "residual")
@@ -191,7 +191,7 @@ def test_a_reader_without_a_norm_before_it_gets_the_state_as_it_is():
 
 @pytest.mark.parametrize("connection", [PLAIN, WINDOWED, "attnres-block"])
 @pytest.mark.parametrize("cache", ["dynamic", "without a configuration", "static"])
-def test_token_by_token_is_all_at_once(connection, cache):
+def test_token_by_token_equals_all_at_once(connection, cache):
     model = converted(connection).eval()
     keep = {
         "dynamic": lambda: DynamicCache(config=model.config),
@@ -293,8 +293,8 @@ def test_padding_between_tokens_is_refused():
     [(converted, WINDOWED, True), (tiny_model, WINDOWED, True), (tiny_model, "residual", False)],
 )
 @torch.no_grad()
-def test_a_mask_as_long_as_a_static_cache(build, name, given):
-    """It says what is padding by absolute position, and goes on after the tokens of the call."""
+def test_a_mask_may_be_as_long_as_a_static_cache(build, name, given):
+    """It marks padding by absolute position and extends beyond the tokens of the call."""
     model, mask = build(name).eval(), torch.zeros(2, 16).long()
     mask[:, 2:11] = 1
     padded = torch.cat([torch.ones(2, 2).long(), IDS], 1)
@@ -311,7 +311,7 @@ def test_a_mask_as_long_as_a_static_cache(build, name, given):
 
 
 @torch.no_grad()
-def test_the_memory_of_the_stream_beside_the_states_of_a_hybrid():
+def test_the_memory_of_the_stream_works_beside_the_states_of_a_hybrid():
     """The model's own convolutions keep their states in the same cache."""
     model = model_of(Lfm2Config, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"])
     model = lively(model, WINDOWED).eval()
@@ -326,8 +326,8 @@ def test_a_causal_model_whose_tokens_are_computed_in_groups_is_causal():
     residua.convert(model_of(MixtralConfig, torch.float32, **options), WINDOWED, start="fresh")
 
 
-def test_a_layer_refuses_a_cache_and_a_mask_that_nothing_in_it_takes():
-    """It would compute without them: `cache` before transformers 5.24, or what a new release calls them."""
+def test_a_layer_refuses_a_cache_or_mask_that_no_part_of_it_accepts():
+    """It would otherwise ignore them: `cache` before transformers 5.24, or the names that a new release gives them."""
     layer, flow = converted(PLAIN).model.layers[0], torch.zeros(1, 3, 16).double()
     for name, item in {"kept": DynamicCache(), "padding_mask_2d": torch.ones(1, 3)}.items():
         with pytest.raises(TypeError, match=f"takes no '{name}'"):
@@ -347,7 +347,7 @@ def test_a_cache_that_was_filled_without_the_memory_of_the_stream_is_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize("training", [False, True])
-def test_packed_documents_equal_documents_alone(training):
+def test_packed_documents_equal_separate_documents(training):
     model = converted(WINDOWED).train(training)
     logits = torch.cat([model(ids).logits for ids in IDS.split((4, 5), 1)], 1)
     numbers = torch.tensor([[0] * 4 + [1] * 5])
@@ -362,7 +362,7 @@ def test_packed_documents_equal_documents_alone(training):
 
 @torch.no_grad()
 @pytest.mark.parametrize("config_class", [Qwen2_5_VLTextConfig, Qwen3VLTextConfig])
-def test_packed_documents_of_a_model_with_positions_of_texts_and_images(config_class):
+def test_packed_documents_are_separated_by_text_positions_in_a_vision_language_model(config_class):
     """The text's positions come before the three of images, and attention separates documents by them alone."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
@@ -410,7 +410,7 @@ def test_reentrant_checkpoints_which_would_lose_gradients_are_refused():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_hidden_states_are_read_out():
+def test_hidden_states_pass_through_the_readout():
     model = converted(PLAIN)
     states = model(IDS, output_hidden_states=True).hidden_states
     assert [tuple(state.shape) for state in states] == [(2, 9, 16)] * 4
@@ -418,7 +418,7 @@ def test_hidden_states_are_read_out():
         converted(WINDOWED)(IDS, output_hidden_states=True)
 
 
-def test_a_scheme_that_reads_earlier_tokens_says_that_it_takes_no_drafts():
+def test_a_scheme_that_reads_earlier_tokens_refuses_speculative_decoding():
     with pytest.raises(ValueError, match="prompt lookup must be off"):
         converted(WINDOWED).generate(IDS[:1], max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
 
@@ -445,7 +445,7 @@ def test_connections_made_in_inference_mode_learn():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_half_precision():
+def test_a_model_in_half_precision_is_converted():
     model = converted(WINDOWED, torch.bfloat16)
     exact = copy.deepcopy(model).double()
     logits = model(IDS).logits
@@ -454,7 +454,7 @@ def test_half_precision():
     assert (logits.double() - exact(IDS).logits).abs().max() < 0.05 * exact(IDS).logits.abs().max()
 
 
-def test_a_change_to_no_number_is_the_largest_change():
+def test_a_change_from_or_to_nan_counts_as_infinite():
     x = torch.tensor([1.0, 2.0, torch.inf, torch.nan])
     assert change([x], [x.clone()]) == 0
     assert change([x], [torch.tensor([1.0, torch.nan, torch.inf, torch.nan])]) == math.inf
@@ -462,7 +462,7 @@ def test_a_change_to_no_number_is_the_largest_change():
     assert change([x], [x.nan_to_num()]) == change([x], [x.half()]) == math.inf
 
 
-def test_the_way_back():
+def test_unconvert_restores_the_model():
     model = llama()
     names, before = list(model.state_dict()), model(IDS).logits
     assert residua.convert(model, "residual") is model
@@ -475,7 +475,7 @@ def test_the_way_back():
     residua.convert(model, "hc", start="fresh")  # and again
 
 
-def test_the_way_back_says_what_is_lost():
+def test_unconvert_names_what_is_lost():
     model = converted(WINDOWED)
     before = model(IDS).logits
     with pytest.raises(InputError, match=r"would change by .*lossy=True"):
@@ -484,7 +484,7 @@ def test_the_way_back_says_what_is_lost():
     assert torch.equal(residua.unconvert(model, lossy=True)(IDS).logits, llama()(IDS).logits)
 
 
-def test_the_way_back_with_inputs_that_do_not_run_changes_nothing():
+def test_unconvert_with_inputs_that_do_not_run_changes_nothing():
     model = converted(WINDOWED)
     before, layer = model(IDS).logits, type(model.model.layers[0])
     with pytest.raises(InputError, match="small input: index out of range"):
@@ -533,7 +533,7 @@ def broken(model, kind):
         ("quantised in place", "got a quantised model"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_and_left_alone(kind, says):
+def test_a_model_that_does_not_fit_is_refused_and_unchanged(kind, says):
     model = broken(llama(), kind)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(InputError, match=says):
@@ -561,7 +561,7 @@ def test_options_that_do_not_fit_are_refused(connection, options, says):
     assert type(model.model.layers[0]) is LlamaDecoderLayer
 
 
-def test_models_that_are_no_single_plain_decoder_are_refused():
+def test_models_that_are_not_one_plain_decoder_are_refused():
     from transformers import T5Config, T5ForConditionalGeneration
 
     from residua.models import ResiduaConfig, ResiduaForCausalLM
@@ -580,7 +580,7 @@ def test_models_that_are_no_single_plain_decoder_are_refused():
             residua.convert(wrong, "residual")
 
 
-def test_a_trunk_that_passes_no_keywords_on_turns_a_scheme_that_reads_earlier_tokens_away():
+def test_a_trunk_that_drops_keywords_refuses_a_scheme_that_reads_earlier_tokens():
     model = llama()
     model.model.layers[1].register_forward_pre_hook(
         lambda layer, args, options: (args, {k: v for k, v in options.items() if k != "residua_memory"}),
@@ -594,7 +594,7 @@ def test_a_trunk_that_passes_no_keywords_on_turns_a_scheme_that_reads_earlier_to
     assert torch.equal(model(IDS).logits, before)
 
 
-def test_small_inputs_are_made_once(monkeypatch):
+def test_a_conversion_makes_small_inputs_once(monkeypatch):
     made = []
     monkeypatch.setattr(convert_model, "small_inputs", lambda *args: made.append(args) or small_inputs(*args))
     residua.convert(llama(), "hc")

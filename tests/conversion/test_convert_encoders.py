@@ -49,7 +49,7 @@ def test_a_vision_transformer_keeps_what_it_computes_and_learns(connection):
     assert all(p.grad is not None for p in stream_of(model).parameters())
 
 
-def test_a_mean_over_the_sequence_which_would_see_padding_is_refused():
+def test_a_mean_over_the_sequence_that_would_include_padding_is_refused():
     text = encoder(RobertaPreLayerNormConfig(vocab_size=32, **SIZES))
     with pytest.raises(InputError, match="and padding; use context='token'"):
         residua.convert(text, "edelta:context=sequence", start="fresh")
@@ -68,8 +68,8 @@ def test_a_scheme_that_reads_earlier_tokens_is_refused_by_an_encoder():
             residua.convert(model, WINDOWED, start="fresh", inputs=inputs)
 
 
-def test_tokens_along_other_axes():
-    """All images of a batch in one row of tokens, as vision towers of language models see them."""
+def test_the_tokens_of_all_images_may_be_in_one_row():
+    """Vision towers of language models see the images of a batch in this form."""
     config = Qwen3VLVisionConfig(
         **{"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 16},
         patch_size=2,
@@ -116,8 +116,8 @@ def test_a_decoder_half_that_reads_earlier_tokens_remembers_them():
     assert torch.equal(cached, not_cached)
 
 
-def test_blocks_that_add_inside_are_opened():
-    """T5 adds in modules of a layer, so their norms are what reads."""
+def test_blocks_that_add_inside_their_modules_are_converted():
+    """T5 adds within the modules of a layer, so the norms inside them read the residual."""
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 32}
     model = encoder(T5Config(**sizes))
     encoder_half = residua.convert(model.get_encoder(), "residual")
@@ -131,7 +131,7 @@ def test_blocks_that_add_inside_are_opened():
 
 
 @pytest.mark.parametrize("connection", ["residual", "hc", "attnres", "mhc"])
-def test_a_residual_that_a_layer_scales_by_a_number(connection):
+def test_a_residual_scaled_by_a_number_is_converted(connection):
     config = Gemma4TextConfig(
         **SIZES,
         vocab_size=32,
@@ -166,8 +166,8 @@ def test_an_unsupported_use_only_in_training_is_refused_in_training():
         model.train()(IMAGE)
 
 
-def test_weights_of_zero_hide_no_mistake(monkeypatch):
-    """A connection that forgets to write would go unseen where every sublayer returns zero, as in many a new model."""
+def test_a_connection_that_does_not_write_is_found_even_if_weights_are_zero(monkeypatch):
+    """Many new models start with sublayers that return zero, which would hide such a connection."""
     model = model_of(GPT2Config, n_inner=24)
     with torch.no_grad():
         for block in model.transformer.h:
@@ -191,7 +191,7 @@ def test_outputs_without_a_number_are_refused():
         residua.convert(model, "residual", inputs=PIXELS)
 
 
-def test_inputs_other_than_token_ids_are_given():
+def test_inputs_other_than_token_ids_must_be_given():
     model = vit()
     with pytest.raises(InputError, match=r"inputs must be given .* such as inputs=\{'pixel_values': \.\.\.\}"):
         residua.convert(model, "hc")

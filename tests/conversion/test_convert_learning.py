@@ -49,9 +49,9 @@ def added_gradients(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connection", PRESERVING)
-def test_everything_has_a_gradient_at_the_start_or_as_soon_as_what_lies_before_it_moved(connection):
-    """The model's own weights get the gradients that they had. And streams part: as long as they are equal, several
-    streams compute what one does."""
+def test_every_parameter_gets_a_gradient_within_the_expected_number_of_steps(connection):
+    """The model's own weights keep their gradients, and streams become different: several equal streams compute the
+    same as one."""
     torch.manual_seed(1)
     model = residua.convert(llama(), connection).train()
     unconverted = llama()

@@ -71,7 +71,7 @@ def kept(connection, dim):
         {"mhc", "edelta-stream", "altup"}.__contains__,
     ),
 )
-def test_four_streams_keep_at_most_four_and_a_half_vectors_more_than_the_model(connection):
+def test_four_streams_keep_at_most_four_and_a_half_more_vectors_than_the_model(connection):
     """At width 1024: vectors, and numbers of gates and mappings, whose share falls with the width."""
     at_32, at_64 = (kept(connection, dim) - kept(None, dim) for dim in (32, 64))
     numbers = 64 * (at_32 - at_64)
@@ -80,5 +80,5 @@ def test_four_streams_keep_at_most_four_and_a_half_vectors_more_than_the_model(c
 
 
 @pytest.mark.slow
-def test_the_plain_residual_keeps_nothing_more():
+def test_the_plain_residual_keeps_no_more_memory_than_the_model():
     assert kept("residual", 32) == pytest.approx(kept(None, 32), abs=0.01)

@@ -70,7 +70,7 @@ def test_connections_stay_in_float32_beside_weights_in_half_precision(tmp_path):
     assert {dtype for name, dtype in found.items() if ".stream." not in name} == {torch.bfloat16}
 
 
-def test_the_configuration_opens_as_that_of_the_model(tmp_path):
+def test_the_configuration_reads_as_that_of_the_original_model(tmp_path):
     """Other engines ask it for the text configuration, and choose their class by the architecture."""
     converted("hc").save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
@@ -96,7 +96,7 @@ def test_an_untrained_model_is_built_from_the_configuration(tmp_path):
 
 
 def test_the_class_of_a_configuration_opens_it(tmp_path):
-    """As PEFT does, which saves the embedding too where the number of rows differs."""
+    """PEFT opens it in this way; it also saves the embedding if the number of rows differs."""
     model = converted("hc", torch.float32)
     kind = type(model.config)
     model.save_pretrained(tmp_path / "converted")
@@ -143,8 +143,8 @@ def test_transformers_alone_does_not_open_it_and_a_pickled_configuration_builds_
     assert ".stream." in names, done.stderr
 
 
-def test_the_class_of_a_single_model_does_not_open_it(tmp_path):
-    """It would find a configuration of its own type inside, or take its defaults, and leave the connections out."""
+def test_the_class_of_one_model_type_does_not_open_it(tmp_path):
+    """It would find a configuration of its own type inside, or use its defaults, and omit the connections."""
     model = converted("hc", torch.float32)
     model.save_pretrained(tmp_path)
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_the_class_of_a_single_model_builds_none_from_the_configuration():
     assert type(model)(residua.unconvert(model, lossy=True).config).config.__class__ is LlamaConfig
 
 
-def test_options_beside_the_folder_are_for_the_model(tmp_path):
+def test_further_options_of_load_are_passed_to_the_model(tmp_path):
     converted("hc", torch.float32).save_pretrained(tmp_path)
     options = {"attn_implementation": "eager", "use_cache": False, "attention_dropout": 0.5, "dtype": torch.bfloat16}
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
@@ -177,7 +177,7 @@ def test_options_beside_the_folder_are_for_the_model(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path, nothing=1)
 
 
-def test_only_converted_models_are_saved_in_another_way_and_opened_by_the_auto_classes_of_their_family():
+def test_only_converted_models_are_saved_differently_and_opened_by_the_auto_classes_of_their_family():
     assert PreTrainedModel.save_pretrained.__module__ == "transformers.modeling_utils"
     assert not hasattr(PreTrainedModel.save_pretrained, "__wrapped__")
     config = type(converted("hc").config)
@@ -222,8 +222,8 @@ def test_the_converted_halves_of_a_model_are_saved_one_by_one(halves, tmp_path):
 
 @pytest.mark.parametrize("part", ["model", "encoder", "decoder"])
 @pytest.mark.parametrize("given", [False, True])
-def test_a_model_that_is_converted_in_part_is_not_saved_whole(part, given, tmp_path):
-    """Its configuration is a plain one: opened again, it would be a plain model, and a warning all that is said."""
+def test_a_partly_converted_model_is_not_saved_as_a_whole(part, given, tmp_path):
+    """Its configuration is a plain one: it would be opened as a plain model, with only a warning."""
     model = llama() if part == "model" else whisper()
     path = part if part == "model" else f"model.{part}"
     lively(model.get_submodule(path), "hc", {"encoder": {"input_features": SOUND}, "decoder": ENCODED}.get(part))
@@ -254,14 +254,14 @@ def test_connections_beside_the_configuration_of_a_plain_model_are_refused(tmp_p
         residua.load(tmp_path)
 
 
-def test_a_part_converted_beside_the_rest_is_not_saved_whole(tmp_path):
+def test_a_model_with_one_converted_part_is_not_saved_as_a_whole(tmp_path):
     model = converted("hc")
     model.side = lively(llama().model, "mhc")
     with pytest.raises(InputError, match=r"save_connection\(model\.side, FOLDER\)"):
         model.save_pretrained(tmp_path)
 
 
-def test_a_folder_without_the_head_is_no_language_model(tmp_path):
+def test_a_folder_without_the_head_does_not_open_as_a_language_model(tmp_path):
     lively(llama().model, "hc").save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"missing_keys: .*lm_head\.weight"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -329,7 +329,7 @@ def test_a_failed_save_leaves_the_old_connections(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_kill_between_the_two_files_opens_no_mixture(tmp_path, monkeypatch):
+def test_a_kill_between_the_two_files_leaves_no_mixture_that_opens(tmp_path, monkeypatch):
     """The parameters of both have the same names and shapes."""
     residua.save_connection(converted("mhc"), tmp_path)
 
@@ -347,7 +347,7 @@ def test_a_kill_between_the_two_files_opens_no_mixture(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["whole numbers", "an escape in a name"])
-def test_tensors_that_are_no_parameters_are_refused_by_their_name(change, tmp_path):
+def test_tensors_that_are_not_parameters_are_refused_by_name(change, tmp_path):
     residua.save_connection(converted("hc"), tmp_path)
     tensors = load_file(tmp_path / "connection.safetensors")
     name = min(name for name in tensors if ".connections." in name)
@@ -358,7 +358,7 @@ def test_tensors_that_are_no_parameters_are_refused_by_their_name(change, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["", "none", "./none", "../none/there", "a/b/c", "none/", "/none/there"])
-def test_a_folder_that_is_missing_is_called_missing(name):
+def test_the_error_for_a_missing_folder_says_that_it_is_missing(name):
     with pytest.raises(InputError, match=rf"^{re.escape(name)}: no such folder, and no name of the hub"):
         residua.load(name)
 
@@ -398,7 +398,7 @@ def test_connections_of_another_model_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_one_weight_that_learnt_is_seen(place, tmp_path):
+def test_a_change_of_one_weight_is_noticed(place, tmp_path):
     residua.save_connection(converted("hc"), tmp_path)
     other = llama()
     with torch.no_grad():
@@ -424,8 +424,8 @@ def test_connections_without_a_parameter_are_refused(plain, tmp_path):
     assert torch.equal(model(IDS).logits, before)
 
 
-def test_a_description_whose_flag_is_no_bool_is_refused(tmp_path):
-    """The text "false" would be taken for one of the two silently."""
+def test_a_description_whose_flag_is_not_a_bool_is_refused(tmp_path):
+    """The text "false" would otherwise silently count as true."""
     residua.save_connection(converted("hc"), tmp_path)
     file = tmp_path / "connection.json"
     description = json.loads(file.read_text())
@@ -436,7 +436,7 @@ def test_a_description_whose_flag_is_no_bool_is_refused(tmp_path):
 
 
 def test_connections_are_not_saved_beside_adapters(tmp_path):
-    """No model could load them: the weights that they belong to have other names there."""
+    """No model could load them: adapters rename the weights that the connections belong to."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model = converted("ihc")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", r=2))
@@ -447,7 +447,7 @@ def test_connections_are_not_saved_beside_adapters(tmp_path):
     residua.save_connection(wrapped.merge_and_unload(), tmp_path / "connections")
 
 
-def test_a_scheme_that_reads_in_float32_serves_a_model_of_half_precision(tmp_path):
+def test_a_scheme_that_reads_in_float32_works_in_a_model_of_half_precision(tmp_path):
     model = residua.convert(llama(torch.bfloat16), "edelta:context=token", start="fresh")
     model(IDS, labels=IDS).loss.backward()
     single = residua.convert(llama(torch.float32), "edelta:context=token", start="fresh")
@@ -496,8 +496,8 @@ def test_a_model_is_opened_with_its_head(make, inputs, auto, tmp_path):
     assert type(residua.load(tmp_path / "again")) is type(model)
 
 
-def test_the_head_of_a_folder_is_not_left_out(tmp_path):
-    """A folder that an earlier version wrote names no head."""
+def test_a_folder_that_names_no_head_is_opened_with_its_head(tmp_path):
+    """Earlier versions wrote folders that name no head."""
     torch.manual_seed(0)
     model = lively(LlamaForSequenceClassification(llama(num_labels=5).config), "hc").eval()
     model.save_pretrained(tmp_path)
@@ -517,7 +517,7 @@ def test_the_head_of_a_folder_is_not_left_out(tmp_path):
 
 
 def test_code_that_a_plain_configuration_names_is_left_out(tmp_path):
-    """As of Phi, whose folder names code beside a type that transformers has."""
+    """The folder of Phi names code although transformers has its model type."""
     model = llama()
     model.config.auto_map = {"AutoConfig": "other.Config", "AutoModelForCausalLM": "other.ForCausalLM"}
     lively(model, "hc").save_pretrained(tmp_path)
@@ -577,8 +577,8 @@ def test_a_model_that_would_not_open_is_not_saved(change, connection, says, tmp_
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_layers_at_other_places_are_not_saved_where_their_places_count(tmp_path):
-    """The scale of a layer of siamese is that of its depth, and no weight."""
+def test_layers_out_of_order_are_not_saved_if_their_depth_matters(tmp_path):
+    """The scale of a layer of siamese depends on its depth and is not a weight."""
     model = converted("siamese", torch.float32, num_hidden_layers=4)
     exchanged(model)
     with pytest.raises(InputError, match=r"connections\.0\.scale"):
@@ -599,7 +599,7 @@ def test_an_encoder_without_its_pooler_is_opened_as_it_was_made(tmp_path):
     assert_close(opened(**PIXELS).last_hidden_state, model(**PIXELS).last_hidden_state)
 
 
-def test_a_class_of_ones_own_is_opened_as_the_one_that_it_comes_from(tmp_path):
+def test_a_subclass_of_a_model_is_opened_as_its_base_class(tmp_path):
     class Mine(LlamaForCausalLM):
         pass
 
@@ -615,7 +615,7 @@ def test_a_layer_that_makes_parameters_on_the_cpu_is_opened(tmp_path):
     assert_close(residua.load(tmp_path, dtype=torch.float64)(IDS).logits, model(IDS).logits)
 
 
-def test_infinity_in_a_configuration_is_kept(tmp_path):
+def test_infinity_in_a_configuration_survives_saving(tmp_path):
     sizes = {"head_dim": 8, "num_heads": 4, "state_size": 4, "n_groups": 1, "chunk_size": 4}
     model = lively(model_of(Mamba2Config, num_attention_heads=None, **sizes), "hc")
     model.save_pretrained(tmp_path)
@@ -625,7 +625,7 @@ def test_infinity_in_a_configuration_is_kept(tmp_path):
 
 
 def test_the_folder_of_a_scheme_with_several_inputs_is_refused(tmp_path):
-    """torchtitan trains such schemes, and wrote them for transformers once."""
+    """torchtitan trains such schemes, and once wrote them for transformers."""
     converted("hc", torch.float32).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     settings = json.loads(file.read_text())

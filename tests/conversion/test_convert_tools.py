@@ -77,7 +77,7 @@ def test_an_adapter_of_all_linear_maps_starts_as_the_plain_model_and_trains(name
     assert any(parameter.grad.count_nonzero() for parameter in trained.values())
 
 
-def test_a_connection_map_with_the_name_of_a_map_of_attention_is_left_out_by_its_path():
+def test_an_adapter_can_exclude_a_connection_map_named_like_a_map_of_attention_by_its_path():
     model = residua.convert(llama(), "ddl:k_proj=true", start="fresh")
     adapted = peft.get_peft_model(model, lora(target_modules=["k_proj"], exclude_modules=r".*\.stream\..*"))
     assert not any(".stream." in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
@@ -127,7 +127,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("put", [setattr, add, add_again])
 @pytest.mark.parametrize("family", HOLDERS)
-def test_a_wrapper_around_a_norm_is_the_norm_and_runs_once(family, put):
+def test_a_wrapper_around_a_norm_counts_as_the_norm_and_runs_once(family, put):
     build, holder_of, name = HOLDERS[family]
     plain, model = build(), residua.convert(build(), "residual")
     for holder in map(holder_of, (plain, model)):
@@ -148,7 +148,7 @@ class Shifted(nn.Sequential):
 
 
 @pytest.mark.parametrize("family", HOLDERS)
-def test_a_wrapper_that_a_norm_was_put_into_unseen_is_refused(family):
+def test_a_wrapper_put_around_a_norm_without_setattr_is_refused(family):
     build, holder_of, name = HOLDERS[family]
     model = residua.convert(build(), "residual")
     holder = holder_of(model)
@@ -157,7 +157,7 @@ def test_a_wrapper_that_a_norm_was_put_into_unseen_is_refused(family):
         model(input_ids=IDS)
 
 
-def test_a_wrapper_around_a_reader_without_a_norm_gets_what_it_reads():
+def test_a_wrapper_around_a_sublayer_without_a_norm_gets_the_input_of_the_sublayer():
     results = []
     for convert in (lambda model: model, lambda model: residua.convert(model, "residual")):
         model = convert(model_of(Olmo2Config, intermediate_size=24))
@@ -176,7 +176,7 @@ class Double(nn.Module):
 
 
 @pytest.mark.parametrize("connection", ["residual", "gated-residual"])
-def test_a_parametrised_norm_goes_both_ways(connection):
+def test_a_model_with_a_parametrised_norm_is_converted_and_unconverted(connection):
     model = residua.convert(llama(), connection)
     norm, before = model.model.layers[1].input_layernorm, model(IDS).logits
     parametrize.register_parametrization(norm, "weight", Double())
@@ -192,7 +192,7 @@ def test_a_parametrised_norm_goes_both_ways(connection):
     assert torch.equal(model(IDS).logits, before)
 
 
-def test_no_tool_finds_the_plain_model_by_a_name(tmp_path):
+def test_no_tool_finds_the_plain_model_by_an_attribute_name(tmp_path):
     llama().save_pretrained(tmp_path / "plain")
     model = type(llama()).from_pretrained(tmp_path / "plain")
     residua.convert(model, PLAIN)
@@ -205,7 +205,7 @@ def test_no_tool_finds_the_plain_model_by_a_name(tmp_path):
     assert residua.unconvert(fresh).config._name_or_path == fresh.name_or_path == str(tmp_path / "plain")
 
 
-def test_an_adapter_of_a_folder_opens_on_this_folder(tmp_path):
+def test_an_adapter_trained_on_a_folder_opens_on_this_folder(tmp_path):
     converted(PLAIN).save_pretrained(tmp_path / "converted")
     adapted = peft.get_peft_model(residua.load(tmp_path / "converted"), lora(init_lora_weights=False)).eval()
     adapted.save_pretrained(tmp_path / "adapter")
@@ -256,7 +256,7 @@ def test_a_wrapper_with_reentrant_checkpoints_is_refused():
         model(IDS)
 
 
-def test_a_trunk_without_its_layers_says_so():
+def test_a_trunk_without_layers_is_refused_with_this_reason():
     model = converted(PLAIN)
     model.model.layers = nn.ModuleDict({"0": nn.Identity()})
     with pytest.raises(UnknownUse, match="must have its converted layers in a list"):
@@ -275,14 +275,14 @@ def test_a_trunk_without_its_layers_says_so():
         lambda x: x.to(torch.float64).norm(),
     ],
 )
-def test_a_hook_between_layers_is_told_of_boundaries(use):
+def test_a_hook_between_layers_gets_an_error_that_names_boundaries(use):
     model = converted(PLAIN)
     model.model.layers[1].register_forward_hook(lambda layer, args, out: use(out))
     with pytest.raises(UnknownUse, match=r"residua\.lab\.inspection\.boundaries"):
         model(IDS)
 
 
-def test_a_narrowed_model_warns_of_its_gates_as_a_stream_does():
+def test_narrowing_a_converted_model_gives_the_same_warning_as_for_a_stream():
     model = converted("mhc", torch.float32)
     with pytest.warns(UserWarning, match=r"must stay in float32, got torch\.bfloat16"):
         model.bfloat16()
@@ -292,7 +292,7 @@ def test_a_narrowed_model_warns_of_its_gates_as_a_stream_does():
         converted("residual", torch.float32).half()
 
 
-def test_quantizers_of_transformers_leave_the_connections_of_a_folder_alone(tmp_path):
+def test_quantizers_of_transformers_do_not_quantize_the_connections_of_a_folder(tmp_path):
     converted("mhc", torch.float32).save_pretrained(tmp_path)
     model = residua.load(tmp_path)
     names = [name for name, _ in model.named_parameters()]
@@ -302,7 +302,7 @@ def test_quantizers_of_transformers_leave_the_connections_of_a_folder_alone(tmp_
 
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")
-def test_checkpoints_stay_in_one_graph():
+def test_activation_checkpoints_compile_into_one_graph():
     model = converted(PLAIN).train()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     gradients = [p.grad for p in model.parameters()]
@@ -338,7 +338,7 @@ SKIPPING = {
 @pytest.mark.parametrize("connection", ["residual", "hc", "mhc", "edelta-stream"])
 @pytest.mark.parametrize("kind", SKIPPING)
 def test_layers_are_skipped_at_random_in_training_as_in_the_plain_model(kind, connection):
-    """Among twenty draws are those that skip the first layers, the last ones, and all."""
+    """The twenty draws include ones that skip the first layers, the last ones, and all."""
     build, inputs = SKIPPING[kind]
     plain = randomised(build, scale=0.3).double()
     model = residua.convert(copy.deepcopy(plain).eval(), connection, inputs=inputs).train()
@@ -385,7 +385,7 @@ def test_a_scheme_that_reads_over_depth_needs_every_layer_in_training(kind, says
     model(**inputs).last_hidden_state.sum().backward()
 
 
-def test_a_model_that_adds_images_between_its_layers_is_asked_for_one():
+def test_a_model_that_adds_images_between_its_layers_requires_an_image_as_input():
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
     text = {**sizes, "vocab_size": 64, "num_hidden_layers": 2, "head_dim": 4, "rope_parameters": rope}
@@ -404,7 +404,7 @@ def test_a_model_that_adds_images_between_its_layers_is_asked_for_one():
 
 
 @pytest.mark.parametrize("family", ["doge", "hy_v4", "gemma3n_text"])
-def test_a_residual_that_a_dialect_knows_is_refused_with_its_place(family):
+def test_a_residual_that_a_dialect_implements_is_refused_with_a_reference_to_it(family):
     with pytest.raises(InputError, match=r"residua\.models\.dialects"):
         residua.convert(tiny(family), "residual")
 
@@ -427,8 +427,8 @@ def test_connections_stay_in_float32_in_units_of_their_own(alone):
     assert {dtype for name, dtype in seen.items() if ".stream." not in name} == {torch.bfloat16}
 
 
-def test_a_mask_that_only_the_layer_itself_takes_by_its_name_is_taken():
-    """Its attention to the encoder calls `encoder_attention_mask` another name."""
+def test_a_mask_that_only_the_layer_accepts_by_name_is_accepted():
+    """Its attention to the encoder has another name for `encoder_attention_mask`."""
     model = randomised(m2m, scale=0.3).double().eval()
     states = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     inputs = {"input_ids": IDS, "encoder_hidden_states": states, "encoder_attention_mask": torch.ones(2, 9).tril(6)}

@@ -121,8 +121,8 @@ def on_two(start, begun, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_two_processes_train_as_one_of_ours(on_two, begun, data, tmp_path, name):
-    """The losses of ten steps, and the folder that is left, are those of `residua train` on the same start."""
+def test_two_processes_train_as_one_process_of_residua_train(on_two, begun, data, tmp_path, name):
+    """The losses of ten steps and the resulting folder are those of `residua train` from the same start."""
     curves, out = on_two
     training = TrainConfig(
         steps=STEPS, batch_size=4, sequence_length=16, min_lr_ratio=1.0, device="cpu", tensorboard=False
@@ -143,7 +143,7 @@ def test_two_processes_train_as_one_of_ours(on_two, begun, data, tmp_path, name)
         assert (weight - expected).abs().max() < 1e-4
 
 
-def test_training_goes_on_to_the_same_losses(on_two, start, data, tmp_path):
+def test_resumed_training_has_the_same_losses(on_two, start, data, tmp_path):
     """From a checkpoint of two processes, on two and on one."""
     curves, out = on_two
     expected = {step: pair for step, pair in curves["hc"].items() if step > STEPS // 2}
@@ -186,7 +186,7 @@ def test_every_way_to_train_gives_the_same_losses(on_two, start, begun, data, tm
 
 
 def test_a_scheme_with_several_inputs_trains_in_tensor_parallel(start, data, tmp_path):
-    """From one start, which depends on no number of ranks."""
+    """The start is the same for any number of ranks."""
     size = "--training.local-batch-size"
     runs = {
         "sharded": arguments("mudd", data, tmp_path / "sharded", size, "2"),
@@ -244,7 +244,7 @@ def test_schemes_start_alike_on_one_rank_and_on_two(start, data, tmp_path):
     ("output_init", "attention_output", "mlp_output"),
     [("sqrt_depth", 1 / 2, 1 / 2), ("depth", 1 / 4, 64 / 192 / 4)],
 )
-def test_matrices_start_as_in_our_own_models(output_init, attention_output, mlp_output):
+def test_matrices_start_as_in_models_of_residua(output_init, attention_output, mlp_output):
     """Four layers of width 64, with an MLP of 192: 0.5 / sqrt(64) for matrices that read, others by these factors."""
     from residua.engines.torchtitan import model_registry
 

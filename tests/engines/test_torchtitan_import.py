@@ -16,7 +16,7 @@ def _import_anew(monkeypatch):
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
 
 
-def test_a_missing_torchtitan_is_said_in_one_line(monkeypatch):
+def test_a_missing_torchtitan_gives_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module(MODULE)
@@ -25,7 +25,7 @@ def test_a_missing_torchtitan_is_said_in_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("installed", ["0.2.1", "0.4.0.dev20261101", "1.0"])
-def test_another_release_is_refused_in_one_line(monkeypatch, tmp_path, installed):
+def test_an_untested_release_is_refused_in_one_line(monkeypatch, tmp_path, installed):
     monkeypatch.delitem(sys.modules, "torchtitan", raising=False)
     (tmp_path / "torchtitan.py").write_text(f"__version__ = {installed!r}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -35,6 +35,6 @@ def test_another_release_is_refused_in_one_line(monkeypatch, tmp_path, installed
     assert str(caught.value) == f"{text}: {installing('titan')}"
 
 
-def test_the_extra_takes_the_release_that_was_tested():
+def test_the_extra_requires_the_tested_release():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"torchtitan>=0.3,<0.4; python_version' in text

@@ -147,7 +147,7 @@ def test_vllm_generates_the_tokens_of_transformers(folders, answers, family, sch
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("family", "scheme"), CASES)
 def test_in_bfloat16_vllm_is_as_near_to_exact_numbers_as_transformers(folders, answers, family, scheme):
-    """Greedy tokens differ at near ties. Exact are the numbers of the same rounded weights in float32."""
+    """Greedy tokens differ at near ties. The exact numbers are those of the same rounded weights in float32."""
     answer = answers("bfloat16")[family, scheme]
     model = residua.load(folders[family, scheme], dtype=torch.bfloat16)
     has_parameters = any(".stream." in name for name, _ in model.named_parameters())
@@ -159,8 +159,8 @@ def test_in_bfloat16_vllm_is_as_near_to_exact_numbers_as_transformers(folders, a
 @with_vllm
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scheme", ["lambdas+tc", "residual+tc", "ddl-tc"])
-def test_many_requests_of_mixed_lengths_in_pieces_and_evicted_get_the_tokens_of_transformers(folders, tmp_path, scheme):
-    """Greedy tokens are those that the model itself finds likeliest after all before them."""
+def test_mixed_requests_in_pieces_and_with_eviction_get_the_tokens_of_transformers(folders, tmp_path, scheme):
+    """Each greedy token is the one that the model finds likeliest after all tokens before it."""
     folder = folders["llama", scheme]
     few = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 60}
     asked = [({"max_num_seqs": 64}, TOKENS), (few, 36)]
@@ -176,7 +176,7 @@ def test_many_requests_of_mixed_lengths_in_pieces_and_evicted_get_the_tokens_of_
 
 @with_vllm
 @pytest.mark.timeout(3600)
-def test_prefix_caching_is_switched_off_for_convolutions_and_that_is_said(folders, tmp_path, capsys):
+def test_prefix_caching_is_switched_off_for_convolutions_with_a_message(folders, tmp_path, capsys):
     cached = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "dtype": "float32"}
     (answer,) = served([request(folders["llama", "lambdas+tc"], PROMPTS * 2, **cached)], tmp_path)
     assert answer["tokens"] == generated(residua.load(folders["llama", "lambdas+tc"])) * 2
@@ -196,7 +196,7 @@ def test_the_folder_of_the_page_on_production_is_served(tmp_path):
 
 @with_vllm
 @pytest.mark.timeout(3600)
-def test_compiled_the_tokens_are_the_same(folders, tmp_path):
+def test_compiled_generation_gives_the_same_tokens(folders, tmp_path):
     (answer,) = served([request(folders["llama", "hc"], dtype="float32", enforce_eager=False)], tmp_path)
     assert answer["tokens"] == generated(residua.load(folders["llama", "hc"]))
 
@@ -204,7 +204,7 @@ def test_compiled_the_tokens_are_the_same(folders, tmp_path):
 @with_vllm
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("scheme", "ranks"), [("hc", 1), ("hc", 2), ("lambdas+tc", 2), ("ddl-tc", 2)])
-def test_the_command_serves_a_folder_as_it_is(folders, scheme, ranks):
+def test_the_vllm_command_serves_an_unchanged_folder(folders, scheme, ranks):
     """What `vllm serve FOLDER` runs, in several processes, also with tensor parallelism. The command itself asks for
     the version of a package `vllm`, which the package for CPUs is not called."""
     with socket() as free:
@@ -231,7 +231,7 @@ def test_the_command_serves_a_folder_as_it_is(folders, scheme, ranks):
 
 @with_vllm
 @pytest.mark.timeout(3600)
-def test_vllm_says_in_one_line_what_it_cannot_serve(folders, tmp_path):
+def test_a_scheme_that_vllm_cannot_serve_gives_one_line(folders, tmp_path):
     converted("pooled-householder", torch.float32).save_pretrained(tmp_path / "refused")
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     asked = [
@@ -262,14 +262,14 @@ def saved_config(model, folder):
         ({"scheme": "deep_delta", "compress": "token", "beta_input": "conv"}, "ddl:compress=token,beta_input=conv"),
     ],
 )
-def test_a_scheme_that_reads_earlier_tokens_without_filters_is_refused_as_it_was_written(tmp_path, connection, name):
+def test_a_scheme_that_reads_earlier_tokens_without_filters_is_refused_by_its_written_name(tmp_path, connection, name):
     config = saved_config(converted(connection, torch.float32), tmp_path)
     with pytest.raises(NotImplementedError, match=rf"^vLLM cannot serve {re.escape(name)}, "):
         plugin.expect_served(config)
 
 
 @pytest.mark.parametrize("scheme", ["residual", *LOOKING_BACK])
-def test_a_scheme_that_reads_single_tokens_or_by_filters_is_served(tmp_path, scheme):
+def test_a_scheme_that_reads_single_tokens_or_through_filters_is_served(tmp_path, scheme):
     plugin.expect_served(saved_config(converted(scheme, torch.float32), tmp_path))
 
 
@@ -310,7 +310,7 @@ SCHEDULE = [
 
 @pytest.mark.parametrize("scheme", [*LOOKING_BACK, "lambdas:branch=conv"])
 @pytest.mark.parametrize(("dtype", "distance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
-def test_requests_in_pieces_and_in_one_row_give_the_numbers_of_whole_sequences(scheme, dtype, distance):
+def test_requests_in_pieces_and_in_one_row_give_the_logits_of_whole_sequences(scheme, dtype, distance):
     wide = torch.promote_types(dtype, torch.float32)
     stream = residua.build(scheme, 8, 4).to(wide)
     with torch.no_grad():
@@ -356,7 +356,7 @@ def test_experts_and_models_without_a_head_are_refused(tmp_path):
         plugin.expect_served(config)
 
 
-def test_another_vllm_than_tested_is_refused_if_older_and_named_if_newer(caplog):
+def test_an_older_vllm_is_refused_and_a_newer_one_gives_a_message(caplog):
     (major, oldest), (_, newest) = plugin.TESTED[0], plugin.TESTED[-1]
     for minor in (oldest, newest):
         plugin.expect_tested(f"{major}.{minor}.3")

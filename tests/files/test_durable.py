@@ -35,7 +35,7 @@ def test_a_failed_write_leaves_the_old_content(write, old, new, fails, tmp_path,
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows opens no folder")
-def test_a_file_that_has_its_name_is_no_failure(tmp_path, monkeypatch):
+def test_a_file_that_already_has_its_name_counts_as_written(tmp_path, monkeypatch):
     def fsync(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EIO, "damaged")
@@ -46,13 +46,13 @@ def test_a_file_that_has_its_name_is_no_failure(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_text() == "new"
 
 
-def test_a_new_file_has_the_mode_of_any_other(tmp_path):
+def test_a_new_file_has_the_default_mode(tmp_path):
     write_text(tmp_path / "ours", "x")
     (tmp_path / "other").write_text("x")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_a_writer_at_work_keeps_its_partial_file(tmp_path):
+def test_a_second_writer_does_not_remove_the_partial_file_of_the_first(tmp_path):
     path = tmp_path / "file"
     with replacing(path) as file:
         file.write(b"slow")
@@ -80,7 +80,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert names(tmp_path) == ["new"]
 
 
-def test_an_error_of_the_system_names_the_file_that_was_to_be_written(tmp_path):
+def test_a_system_error_names_the_file_to_be_written(tmp_path):
     with room(1000), pytest.raises(OSError, match="File too large") as failure:
         write_bytes(tmp_path / "file", bytes(2000))
     assert failure.value.filename == str(tmp_path / "file")
@@ -91,7 +91,7 @@ def test_an_error_of_the_system_names_the_file_that_was_to_be_written(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_errors_of_the_system_that_compiled_writers_raise_are_those_of_python(tmp_path):
+def test_system_errors_of_compiled_writers_become_those_of_python(tmp_path):
     tensors = {"x": torch.zeros(1000)}
     write = (lambda path: save_file(tensors, path), lambda path: byte_tokenizer().backend_tokenizer.save(str(path)))
     for save in write:

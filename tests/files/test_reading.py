@@ -22,11 +22,11 @@ def refused(read, *arguments):
 
 
 @pytest.mark.parametrize("text", ["", "{", "nan", "{'a': 1}"])
-def test_refused_json(text):
+def test_invalid_json_is_refused(text):
     assert refused(parse_json, text, "some/file").startswith("some/file must be JSON, got: ")
 
 
-def test_plain_json():
+def test_valid_json_is_read():
     text = '{"a": [1, -2.5, 18446744073709551615, null, true, "\\ud83d\\ude00"], "b": {"c": NaN}}'
     value = parse_json(text, "file")
     assert value["a"] == [1, -2.5, 2**64 - 1, None, True, "\U0001f600"]
@@ -42,11 +42,11 @@ def test_plain_json():
         "a: 1\n---\nb: 2",
     ],
 )
-def test_refused_yaml(text):
+def test_invalid_yaml_is_refused(text):
     assert refused(parse_yaml, text, "some/file").startswith("some/file must be YAML, got: ")
 
 
-def test_plain_yaml():
+def test_valid_yaml_is_read():
     text = "a: 3e-4\nb: [1, 0x1f, -7, 1_000]\nc: {d: null, e: 'x'}\nf: true\ng: 1.5e3\n'h': |\n  two\n  lines\n"
     assert parse_yaml(text, "file") == {
         "a": 3e-4, "b": [1, 31, -7, 1000], "c": {"d": None, "e": "x"}, "f": True, "g": 1500.0, "h": "two\nlines\n"
@@ -54,7 +54,7 @@ def test_plain_yaml():
 
 
 @pytest.mark.parametrize("text", ["1:30", "1:30:00", "1:30.5", "-1:30", "010", "0o10", "2001-01-01", "2001-99-99"])
-def test_numbers_only_of_yaml_1_1_are_text(text):
+def test_numbers_that_only_yaml_1_1_has_are_text(text):
     """YAML 1.1 reads 1:30 as 90, 010 as 8, and 2001-01-01 as a date, which JSON lacks."""
     assert parse_yaml(text, "file") == text
 
@@ -66,19 +66,19 @@ def test_numbers_only_of_yaml_1_1_are_text(text):
         *(("0", 0), ("-0", 0), ("1_000", 1000), ("0.01", 0.01), ("00.5", 0.5), (".inf", float("inf")), ("0b11", 3)),
     ],
 )
-def test_numbers_as_people_write_them(text, number):
+def test_numbers_are_read_in_common_notations(text, number):
     value = parse_yaml(f"[{text}]", "file")[0]
     assert value == number
     assert type(value) is type(number)
 
 
-def test_anchors_and_merged_mappings():
+def test_anchors_and_merged_mappings_are_read():
     text = "a: &x {lr: 1, steps: 2}\nb: &y\n  <<: *x\n  lr: 3\nc: {<<: *y, lr: 4}\nd: *x\n"
     x = {"lr": 1, "steps": 2}
     assert parse_yaml(text, "file") == {"a": x, "b": {"lr": 3, "steps": 2}, "c": {"lr": 4, "steps": 2}, "d": x}
 
 
-def test_missing_files_and_files_that_are_not_text(tmp_path):
+def test_missing_files_and_files_that_are_not_text_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
     for name in ("bytes", "none", "."):
         for read in (read_text, read_json, read_yaml):
@@ -86,8 +86,8 @@ def test_missing_files_and_files_that_are_not_text(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2", "a: {b: 1, c: 2, b: 3}", "- {x: 1, x: 1}"])
-def test_a_key_that_stands_twice_is_refused(text):
-    """One of the two values would be lost silently."""
+def test_a_duplicate_key_is_refused(text):
+    """Otherwise one of the two values would be lost silently."""
     with pytest.raises(InputError, match="twice in a mapping"):
         parse_yaml(text, "mine.yaml")
 
@@ -112,7 +112,7 @@ def aliases(item, depth, *, merged=False):
     ],
     ids=range(15),
 )
-def test_yaml_that_grows_is_refused(text):
+def test_yaml_that_expands_without_bound_is_refused(text):
     assert refused(parse_yaml, text, "some/file").startswith("some/file must be YAML, got: ")
 
 
@@ -131,15 +131,15 @@ def test_documents_nested_too_deep_are_refused():
     assert len(parse_json(f"[{'[1], ' * 1000}1]", "file")) == 1001
 
 
-def test_a_text_larger_than_any_is_refused(tmp_path, monkeypatch):
+def test_a_text_above_the_size_limit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "LARGEST", 10)
     (tmp_path / "file").write_text(" " * 9 + "12")
     assert "at most 10 characters" in refused(read_json, tmp_path / "file")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
-def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_opened(tmp_path):
-    """Nobody writes into it, so that opening it would wait for ever."""
+def test_a_pipe_in_place_of_a_file_is_refused_before_it_is_opened(tmp_path):
+    """Nobody writes into it, so opening it would wait for ever."""
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
     for read in (read_text, read_json, read_yaml, read_lines):
@@ -164,7 +164,7 @@ def test_a_name_that_leaves_the_folder_is_refused(name, tmp_path):
     assert inside(tmp_path, "x..y") == tmp_path / "x..y"
 
 
-def test_a_line_longer_than_any_is_refused(tmp_path):
+def test_a_line_above_the_length_limit_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     with path.open("wb") as file:
         file.write(b'{"a": 1}\n')

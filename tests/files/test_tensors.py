@@ -5,7 +5,7 @@ from residua.errors import InputError
 from residua.files.tensors import read_tensors, undamaged, write_tensors
 
 
-def test_tensors_and_metadata_come_back_and_views_of_one_storage_may_be_written(tmp_path):
+def test_tensors_metadata_and_views_of_one_storage_survive_a_file(tmp_path):
     path, values = tmp_path / "a.safetensors", torch.arange(6.0).view(2, 3).requires_grad_()
     write_tensors(path, {"whole": values, "columns": values.T}, {"name": "value"})
     tensors, metadata = read_tensors(path, "a", "make it again")
@@ -23,7 +23,7 @@ HEADER = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
     [None, b"", b"no tensors", len(HEADER).to_bytes(8, "little") + HEADER],
     ids=["missing", "empty", "text", "truncated"],
 )
-def test_a_damaged_file_is_one_line(content, tmp_path):
+def test_a_damaged_file_gives_one_line(content, tmp_path):
     path = tmp_path / "a.safetensors"
     if content is not None:
         path.write_bytes(content)
@@ -35,6 +35,6 @@ def test_a_damaged_file_is_one_line(content, tmp_path):
     assert "\n" not in line
 
 
-def test_a_clear_error_passes_unchanged():
+def test_an_input_error_inside_is_raised_unchanged():
     with pytest.raises(InputError, match=r"^clear$"), undamaged("file", "a thing"):
         raise InputError("clear")

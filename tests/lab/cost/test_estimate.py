@@ -32,8 +32,8 @@ SMALL = {
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_output_gate": True, "head_dim": 24, "tie_word_embeddings": False}])
-def test_the_products_are_six_for_each_weight_and_the_causal_half_of_attention(options):
-    """Of the plain residual, whose matrices are all linear maps: 2 forward and 4 backward, the head among them."""
+def test_products_are_six_for_each_weight_plus_the_causal_half_of_attention(options):
+    """All matrices of the plain residual are linear maps, the head included: 2 forward and 4 backward."""
     config = ResiduaConfig(connection="residual", **SMALL | options)
     weights = sum(m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, LINEAR_MAPS))
     width = config.num_attention_heads * config.head_dim
@@ -48,7 +48,7 @@ def products(connection):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_products_of_the_connections_are_those_of_their_linear_maps_at_least(name):
+def test_products_of_the_connections_are_at_least_those_of_their_linear_maps(name):
     linear = [
         module.weight.numel()
         for name, module in ResiduaForCausalLM(ResiduaConfig(connection=name, **SMALL)).named_modules()
@@ -58,7 +58,7 @@ def test_the_products_of_the_connections_are_those_of_their_linear_maps_at_least
 
 
 def test_a_scheme_with_a_kernel_is_counted_as_its_definition():
-    """And what is no connection's is that of the plain residual."""
+    """The rest of the count is that of the plain residual."""
     definition, kernel = (
         flops_per_token(ResiduaConfig(connection=f"mhc:implementation={how}", **SMALL), sequence_length=16)
         for how in ("reference", "triton")
@@ -117,7 +117,7 @@ def test_kept_bytes_are_those_that_autograd_saves(name):
 
 
 @pytest.mark.slow
-def test_memory_grows_with_the_batch_and_autocast_copies_weights():
+def test_memory_grows_with_the_batch_and_with_the_weight_copies_of_autocast():
     config = ResiduaConfig(connection="ddl-tc", **SMALL)
     one, three = (activation_memory(config, batch_size=b, sequence_length=32, autocast=True) for b in (1, 3))
     assert three.kept == pytest.approx(3 * one.kept, rel=0.05)
@@ -127,7 +127,7 @@ def test_memory_grows_with_the_batch_and_autocast_copies_weights():
 
 
 @pytest.mark.slow
-def test_an_estimate_adds_up():
+def test_the_parts_of_an_estimate_add_up_to_the_total():
     config = load_config(
         "tiny", ["--model.connection=ddl-tc", "--model.num_hidden_layers=1", "--train.precision=bfloat16"]
     )

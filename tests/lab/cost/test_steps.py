@@ -37,7 +37,7 @@ def command(*arguments):
 
 
 @pytest.mark.compiler
-def test_compiled_steps_are_each_one_graph_however_many_there_are(monkeypatch):
+def test_each_compiled_step_is_one_graph_for_any_number_of_schemes(monkeypatch):
     # The backend decides how fast the graph is, not whether there is one; this backend takes no time to build it.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
     torch._dynamo.reset()
@@ -46,7 +46,7 @@ def test_compiled_steps_are_each_one_graph_however_many_there_are(monkeypatch):
     assert [row["scheme"] for row in rows] == ["residual", "ddl"]
 
 
-def test_a_step_learns():
+def test_training_steps_reduce_the_loss():
     one = step("ddl-cc-ec")
     first = one.loss().item()
     for _ in range(20):
@@ -149,7 +149,7 @@ def test_a_process_that_is_killed_is_reported(monkeypatch):
         peak_of(MeasuredStep, (), "ddl", device="cpu")
 
 
-def test_a_system_that_does_not_tell_the_peak_has_none(monkeypatch, tmp_path):
+def test_a_system_that_does_not_report_the_peak_gives_none(monkeypatch, tmp_path):
     monkeypatch.setattr(measured_memory, "STATUS", tmp_path / "nothing")
     assert peak_of(MeasuredStep, (), "ddl", device="cpu") is None
 

@@ -45,7 +45,7 @@ def test_the_ratio_is_the_median_of_the_ratios_within_rounds():
     assert timing.ratio("base") == Quartiles(1.0, 1.0, 1.0)
 
 
-def test_progress_is_told_of_every_call():
+def test_progress_is_reported_for_every_call():
     told = []
     candidates = {name: lambda: None for name in "ab"}
     compare(candidates, "b", rounds=3, warmup=2, clock=lambda call: 1.0, advance=lambda: told.append(1))
@@ -60,5 +60,5 @@ def test_progress_is_told_of_every_call():
         ([5.0, 1.0, 4.0, 2.0, 3.0], (2.0, 3.0, 4.0)),
     ],
 )
-def test_quartiles(values, expected):
+def test_quartiles_are_those_of_the_sorted_values(values, expected):
     assert Quartiles.of(values) == expected

@@ -37,7 +37,7 @@ def test_shuffled_is_a_permutation_for_every_key(size, keys):
 
 
 @given(st.integers(10**9, 10**13), keys_)
-def test_shuffled_needs_no_table(size, keys):
+def test_shuffled_allocates_no_table(size, keys):
     positions = np.arange(size - 5000, size)
     images = shuffled(positions, size, keys)
     assert len(np.unique(images)) == len(positions)
@@ -62,7 +62,7 @@ def test_every_window_comes_at_every_position_equally_often():
     assert np.abs(phases - epochs / 8).max() < 90
 
 
-def test_neighbours_do_not_stay_neighbours():
+def test_shuffling_separates_neighbours():
     images = shuffled(np.arange(100_000), 100_000, [3, 1, 4, 1, 5, 9])
     assert np.abs(np.diff(images)).mean() == pytest.approx(100_000 / 3, rel=0.02)
     assert abs(np.corrcoef(np.arange(100_000), images)[0, 1]) < 0.02
@@ -75,7 +75,7 @@ def test_neighbours_do_not_stay_neighbours():
     batch_size=st.integers(1, 9),
     seed=st.integers(-(2**70), 2**70),
 )
-def test_each_window_once_an_epoch(length, sequence_length, batch_size, seed):
+def test_each_window_comes_once_in_an_epoch(length, sequence_length, batch_size, seed):
     sequence_length = min(sequence_length, length - 1)
     batches = Batches(Counting(length), batch_size, sequence_length, seed)
     windows = batches.windows_per_epoch
@@ -105,7 +105,7 @@ def test_inputs_and_labels_do_not_share_memory():
             assert torch.equal(labels, before)
 
 
-def test_seed_and_index_are_the_whole_state():
+def test_seed_and_index_determine_a_batch():
     tokens = Counting(100_000)
     forward = [Batches(tokens, 4, 32, seed=5).at(index) for index in range(20)]
     again = Batches(tokens, 4, 32, seed=5)
@@ -124,7 +124,7 @@ def test_the_global_batch_does_not_depend_on_the_ranks(world_size, batch_size):
             assert torch.equal(torch.cat([part[which] for part in parts]), whole[which])
 
 
-def test_the_smallest_data_is_one_window():
+def test_one_window_of_data_is_enough():
     inputs, labels = Batches(Counting(9), 3, 8, seed=0).at(10**12)
     assert inputs.tolist() == [list(range(8))] * 3
     assert labels.tolist() == [list(range(1, 9))] * 3
@@ -152,7 +152,7 @@ def test_HeldOutBatches_label_every_token_but_the_first_once(length, batch_size,
     assert all(torch.equal(a, b) for a, b in zip([i for i, _ in found], [i for i, _ in batches]))
 
 
-def test_terabytes_cost_nothing_at_the_start():
+def test_batches_of_terabytes_need_little_memory():
     tracemalloc.start()
     batches = Batches(Counting(10**13 + 7), 8, 1024, seed=0)
     inputs, _ = batches.at(10**6)

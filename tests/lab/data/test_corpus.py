@@ -40,7 +40,7 @@ def stdlib():
 
 
 @pytest.mark.slow
-def test_stdlib_is_english_documentation_each_once(stdlib):
+def test_stdlib_holds_each_english_documentation_once(stdlib):
     found = [document.text for document in stdlib]
     assert 1.7e6 < stdlib.size == sum(len(text.encode()) for text in found) < 2.6e6
     assert len(set(found)) == len(found)
@@ -53,7 +53,7 @@ def test_stdlib_is_english_documentation_each_once(stdlib):
 
 
 @pytest.mark.slow
-def test_stdlib_names_no_machine(stdlib):
+def test_stdlib_contains_no_path_or_address_of_the_machine(stdlib):
     whole = "\n".join(document.text for document in stdlib)
     assert " at 0x7" not in whole
     for place in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.expanduser("~") + "/"):
@@ -61,7 +61,7 @@ def test_stdlib_names_no_machine(stdlib):
 
 
 @pytest.mark.slow
-def test_stdlib_topics_do_not_repeat_their_sections(stdlib):
+def test_topics_of_stdlib_do_not_repeat_their_sections(stdlib):
     assert sum("parameter_list_starargs" in document.text for document in stdlib) == 1
 
 
@@ -83,7 +83,7 @@ def test_stdlib_does_not_depend_on_the_process(stdlib, tmp_path):
     assert there.strip() == hashlib.sha256(repr([document.text for document in stdlib]).encode()).hexdigest()
 
 
-def test_folder_is_read_in_sorted_order_and_other_files_are_skipped(tmp_path):
+def test_a_folder_is_read_in_sorted_order_and_other_files_are_skipped(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "b" / "one.md").write_text("three")
@@ -103,7 +103,7 @@ def test_folder_is_read_in_sorted_order_and_other_files_are_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("paragraph", ["word " * 300 + "\n\n", "word " * 300 + "\n", "word " * 300])
-def test_long_text_is_cut_between_lines_and_loses_nothing(tmp_path, paragraph):
+def test_a_long_text_is_cut_between_lines_and_loses_nothing(tmp_path, paragraph):
     text = paragraph * 200
     (tmp_path / "long.txt").write_text(text)
     pieces = texts(tmp_path / "long.txt")
@@ -114,7 +114,7 @@ def test_long_text_is_cut_between_lines_and_loses_nothing(tmp_path, paragraph):
     assert all(piece.endswith(end) for piece in pieces)
 
 
-def test_byte_order_mark_and_line_endings_of_text_files(tmp_path):
+def test_byte_order_marks_are_dropped_and_line_endings_unified(tmp_path):
     (tmp_path / "dos.txt").write_bytes("\ufeffüber\r\nall".encode())
     assert texts(tmp_path / "dos.txt") == ["über\nall"]
 
@@ -152,7 +152,7 @@ def test_a_pipe_and_a_device_in_a_folder_are_left_out_and_named(tmp_path):
         open_corpus(str(tmp_path))
 
 
-def test_of_many_files_that_cannot_be_read_a_line_names_some(tmp_path):
+def test_one_line_names_some_of_many_unreadable_files(tmp_path):
     for number in range(100):
         (tmp_path / f"CHAPTER-{number:03d}").write_text("text")
     with pytest.raises(InputError, match=r"found CHAPTER-000, .*CHAPTER-019 and 80 more$"):
@@ -199,7 +199,7 @@ NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 3, 6], "<i4"
         ("a.txt.zst", b"not compressed", "a.txt.zst: cannot be read"),
     ],
 )
-def test_unusable_files_are_refused_by_name_and_line(tmp_path, name, content, expected):
+def test_unusable_files_are_refused_with_name_and_line(tmp_path, name, content, expected):
     if isinstance(content, bytes):
         (tmp_path / name).write_bytes(content)
     else:
@@ -243,14 +243,14 @@ WORDS = [row["text"] for row in ROWS]
         ("view.parquet", parquet(pa.array(WORDS, pa.string_view()))),
     ],
 )
-def test_every_format_gives_its_texts_also_of_nested_columns(tmp_path, name, content):
+def test_texts_are_read_from_every_format_and_from_nested_columns(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     assert texts(tmp_path / name) == WORDS
     nested = open_corpus(tmp_path / name, text_column="meta.text")
     assert [document.text for document in nested] == ["ONE", "THREE"]
 
 
-def test_tables_have_cells_of_any_length_and_with_line_ends(tmp_path):
+def test_cells_of_tables_may_be_long_and_contain_line_ends(tmp_path):
     cells = ["a\n\n b", "c, " * 100_000]
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("id", "text"), *enumerate(cells), (2,)])
@@ -314,7 +314,7 @@ def test_options_without_effect_are_refused(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.3, 0.9])
-def test_the_held_out_share_of_one_book_is_the_one_asked(tmp_path, suffix, fraction):
+def test_the_held_out_share_of_one_book_is_the_requested_one(tmp_path, suffix, fraction):
     text = "".join(f"Line {n} of a book, and no other.\n" for n in range(2500))
     (tmp_path / f"a{suffix}").write_text(text if suffix == ".txt" else json.dumps({"text": text}))
     data = prepare(tmp_path, tmp_path / "out", tokenizer="byte", validation_fraction=fraction, split="share")
@@ -327,7 +327,7 @@ def test_the_held_out_share_of_one_book_is_the_one_asked(tmp_path, suffix, fract
 
 
 @given(st.lists(st.text(max_size=300), min_size=2, max_size=40), st.floats(0.01, 0.9))
-def test_a_share_keeps_all_text_and_separates_copies(found, fraction):
+def test_a_share_loses_no_text_and_keeps_copies_together(found, fraction):
     share = share_of(lambda: documents(*found), fraction, always=True)
     parts = {"train": [], "validation": []}
     for split, document in split_documents(share.documents(documents(*found)), fraction, share=share):
@@ -336,7 +336,7 @@ def test_a_share_keeps_all_text_and_separates_copies(found, fraction):
     assert not {*parts["train"]} & {*parts["validation"]} - {""}
 
 
-def test_documents_go_by_their_own_keys_if_that_comes_close():
+def test_documents_are_split_by_their_own_keys_if_the_share_is_nearly_met():
     many = documents(*(f"text {n}" for n in range(20_000)))
     assert share_of(lambda: many, 0.05) is None
     assert isinstance(share_of(lambda: many, 0.05, always=True), HeldOutShare)
@@ -377,7 +377,7 @@ def test_empty_files_have_no_documents(tmp_path):
     assert texts(tmp_path) == ["one"]
 
 
-def test_folder_without_text_lists_what_it_holds(tmp_path):
+def test_the_error_for_a_folder_without_text_lists_its_files(tmp_path):
     with pytest.raises(InputError, match="found no files"):
         open_corpus(tmp_path)
     (tmp_path / "a.png").write_bytes(b"")
@@ -391,7 +391,7 @@ some_texts = st.lists(st.sampled_from([f"text {n}" for n in range(30)]), min_siz
 
 
 @given(some_texts, st.floats(0.01, 0.9))
-def test_split_keeps_all_and_separates_copies(found, fraction):
+def test_a_split_loses_no_document_and_keeps_copies_together(found, fraction):
     parts = {"train": [], "validation": []}
     for split, document in split_documents(documents(*found), fraction):
         parts[split].append(document.text)
@@ -400,13 +400,13 @@ def test_split_keeps_all_and_separates_copies(found, fraction):
     assert parts["validation"]
 
 
-def test_split_of_a_document_does_not_depend_on_the_others():
+def test_the_split_of_a_document_does_not_depend_on_the_others():
     few, more = [f"text {n}" for n in range(500)], [f"text {n}" for n in range(0, 5000, 2)]
     sides = [{d.text: split for split, d in split_documents(documents(*t), 0.05)} for t in (few, more)]
     common = set(few) & set(more)
     assert {text: sides[0][text] for text in common} == {text: sides[1][text] for text in common}
 
 
-def test_split_gives_about_the_fraction():
+def test_a_split_holds_out_about_the_requested_fraction():
     sides = [split for split, _ in split_documents(documents(*(f"text {n}" for n in range(20_000))), 0.05)]
     assert sides.count("validation") == pytest.approx(1000, abs=100)

@@ -70,7 +70,7 @@ def hub(monkeypatch):
         ("hf:a/b@v1/c:validation[:10%]", None, ("a/b", "c", "validation[:10%]")),
     ],
 )
-def test_names_of_sources(hub, source, sample, expected):
+def test_sources_are_recognised_by_name(hub, source, sample, expected):
     corpus = open_corpus(source, sample=sample)
     assert [document.text for document in corpus] == TEXTS
     ((name, config, settings),) = hub.calls
@@ -138,7 +138,7 @@ def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hub_that_does_not_answer_is_one_line_and_status_1(hub, tmp_path, monkeypatch, capsys):
+def test_a_hub_that_does_not_answer_gives_one_line_and_status_1(hub, tmp_path, monkeypatch, capsys):
     offline = OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled.\nMore.")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=offline))
     argv = ["prepare", "--source", "fineweb-edu", "--tokenizer", "byte", "--out", str(tmp_path / "out")]
@@ -147,7 +147,7 @@ def test_a_hub_that_does_not_answer_is_one_line_and_status_1(hub, tmp_path, monk
     assert line.startswith("residua: HuggingFaceFW/fineweb-edu: the hub cannot be read: Cannot reach the hub")
 
 
-def test_a_name_that_the_hub_does_not_take_is_an_input_error(hub, monkeypatch):
+def test_a_name_that_is_invalid_on_the_hub_is_an_input_error(hub, monkeypatch):
     invalid = HFValidationError("Repo id must be in the form namespace/name")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=invalid))
     with pytest.raises(InputError, match=r"a--/b: .*namespace/name"):
@@ -158,7 +158,7 @@ def test_a_name_that_the_hub_does_not_take_is_an_input_error(hub, monkeypatch):
     ("name", "expected"),
     [("gpt2", ("openai-community/gpt2", None)), ("hf:a/b", ("a/b", None)), ("hf:a/b@c", ("a/b", "c"))],
 )
-def test_tokenizers_of_the_hub(tmp_path, monkeypatch, name, expected):
+def test_a_tokenizer_of_the_hub_is_loaded(tmp_path, monkeypatch, name, expected):
     save_tokenizer(byte_tokenizer(), tmp_path / "cached")
     download = Mock(return_value=str(tmp_path / "cached"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

@@ -41,7 +41,7 @@ def test_a_raw_text_is_recognised_however_it_was_cut_and_split(way, place, tmp_p
     assert open_text(place, tokenizer, folder, trained_on=data.facts).own is False
 
 
-def test_prepared_data_with_other_cuts_are_not_called_another_text(place, tmp_path):
+def test_prepared_data_that_is_cut_differently_is_not_reported_as_another_text(place, tmp_path):
     one, other = (
         prepare(place, tmp_path / str(size), tokenizer="byte", progress=False, longest_document=size)
         for size in (300, 500)
@@ -53,7 +53,7 @@ def test_prepared_data_with_other_cuts_are_not_called_another_text(place, tmp_pa
     assert open_text(third.folder, one.tokenizer(), one.folder, trained_on=one.facts).own is False
 
 
-def test_the_texts_of_rows_have_a_key(place, tmp_path):
+def test_text_column_names_the_key_of_the_text_in_a_row(place, tmp_path):
     data = prepare(place, tmp_path / "data", tokenizer="byte", progress=False)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"meta": {"said": "eight by"}}\n')

@@ -73,7 +73,7 @@ def staging(out):
     return out.with_name(f".{out.name}.preparing")
 
 
-def test_ctrl_c_is_one_line_and_loses_nothing(folder, undisturbed, small, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_gives_one_line_and_loses_no_work(folder, undisturbed, small, tmp_path, monkeypatch, capsys):
     save, out = Staging.save, tmp_path / "out"
 
     def interrupted(staging, splits):
@@ -108,7 +108,7 @@ def _prepare_and_die(source, out, settings, survive):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_killed_again_and_again_it_ends_with_the_same_bytes(folder, undisturbed, small, tmp_path, start, settings):
+def test_repeated_kills_do_not_change_the_resulting_bytes(folder, undisturbed, small, tmp_path, start, settings):
     out, sizes = tmp_path / "out", []
     for survive in (0, 40, 40, 40):
         process = start(_prepare_and_die, folder, out, SETTINGS[settings], survive)
@@ -160,8 +160,8 @@ def test_a_folder_with_only_hidden_files_is_new(folder, undisturbed, small, tmp_
     assert contents(tmp_path / "out") == undisturbed["bpe"]
 
 
-def test_nothing_is_saved_while_a_document_waits_for_its_place(folder, small, tmp_path):
-    """With a tiny fraction the document that is held out is known at the end only."""
+def test_no_progress_is_saved_until_the_held_out_document_is_known(folder, small, tmp_path):
+    """With a tiny fraction, the held-out document is known only at the end."""
     settings = {"tokenizer": "byte", "validation_fraction": 1e-12}
     with pytest.MonkeyPatch.context() as patch:
         FullDisk(patch, 100)
@@ -192,7 +192,7 @@ def unfinished(folder, small, tmp_path):
         ({"text_column": "body"}, "must have a column body"),
     ],
 )
-def test_other_settings_do_not_destroy_or_mix_what_is_there(unfinished, settings, expected):
+def test_other_settings_are_refused_and_change_no_unfinished_work(unfinished, settings, expected):
     source, out = unfinished
     before = contents(staging(out))
     with pytest.raises(InputError, match=expected) as error:
@@ -226,7 +226,7 @@ def unfinished_shard(folder):
         (lambda folder: os.truncate(unfinished_shard(folder), 100), r"train-\d+.bin"),
     ],
 )
-def test_damage_to_what_is_unfinished_is_noticed(unfinished, damage, name):
+def test_damage_to_an_unfinished_preparation_is_noticed(unfinished, damage, name):
     source, out = unfinished
     damage(staging(out))
     with pytest.raises(InputError, match=f"{name}: .*unfinished") as e:
@@ -235,7 +235,7 @@ def test_damage_to_what_is_unfinished_is_noticed(unfinished, damage, name):
 
 
 @pytest.mark.slow
-def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, tmp_path, monkeypatch, capsys):
+def test_progress_without_a_terminal_prints_lines_with_the_time_left(folder, small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writer, "UPDATE_SECONDS", 0.0)
     monkeypatch.setattr(runs_progress, "LINE_SECONDS", 0.0)
     prepare(folder, tmp_path / "out", **SETTINGS["fraction"])
@@ -249,7 +249,7 @@ def test_progress_without_a_terminal_is_lines_with_the_time_left(folder, small, 
 
 
 def test_no_time_left_is_shown_before_the_tokenizer_is_learned(folder, tmp_path, monkeypatch, capsys):
-    """Reading the text is the shorter part of that."""
+    """Reading the text takes less time than learning."""
     monkeypatch.setattr(writer, "UPDATE_SECONDS", 0.0)
     monkeypatch.setattr(runs_progress, "LINE_SECONDS", 0.0)
     prepare(folder, tmp_path / "out", vocab_size=258)
@@ -270,7 +270,7 @@ def test_the_column_of_the_text_can_be_named(tmp_path):
     assert PreparedData.open(tmp_path / "out").facts["documents"] == 4
 
 
-def test_an_encoder_holds_few_groups_at_a_time():
+def test_the_encoder_holds_few_groups_at_a_time():
     taken = []
 
     def groups():

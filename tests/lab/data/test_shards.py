@@ -46,7 +46,7 @@ def copy(prepared, tmp_path):
     return shutil.copytree(prepared.folder, tmp_path / "copy")
 
 
-def test_the_shards_are_the_documents_with_end_of_text_between(source, prepared):
+def test_the_shards_hold_the_documents_separated_by_end_of_text(source, prepared):
     expected = {"train": [], "validation": []}
     for split, document in split_documents(open_corpus(source), 0.05):
         expected[split].append(document.text)
@@ -61,7 +61,7 @@ def test_the_shards_are_the_documents_with_end_of_text_between(source, prepared)
     assert prepared.validation_bytes > 0
 
 
-def test_the_folder_says_what_it_holds(source, prepared):
+def test_the_index_of_a_folder_describes_its_content(source, prepared):
     index = json.loads((prepared.folder / "index.json").read_text())
     assert (index["version"], index["dtype"], index["vocab_size"], index["eos_token_id"]) == (1, "uint16", 400, 0)
     train = index["splits"]["train"]["shards"]
@@ -84,7 +84,7 @@ def test_the_folder_says_what_it_holds(source, prepared):
     assert names == {"data"}
 
 
-def test_the_fingerprint_follows_tokens_and_tokenizer(source, prepared, tmp_path):
+def test_the_fingerprint_depends_on_tokens_and_tokenizer(source, prepared, tmp_path):
     other = prepare(source, tmp_path / "a", vocab_size=300, shard_tokens=1000)
     split = prepare(source, tmp_path / "b", vocab_size=400, shard_tokens=1000, validation_fraction=0.2)
     assert len({prepared.fingerprint, other.fingerprint, split.fingerprint}) == 3
@@ -108,7 +108,7 @@ def test_the_bpe_does_not_see_the_validation_text(tmp_path):
     assert vocabularies[0] == vocabularies[1]
 
 
-def test_documents_are_tokenized_in_groups_without_a_trace(source, prepared, tmp_path, monkeypatch):
+def test_tokenizing_documents_in_groups_changes_no_token(source, prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "ENCODE_TEXT", 100)
     assert prepare(source, tmp_path / "a", vocab_size=400, shard_tokens=1000).fingerprint == prepared.fingerprint
 
@@ -143,14 +143,14 @@ def test_a_vocabulary_beyond_uint16_gets_uint32(tmp_path):
         assert torch.equal(following, torch.from_numpy(ids[start + 1 : start + 61]))
 
 
-def test_fewer_entries_than_asked_for_are_said(source, tmp_path):
+def test_a_vocabulary_smaller_than_requested_gives_a_warning(source, tmp_path):
     with pytest.warns(UserWarning, match=r"gives \d+ of the 60000 vocabulary entries"):
         data = prepare(source, tmp_path / "a", vocab_size=60_000)
     assert data.vocab_size == data.facts["vocab_size"] == len(data.tokenizer()) < 2000
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
-def test_windows_across_shards(tmp_path_factory, lengths, data):
+def test_windows_may_span_shards(tmp_path_factory, lengths, data):
     folder = tmp_path_factory.mktemp("tokens")
     ids = np.arange(sum(lengths), dtype="<u2")
     parts = np.split(ids, np.cumsum(lengths)[:-1])
@@ -175,7 +175,7 @@ def test_few_shards_are_open_at_a_time(prepared, monkeypatch):
     assert len(tokens._mapped) == 2
 
 
-def test_tokens_travel_to_other_processes_without_their_content(prepared):
+def test_pickled_tokens_contain_no_data(prepared):
     prepared.train.window(0, 3000)
     sent = pickle.dumps(prepared.train)
     assert len(sent) < 5000
@@ -229,7 +229,7 @@ def test_damage_is_noticed_on_opening(copy, damage, expected):
     assert "\n" not in str(error.value)
 
 
-def test_large_data_is_verified_when_asked(copy, monkeypatch):
+def test_large_data_is_verified_on_request(copy, monkeypatch):
     monkeypatch.setattr(shards_module, "VERIFY_ON_OPEN", 1000)
     edit_token(copy)
     data = PreparedData.open(copy)
@@ -267,7 +267,7 @@ def test_out_must_be_new_or_empty(source, tmp_path):
     ],
 )
 @pytest.mark.filterwarnings("error")
-def test_unusable_text_is_refused_and_leaves_nothing(tmp_path, content, arguments, expected):
+def test_unusable_text_is_refused_and_leaves_no_folder(tmp_path, content, arguments, expected):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text(content)
     with pytest.raises(InputError, match=expected):
@@ -275,7 +275,7 @@ def test_unusable_text_is_refused_and_leaves_nothing(tmp_path, content, argument
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_write_that_fails_half_way_leaves_nothing(source, tmp_path):
+def test_a_write_that_fails_half_way_leaves_no_folder(source, tmp_path):
     with room(15_000), pytest.raises(RunError, match="File too large"):
         prepare(source, tmp_path / "out", tokenizer="byte")
     assert list(tmp_path.iterdir()) == []
@@ -292,7 +292,7 @@ def test_a_second_preparation_at_the_same_time_is_refused_and_changes_nothing(so
     prepare(source, tmp_path / "out", tokenizer="byte")
 
 
-def test_a_link_in_the_place_of_an_unfinished_preparation_is_not_followed(source, tmp_path):
+def test_a_link_in_place_of_an_unfinished_preparation_is_not_followed(source, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".out.preparing").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match="must not be a link"):
@@ -348,13 +348,13 @@ def test_a_forged_index_is_refused(changes, copy):
 
 
 @pytest.mark.parametrize("changes", [{"vocab_size": 401}, {"eos_token_id": 3}], ids=str)
-def test_a_vocabulary_that_is_not_the_tokenizers_is_refused(changes, copy):
+def test_a_vocabulary_that_differs_from_the_tokenizer_is_refused(changes, copy):
     forged(copy, **changes)
     with pytest.raises(InputError, match="vocab_size and eos_token_id must be"):
         PreparedData.open(copy).tokenizer()
 
 
-def test_a_token_beyond_the_vocabulary_is_refused_where_it_is_read(copy):
+def test_a_token_beyond_the_vocabulary_is_refused_when_it_is_read(copy):
     path = copy / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\xff\xff")
     forged(copy, splits__train__shards__0__sha256=hashlib.sha256(path.read_bytes()).hexdigest())
@@ -364,8 +364,8 @@ def test_a_token_beyond_the_vocabulary_is_refused_where_it_is_read(copy):
         tokens.window(0, 1000)
 
 
-def test_a_forged_note_of_progress_is_refused(source, tmp_path):
-    """A link in the place of a shard would be cut to its length."""
+def test_a_forged_progress_file_is_refused(source, tmp_path):
+    """A link in place of a shard would be truncated to its length."""
     stage = tmp_path / ".out.preparing"
     for content in ("[]", "{}", '{"plan": 3, "splits": {}}', '{"plan": {}, "splits": {"train": 1}}'):
         shutil.rmtree(stage, ignore_errors=True)
@@ -375,7 +375,7 @@ def test_a_forged_note_of_progress_is_refused(source, tmp_path):
             prepare(source, tmp_path / "out", vocab_size=400)
 
 
-def test_few_open_files_are_enough_for_many_shards(source, tmp_path, monkeypatch):
+def test_many_shards_need_few_open_files(source, tmp_path, monkeypatch):
     data = prepare(source, tmp_path / "out", tokenizer="byte", shard_tokens=100)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
     whole = [data.train.window(start, 100) for start in range(0, len(data.train) - 100, 100)]

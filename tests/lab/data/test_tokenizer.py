@@ -47,7 +47,7 @@ def tokenizer(request):
 
 @pytest.mark.slow
 @given(text=st.text())
-def test_every_text_survives(tokenizer, text):
+def test_every_text_is_decoded_unchanged(tokenizer, text):
     (ids,) = text_encoder(tokenizer)([text])
     assert tokenizer.decode(ids) == text
     assert tokenizer.eos_token_id not in ids
@@ -56,7 +56,7 @@ def test_every_text_survives(tokenizer, text):
 @pytest.mark.parametrize(
     "text", ["a  b", " .", "don 't , no", "\r\n\t\0", "é e\u0301 \u202e 🏳️‍🌈", END_OF_TEXT * 2, "x<|endoftext|>y"]
 )
-def test_difficult_texts_survive_saving_too(tokenizer, tmp_path, text):
+def test_a_saved_tokenizer_decodes_difficult_texts_unchanged(tokenizer, tmp_path, text):
     save_tokenizer(tokenizer, tmp_path / "saved")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
     (ids,) = text_encoder(tokenizer)([text])
@@ -89,14 +89,14 @@ def test_bytes_are_their_own_ids():
     assert (len(tokenizer), tokenizer.eos_token_id) == (257, 256)
 
 
-def test_bpe_has_the_size_asked_for_and_is_reproducible():
+def test_bpe_has_the_requested_size_and_is_reproducible():
     one, two = (train_bpe(iter(TEXTS), 300) for _ in range(2))
     assert len(one) == one.vocab_size == 300
     assert one.backend_tokenizer.to_str() == two.backend_tokenizer.to_str()
     assert len(text_encoder(one)([TEXTS[0]])[0]) < len(TEXTS[0]) / 2
 
 
-def test_an_error_while_reading_the_training_text_is_that_error():
+def test_an_error_while_reading_the_training_text_is_raised_unchanged():
     def failing():
         yield from TEXTS
         raise InputError("a.jsonl:7: broken")
@@ -105,7 +105,7 @@ def test_an_error_while_reading_the_training_text_is_that_error():
         train_bpe(failing(), 400)
 
 
-def test_own_tokenizer_is_used_with_its_end_of_text(tmp_path):
+def test_a_users_tokenizer_is_used_with_its_end_of_text(tmp_path):
     words = Tokenizer(models.WordLevel({"<unk>": 0, "fox": 1, "</s>": 70_000}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>").save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -114,14 +114,14 @@ def test_own_tokenizer_is_used_with_its_end_of_text(tmp_path):
     assert text_encoder(loaded)(["fox", "cat"]) == [[1], [0]]
 
 
-def test_truncation_of_an_own_tokenizer_does_not_reach_the_data(tmp_path):
+def test_truncation_by_a_users_tokenizer_does_not_cut_the_data(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding(length=5)
     assert text_encoder(tokenizer)(["abcdef", "a"]) == [list(b"abcdef"), list(b"a")]
 
 
-def test_unusable_own_tokenizers_are_refused(tmp_path):
+def test_unusable_tokenizers_of_users_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"must be bpe, byte or .*, got .*nowhere"):
         load_tokenizer(tmp_path / "nowhere")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))).save_pretrained(tmp_path / "no_eos")
@@ -135,7 +135,7 @@ def test_unusable_own_tokenizers_are_refused(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_folder_with_vocabulary_and_merges_is_taken(tmp_path):
+def test_a_folder_with_vocabulary_and_merges_is_accepted(tmp_path):
     ByteLevelBPETokenizer().save_model(str(tmp_path))
     vocab = {character: number for number, character in enumerate(["<|endoftext|>", *ByteLevel.alphabet()])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
@@ -160,11 +160,11 @@ def test_the_share_that_a_tokenizer_loses_is_measured(tmp_path):
     ("text", "decoded", "lost"),
     [("a b", " a b", 0), ("Ab", "ab", 1), ("é", "e", 2), ("ab", "ba", 1), ("a\nb", "a b", 1)],
 )
-def test_lost_bytes(text, decoded, lost):
+def test_bytes_lost_by_decoding_are_counted(text, decoded, lost):
     assert lost_bytes(text, decoded) == lost
 
 
-def test_a_sentencepiece_model_says_what_it_needs(tmp_path, monkeypatch, capfd):
+def test_a_sentencepiece_model_names_the_missing_package(tmp_path, monkeypatch, capfd):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}')
     monkeypatch.setitem(sys.modules, "sentencepiece", None)

@@ -20,7 +20,7 @@ def test_runs_that_differ_only_in_the_seed_form_a_group(make_run):
     assert comparison.notes == ()
 
 
-def test_further_facts_make_no_difference(make_run):
+def test_further_facts_do_not_split_a_group(make_run):
     logging = {"connections_every": 10, "wandb": "mine", "tensorboard": False}
     (group,) = compare([make_run("a", seed=0), make_run("b", seed=1, **logging)]).rows
     assert group.seeds == (0, 1)
@@ -32,7 +32,7 @@ def test_a_connection_with_all_its_options_has_a_short_name(make_run):
     assert [row.name for row in compare([converted, elsewhere]).rows] == ["ihc:start=residual", "theirs:order=2"]
 
 
-def test_connections_with_changes_are_groups_of_their_own_under_the_name_that_residua_resolves(make_run):
+def test_changed_connections_form_groups_named_as_residua_resolves_them(make_run):
     changed = make_run("c", connection={"preset": "ddl-tc", "value_channels": 8})
     control = make_run("control", connection="residual:compress=token")
     comparison = compare([make_run("a"), control, changed, make_run("d", connection="ddl-tc")])
@@ -42,7 +42,7 @@ def test_connections_with_changes_are_groups_of_their_own_under_the_name_that_re
     assert comparison.settings == {}
 
 
-def test_runs_of_one_scheme_are_named_after_their_folders_and_differ_in_lines_below(make_run):
+def test_runs_of_one_scheme_are_named_after_their_folders_with_differing_settings_below(make_run):
     runs = [make_run(f"slow-{seed}", seed=seed, lr=2e-3) for seed in (10, 11)]
     runs += [make_run("fast", checkpoint_every=7), make_run("d", connection="ddl")]
     comparison = compare(runs)
@@ -55,7 +55,7 @@ def test_runs_of_one_scheme_are_named_after_their_folders_and_differ_in_lines_be
     assert "train.lr: 0.002 (slow)" in comparison.to_markdown()
 
 
-def test_folders_of_one_name_are_told_apart_by_those_they_lie_in(make_run, tmp_path):
+def test_folders_of_the_same_name_are_named_with_their_parents(make_run, tmp_path):
     for place in ("x", "y"):
         (tmp_path / place).mkdir()
     runs = [make_run("x/run"), make_run("y/run", lr=2e-3), make_run("z", lr=3e-3)]
@@ -82,7 +82,7 @@ def test_differences_are_paired_by_seed_so_that_shared_noise_vanishes(make_run):
     assert comparison.rows[1].loss("nats per token").deviation > 0.5
 
 
-def test_without_a_shared_seed_the_means_are_compared_and_it_is_said(make_run):
+def test_without_a_shared_seed_the_means_are_compared_with_a_note(make_run):
     runs = [make_run(f"a{s}", seed=s) for s in (0, 1)]
     runs += [make_run(f"b{s}", connection="ddl", seed=s) for s in (7, 8)]
     comparison = compare(runs)
@@ -104,7 +104,7 @@ def test_differences_by_seconds_hold_the_clock_equal_and_by_step_the_steps(make_
     assert by_seconds[40.0] == pytest.approx(3 / 40 - 3 / 80)
 
 
-def test_runs_of_different_length_are_compared_where_both_have_been(make_run):
+def test_runs_of_different_length_are_compared_over_their_common_steps(make_run):
     comparison = compare([make_run("a", steps=100), make_run("b", connection="ddl", steps=60, offset=-0.1)])
     group = comparison.rows[1]
     at, difference = comparison.final_difference(group)
@@ -120,7 +120,7 @@ def test_a_run_without_validation_has_no_difference_but_a_row(make_run):
     assert any("no validation loss" in note for note in comparison.notes)
 
 
-def test_runs_whose_evaluations_do_not_overlap_have_no_difference_and_the_reason_is_said(make_run):
+def test_runs_whose_evaluations_do_not_overlap_have_no_difference_but_a_reason(make_run):
     comparison = compare([make_run("a", every=100), make_run("b", connection="ddl", steps=60, every=60)])
     assert [row[3] for row in comparison.table().rows] == ["baseline", "–"]
     (note,) = (note for note in comparison.notes if note.startswith("ddl: no difference"))
@@ -142,7 +142,7 @@ def test_a_run_that_was_stopped_is_marked(make_run):
     assert [group["stopped"] for group in comparison.to_json()["groups"]] == [[], [[40, 100]]]
 
 
-def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_run):
+def test_the_longer_of_two_runs_with_the_same_seed_counts(make_run):
     crashed, finished = make_run("crashed", offset=1.0, crashed_at=40), make_run("finished")
     for folders in ((crashed, finished), (finished, crashed)):
         comparison = compare(folders)
@@ -151,7 +151,7 @@ def test_of_two_runs_with_the_same_seed_the_one_that_came_further_counts(make_ru
         assert f"{crashed} repeats {finished}, which came to step 100" in note
 
 
-def test_losses_of_other_contexts_are_said_to_be_no_comparison(make_run):
+def test_losses_of_different_contexts_are_not_compared(make_run):
     runs = [make_run("a", sequence_length=128), make_run("b", sequence_length=256)]
     runs.append(make_run("c", connection="ddl", sequence_length=128))
     comparison = compare(runs)
@@ -163,7 +163,7 @@ def test_losses_of_other_contexts_are_said_to_be_no_comparison(make_run):
     assert not [note for note in compare([runs[0], runs[2]]).notes if "context" in note]
 
 
-def test_masked_and_unmasked_validation_are_no_comparison(make_run):
+def test_masked_and_unmasked_validation_are_not_compared(make_run):
     comparison = compare([make_run("a"), make_run("b", connection="ddl", document_masks=True, offset=-0.1)])
     assert comparison.table().rows[1][3] == "–"
     assert any("ddl cannot be compared with residual" in note and "document masks" in note for note in comparison.notes)
@@ -181,7 +181,7 @@ def data_of(folder, bits=None, **facts):
     return folder
 
 
-def test_of_other_tokenizers_losses_are_compared_in_bits_per_byte_if_both_keep_the_text(make_run):
+def test_losses_of_lossless_tokenizers_are_compared_in_bits_per_byte(make_run):
     bpe = data_of(make_run("a"), 0.4, tokenizer="bpe", tokenizer_fingerprint="1")
     bytes_ = make_run("b", connection="ddl", fingerprint="corpus-b", offset=-2.0)
     comparison = compare([bpe, data_of(bytes_, 1.4, tokenizer="byte", tokenizer_fingerprint="2")])
@@ -195,7 +195,7 @@ def test_of_other_tokenizers_losses_are_compared_in_bits_per_byte_if_both_keep_t
     assert any("mhc cannot be compared with residual" in note and "tokenizers" in note for note in comparison.notes)
 
 
-def test_one_tokenizer_on_other_texts_gives_no_comparison(make_run):
+def test_one_tokenizer_on_different_texts_gives_no_comparison(make_run):
     runs = [make_run("a"), make_run("b", connection="ddl", fingerprint="corpus-b")]
     for run, text in zip(runs, ("x", "y")):
         data_of(run, 0.4, sha256=text, tokenizer="bpe", tokenizer_fingerprint="1")
@@ -204,14 +204,14 @@ def test_one_tokenizer_on_other_texts_gives_no_comparison(make_run):
     assert any("different data" in note for note in comparison.notes)
 
 
-def test_another_precision_is_said(make_run):
+def test_a_difference_in_precision_is_noted(make_run):
     runs = [make_run("a", precision="float32"), make_run("b", connection="ddl", precision="bfloat16")]
     comparison = compare(runs)
     assert comparison.table().rows[1][3] == "+0.0000"
     assert any("bfloat16 and float32" in note for note in comparison.notes)
 
 
-def test_the_steps_of_a_run_that_was_trained_on_stand_whole_below(make_run):
+def test_the_steps_of_a_run_that_was_trained_further_are_listed_in_full_below(make_run):
     runs = [make_run("a", steps=100), make_run("b", steps=100)]
     for run, before in zip(runs, (12_345_678, 12_345_679)):
         facts = json.loads((run / "facts.json").read_text())
@@ -235,7 +235,7 @@ def test_a_factor_that_is_no_number_gives_no_tokens_and_no_text_as_long_as_their
     assert compare([run]).rows[0].measure.tokens is None
 
 
-def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_and_said(make_run):
+def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_with_a_note(make_run):
     a, copy = make_run("a"), make_run("copy", offset=1.0)
     comparison = compare([a, a.parent / "." / "a", copy])
     assert comparison.rows[0].seeds == (0,)
@@ -258,7 +258,7 @@ def test_a_loss_that_is_not_finite_is_shown_and_never_hidden(make_run):
     json.dumps(plain, allow_nan=False)
 
 
-def test_the_baseline_can_be_named_and_a_wrong_name_is_answered_with_the_nearest(make_run):
+def test_the_baseline_can_be_named_and_a_wrong_name_gets_a_suggestion(make_run):
     folders = [make_run("a"), make_run("b", connection="ddl", offset=-0.1)]
     comparison = compare(folders, baseline="ddl")
     assert comparison.final_difference(comparison.rows[0])[1].mean == pytest.approx(0.1)
@@ -272,7 +272,7 @@ def test_without_a_plain_residual_there_is_no_baseline(make_run):
     assert any("name a baseline" in note for note in comparison.notes)
 
 
-def test_the_number_of_a_seed_does_not_read_as_how_many_there_are(make_run):
+def test_a_table_tells_a_seed_from_a_number_of_seeds(make_run):
     runs = [make_run("a"), *(make_run(f"b{seed}", connection="ddl", seed=seed) for seed in (0, 1))]
     header, rows = compare(runs).table()
     assert header[1] == "seed"
@@ -300,7 +300,7 @@ def test_a_group_keeps_its_colour_whatever_the_baseline_is(make_run):
         (math.nan, math.nan, 3, False),
     ],
 )
-def test_a_difference_is_seen_if_its_interval_excludes_zero(mean, deviation, count, seen):
+def test_a_difference_is_marked_if_its_interval_excludes_zero(mean, deviation, count, seen):
     assert Estimate(mean, deviation, count).seen is seen
 
 
@@ -334,7 +334,7 @@ def test_nothing_to_compare_is_an_input_error():
         compare([])
 
 
-def test_a_run_whose_seed_is_not_shared_does_not_shorten_the_others(make_run):
+def test_a_run_with_an_unshared_seed_does_not_shorten_the_others(make_run):
     short = make_run("short", connection="ddl", seed=1, crashed_at=40)
     comparison = compare([make_run("a"), make_run("b", connection="ddl", offset=-0.1), short])
     group = comparison.rows[1]
@@ -350,6 +350,6 @@ def test_one_evaluation_each_is_enough_for_a_difference(make_run):
     assert [d.mean for d in comparison.differences(comparison.rows[1]).values()] == pytest.approx([-0.1])
 
 
-def test_a_loss_that_is_not_finite_spoils_only_its_own_place(make_run):
+def test_a_loss_that_is_not_finite_affects_only_its_own_step(make_run):
     comparison = compare([make_run("a", steps=30), make_run("b", connection="ddl", steps=30, not_finite_at=20)])
     assert [math.isnan(d.mean) for d in comparison.differences(comparison.rows[1]).values()] == [False, True, False]

@@ -28,7 +28,7 @@ def model():
         return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, initializer_range=0.5)).train()
 
 
-def test_greedy_text_is_the_most_probable_one(model, tokenizer):
+def test_greedy_text_takes_the_most_probable_token_at_each_step(model, tokenizer):
     tokens = tokenizer.encode("abc")
     for _ in range(6):
         with torch.no_grad():
@@ -69,8 +69,9 @@ def words(vocabulary):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
-def test_a_tokenizer_with_gaps_whose_decoder_drops_the_first_space(model):
-    """As of Llama 2. A token behind a gap is written, the end of text ends, and the prompt and the text are whole."""
+def test_a_tokenizer_with_gaps_that_drops_the_first_space_loses_no_text(model):
+    """Llama 2 has such a tokenizer. A token behind a gap is written, end-of-text ends the text, and prompt and text are
+    complete."""
     tokenizer, pieces = words({"<unk>": 0, "▁fox": 1, "▁hen": 9, "</s>": 12}), []
     texts = [
         complete(always(model, token), tokenizer, "fox", max_new_tokens=3, greedy=True, on_text=pieces.append)
@@ -81,7 +82,7 @@ def test_a_tokenizer_with_gaps_whose_decoder_drops_the_first_space(model):
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_a_model_that_computes_no_numbers_writes_no_text(greedy, model, tokenizer):
+def test_a_model_whose_logits_are_not_finite_generates_no_text(greedy, model, tokenizer):
     diverged = copy.deepcopy(model)
     with torch.no_grad():
         diverged.lm_head.weight[7] = torch.nan
@@ -89,7 +90,7 @@ def test_a_model_that_computes_no_numbers_writes_no_text(greedy, model, tokenize
         complete(diverged, tokenizer, "abc", max_new_tokens=2, greedy=greedy)
 
 
-def test_only_the_seed_decides_and_the_global_random_state_stays(model, tokenizer):
+def test_only_the_seed_decides_and_the_global_random_state_is_unchanged(model, tokenizer):
     before = torch.random.get_rng_state()
     first = complete(model, tokenizer, "abc", max_new_tokens=12, seed=1)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -99,7 +100,7 @@ def test_only_the_seed_decides_and_the_global_random_state_stays(model, tokenize
     assert model.training
 
 
-def test_the_pieces_that_are_shown_make_up_the_text(model, tokenizer):
+def test_the_printed_pieces_add_up_to_the_text(model, tokenizer):
     pieces = []
     text = complete(model, tokenizer, "", max_new_tokens=20, temperature=2.0, top_p=1.0, on_text=pieces.append)
     assert "".join(pieces) == text
@@ -110,7 +111,7 @@ def test_top_k_of_one_is_greedy(model, tokenizer):
     assert complete(model, tokenizer, "xy", max_new_tokens=8, top_k=1, temperature=5.0) == greedy
 
 
-def test_without_a_number_the_context_is_filled_and_not_exceeded(model, tokenizer):
+def test_without_a_number_of_tokens_the_context_is_filled_and_not_exceeded(model, tokenizer):
     text = complete(model, tokenizer, "a" * (POSITIONS - 2), greedy=True)
     assert 0 < len(text) <= 2  # a byte that is no letter of UTF-8 decodes to one replacement
 
@@ -122,7 +123,7 @@ def test_rows_beyond_the_tokenizer_are_never_sampled(model, tokenizer):
     assert complete(larger, tokenizer, "a", max_new_tokens=4, greedy=True) == "zzzz"
 
 
-def test_the_end_of_text_ends_it_unless_it_comes_too_early(model, tokenizer):
+def test_end_of_text_ends_generation_unless_it_comes_too_early(model, tokenizer):
     ending = LlamaForCausalLM(model.config)
     ending.lm_head.bias = torch.nn.Parameter(
         100 * torch.eye(257)[tokenizer.eos_token_id] + 50 * torch.eye(257)[tokenizer.encode("z")[0]]

@@ -89,8 +89,8 @@ def likelihoods(model, tokenizer, question, choices):
 
 
 @pytest.mark.slow
-def test_the_scores_are_those_of_the_likelihoods(tasks, monkeypatch):
-    """And the harness does not read its own thousands of tasks for those of a folder."""
+def test_the_scores_follow_from_the_likelihoods(tasks, monkeypatch):
+    """The harness does not read its thousands of own tasks if a folder is given."""
     monkeypatch.setattr("lm_eval.evaluator.TaskManager", None)
     model, tokenizer = build(), byte_tokenizer()
     right = normalised = 0
@@ -119,7 +119,7 @@ def test_the_batch_size_changes_nothing(tasks, shots):
 
 
 @pytest.mark.nightly
-def test_a_converted_model_scores_as_the_model_that_it_was(tasks):
+def test_a_converted_model_has_the_scores_of_the_original(tasks):
     torch.manual_seed(0)
     sizes = {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(
@@ -132,7 +132,7 @@ def test_a_converted_model_scores_as_the_model_that_it_was(tasks):
 
 
 @pytest.mark.nightly
-def test_the_table_never_mixes_ours_and_published(tasks):
+def test_the_table_separates_our_scores_from_published_ones(tasks):
     found = score(build(), byte_tokenizer(), name="mine", include_path=tasks, limit=2)
     header, table = found.table(rows("small", 1))
     assert header == ["", "source", *PAPER_TASKS.values(), "Avg"]
@@ -207,7 +207,7 @@ def test_tasks_that_cannot_be_scored_are_refused_before_the_first_request(kinds,
 
 
 @pytest.mark.parametrize(("context", "noted"), [(256, True), (64, False)])
-def test_tasks_beyond_the_trained_window_say_so(context, noted, capsys, tasks, tmp_path):
+def test_tasks_beyond_the_trained_window_give_a_note(context, noted, capsys, tasks, tmp_path):
     data = prepare_texts(tmp_path)
     model = {"max_position_embeddings": context}
     run(run_config(options(data, model=model, steps=1, sequence_length=64)), tmp_path / "run", progress=False)
@@ -217,7 +217,7 @@ def test_tasks_beyond_the_trained_window_say_so(context, noted, capsys, tasks, t
 
 
 @pytest.mark.nightly
-def test_the_command_on_a_folder_of_transformers(capsys, tasks, tmp_path):
+def test_the_command_evaluates_a_folder_of_transformers(capsys, tasks, tmp_path):
     build().save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     argv = ["evaluate", str(tmp_path / "model"), "--tasks", "paper", "--num-fewshot", "1", "--include-path", str(tasks)]

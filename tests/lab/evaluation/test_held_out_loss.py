@@ -32,7 +32,7 @@ def text(length, seed=0):
     return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def test_mean_over_tokens_does_not_depend_on_how_batches_are_cut():
+def test_the_mean_over_tokens_does_not_depend_on_how_batches_are_cut():
     model, tokens = Bigram(), text(31)
     whole = [(tokens[None, :-1], tokens[None, 1:])]
     cut = [(tokens[None, a:b], tokens[None, a + 1 : b + 1]) for a, b in ((0, 4), (4, 25), (25, 30))]
@@ -59,7 +59,7 @@ def test_bits_per_byte_is_the_total_over_the_bytes():
     assert result["bits_per_byte"] == pytest.approx(result["val_loss"] * 20 / math.log(2) / 50)
 
 
-def test_every_module_is_back_in_its_mode_even_after_an_error():
+def test_every_module_returns_to_its_mode_even_after_an_error():
     model = Bigram().train()
     model.dropout.eval()
     tokens = text(5)
@@ -95,12 +95,12 @@ def test_low_precision_logits_are_summed_in_high_precision():
 
 
 @pytest.mark.parametrize("batches", [[], [(torch.zeros(1, 3, dtype=torch.int64), torch.full((1, 3), -100))]])
-def test_no_label_is_an_input_error(batches):
+def test_a_text_without_labels_is_an_input_error(batches):
     with pytest.raises(InputError, match="no label"):
         held_out_loss(Bigram(), batches)
 
 
-def test_a_label_is_repeated_if_its_pair_stands_earlier_in_the_same_row():
+def test_a_label_is_repeated_if_its_pair_occurs_earlier_in_the_same_row():
     tokens = text(400).reshape(8, 50)
     inputs, labels = tokens[:, :-1], tokens[:, 1:].clone()
     labels[2, 5:9] = labels[:, 40:] = -100
@@ -111,7 +111,7 @@ def test_a_label_is_repeated_if_its_pair_stands_earlier_in_the_same_row():
 
 
 @pytest.mark.parametrize("cuts", [(0, 60), (0, 7, 8, 33, 60)])
-def test_the_losses_of_documents_are_those_of_each_alone(cuts):
+def test_the_loss_of_a_document_is_that_of_the_document_by_itself(cuts):
     """A separator is the last label of the document that it ends, and the input of the next one's first label."""
     model, tokens, end = Bigram(), text(61), 3
     batches = [(tokens[None, a:b], tokens[None, a + 1 : b + 1]) for a, b in pairwise(cuts)]
@@ -125,7 +125,7 @@ def test_the_losses_of_documents_are_those_of_each_alone(cuts):
     assert sum(result["nats"]) / 60 == pytest.approx(held_out_loss(model, batches)["val_loss"], abs=1e-5)
 
 
-def test_the_losses_on_repeated_and_other_labels_are_parts_of_the_whole():
+def test_the_losses_on_repeated_and_other_labels_average_to_the_total():
     model, tokens = Bigram(), text(61)
     inputs, labels = tokens[None, :-1], tokens[None, 1:]
     batches = [(inputs[:, :40], labels[:, :40]), (inputs[:, 40:], labels[:, 40:])]

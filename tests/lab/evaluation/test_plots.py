@@ -31,7 +31,7 @@ def test_a_comparison_with_seeds_gives_both_pictures(make_run, tmp_path):
     assert_pictures(draw(compare(runs), tmp_path / "new" / "folder"), ["loss.png", "difference.png"])
 
 
-def test_labels_that_repeat_and_others_have_a_panel_each(make_run, tmp_path):
+def test_repeated_and_other_target_tokens_get_separate_panels(make_run, tmp_path):
     runs = [make_run("a"), make_run("b", connection="ddl", offset=-0.1)]
     for run in runs:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -59,7 +59,7 @@ def test_runs_without_a_single_finite_point_are_still_drawn(make_run, tmp_path):
     assert_pictures(draw(compare([a, b]), tmp_path), ["loss.png"])
 
 
-def test_a_run_with_one_validation_shows_its_training_losses_too(make_run):
+def test_a_run_with_one_validation_also_shows_its_training_losses(make_run):
     run = make_run("a")
     *rows, last = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([*(row for row in rows if "val_loss" not in row), last]) + "\n")
@@ -87,8 +87,8 @@ def test_a_group_looks_the_same_in_every_panel_of_every_picture(make_run):
         assert shown == {("residual", RESIDUAL_COLOUR), ("ddl", COLOURS[0]), ("mhc", COLOURS[1])}
 
 
-def test_rows_without_overlap_are_named_below_a_panel_or_in_place_of_its_axis(make_run):
-    """At 6 seconds a step, a run begins where the others have ended."""
+def test_rows_without_overlap_are_named_below_a_panel_or_in_place_of_it(make_run):
+    """At 6 seconds a step, a run begins after the others have ended."""
     runs = [make_run("a"), make_run("slow", connection="ddl", seconds_per_step=6.0), make_run("c", connection="mhc")]
     steps, seconds = _difference_figure(compare(runs)).axes
     assert steps.get_xlabel() == "Training step"
@@ -107,7 +107,7 @@ def test_rows_without_overlap_are_named_below_a_panel_or_in_place_of_its_axis(ma
 
 
 @pytest.mark.parametrize(("pace", "said"), [(0.5, False), (0.52, False), (0.6, True), (0.3, False)])
-def test_at_equal_seconds_a_slower_run_is_said_to_be_earlier_in_its_schedule(make_run, pace, said):
+def test_at_equal_seconds_a_slower_run_is_noted_to_be_earlier_in_its_schedule(make_run, pace, said):
     steps, seconds = _difference_figure(
         compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=pace)])
     ).axes
@@ -123,7 +123,7 @@ def test_rows_that_cannot_be_compared_are_marked_in_both_pictures(make_run):
     assert "mhc (cannot be compared)" in {line.get_label() for line in _loss_figure(comparison).axes[0].lines}
 
 
-def test_a_picture_begins_where_the_runs_begin(make_run):
+def test_a_picture_begins_at_the_first_step_of_the_runs(make_run):
     runs = [make_run("a", steps=20), make_run("b", connection="ddl", steps=20)]
     assert {panel.get_xlim()[0] for panel in _difference_figure(compare(runs)).axes} == {0}
 

@@ -19,8 +19,9 @@ SIZES = {
 
 
 @pytest.mark.parametrize("row", SCORES, ids=lambda row: f"{row.size}-{row.num_fewshot}-{row.preset}")
-def test_a_published_row_is_consistent_in_itself(row):
-    """The average is that of the eight, and every score a number of right answers over the size of its test set."""
+def test_a_published_row_is_consistent(row):
+    """The average is that of the eight scores, and each score times the size of its test set is a whole number of right
+    answers."""
     assert row.average == pytest.approx(statistics.fmean(row.scores), abs=0.0051)
     for task, score in zip(PAPER_TASKS, row.scores, strict=True):
         nearest = 100 * round(score / 100 * SIZES[task]) / SIZES[task]
@@ -37,7 +38,7 @@ def test_every_scheme_of_the_paper_has_a_row():
     assert {row.version for row in rows("medium", 1)} == {2, 3}
 
 
-def test_published_rows_stand_beside_a_model_of_their_size_and_their_tasks_alone():
+def test_published_rows_are_shown_only_for_their_own_size_and_tasks():
     small = SimpleNamespace(num_hidden_layers=12, hidden_size=768)
     assert comparable(small, PAPER_TASKS, 1) == rows("small", 1)
     assert comparable(small, ["sciq", "piqa"], 0) == rows("small", 0)
@@ -61,7 +62,7 @@ def test_every_curve_ends_at_the_printed_loss():
     assert models()["small", "hc"].loss is None
 
 
-def test_the_loss_between_two_points_of_a_curve():
+def test_the_loss_between_two_points_of_a_curve_is_interpolated():
     curve = models()["small", "ddl-tc"].curve
     (start, before), (end, after) = curve[10:12]
     model = models()["small", "ddl-tc"]
