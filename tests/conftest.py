@@ -71,6 +71,14 @@ def pytest_configure(config):
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    """What a test draws depends on no other test."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 def pytest_collection_finish():
     gc.freeze()  # every collection from here on passes over a million objects of imports and tests
     gc.enable()

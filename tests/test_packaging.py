@@ -44,7 +44,8 @@ def test_there_are_few_extras_and_every_hint_names_one_of_them():
     hinted = set()
     for path in Path(residua.__file__).parent.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        hinted |= {*re.findall(r'(?:extra|installing)\("(\w+)"\)', text), *re.findall(r"residua\[(\w+)\]", text)}
+        hinted |= set(re.findall(r"""(?:extra|installing)\(["'](\w+)["']\)|residua\[(\w+)\]""", text))
+    hinted = {name for names in hinted for name in names if name}
     assert {"lab", "eval", "kernels", "wandb"} <= hinted
     assert hinted <= extras.keys()
 

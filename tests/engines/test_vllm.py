@@ -361,7 +361,7 @@ def test_an_older_vllm_is_refused_and_a_newer_one_gives_a_message(caplog):
     for minor in (oldest, newest):
         plugin.expect_tested(f"{major}.{minor}.3")
     assert not caplog.records
-    line = rf"was not tested with residua, {major}\.{oldest} and {major}\.{newest} were; pip install 'residua\[vllm\]'"
+    line = rf'was not tested with residua, {major}\.{oldest} and {major}\.{newest} were; pip install "\.\[vllm\]"'
     with pytest.raises(NotImplementedError, match=f"^vllm {major}.{oldest - 1}.0 {line}"):
         plugin.expect_tested(f"{major}.{oldest - 1}.0")
     for version in (f"{major}.{newest + 1}.0rc1", "dev"):
