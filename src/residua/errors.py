@@ -60,7 +60,7 @@ def installing(name: str) -> str:
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Import optional packages of the extra `name` in this context.
+    """Wrap imports of optional packages: if one of them is missing, name the extra `name`, which installs it.
 
     Raises:
         NotInstalled: a package of this extra is missing.
@@ -176,7 +176,7 @@ class Range:
 
 
 def at_most(limit: int) -> Range:
-    """An upper bound far beyond any real model, so that a typo cannot exhaust memory or run for hours."""
+    """Return an upper bound, to be far above any real model, so that a typo cannot exhaust memory or run for hours."""
     return Range(f"at most {limit}", lambda x: x <= limit)
 
 
@@ -209,9 +209,10 @@ types_of = functools.cache(get_type_hints)
 
 
 def fits(value: Any, declared: Any) -> bool:
-    """Return whether `value` is of the declared type. An int is a float too, if torch takes it; a bool is neither.
+    """Return whether `value` is of the declared type.
 
-    Type parameters are ignored, except those of `tuple`. Any value fits a type that is not a class, as a `TypeVar` is.
+    An int also counts as a float, if torch takes it. A bool counts as neither. Type parameters are ignored, except
+    those of `tuple`. Any value fits a type that is not a class, such as a `TypeVar`.
     """
     if get_origin(declared) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(declared))

@@ -1,6 +1,6 @@
 """Packages that load nothing until a name in them is used (PEP 562).
 
-A stub lists the names once. Type checkers need the stub, and a second list could drift from it:
+The names are listed only in a stub, which type checkers need anyway. This is one line of a stub:
 
     from residua.connections.parts.norm import RMSNorm as RMSNorm
 """

@@ -68,7 +68,7 @@ class ModelFields:
         check_types(self, ModelFields)
         width, heads, head_dim = self.hidden_size, self.num_attention_heads, self.head_dim
         if head_dim is None:
-            expected = f"a divisor of hidden_size ({width}), or head_dim given"
+            expected = f"a divisor of hidden_size ({width}) unless head_dim is given"
             require(width % heads == 0, "num_attention_heads", expected, heads)
             head_dim = width // heads
         require(2 <= head_dim <= MOST_ROWS and head_dim % 2 == 0, "head_dim", "an even number", head_dim)

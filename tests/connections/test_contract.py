@@ -215,7 +215,7 @@ def test_a_sublayer_that_takes_too_few_inputs_is_named(name, sublayers):
         return x
 
     for sublayer, called in ((attend, "attend"), (nn.Linear(DIM, DIM), "Linear")):
-        with pytest.raises(TypeError, match=rf"sublayer: must take 3 inputs, .* got {called}\(") as caught:
+        with pytest.raises(TypeError, match=rf"sublayer must take 3 inputs, .* got {called}\(") as caught:
             stream(x, [sublayer] * sublayers)
     assert stream(x, [lambda x, k=None, v=None: x] * sublayers).shape == x.shape
     option, _, value = str(caught.value).rpartition(" ")[2].partition("=")

@@ -306,7 +306,7 @@ def test_a_mask_may_be_as_long_as_a_static_cache(build, name, given):
     ]
     assert_close(torch.cat(pieces, 1)[:, 2:], model(IDS).logits)
     kept = model(IDS[:, :4], use_cache=True)[CACHE]
-    with pytest.raises(ValueError, match=r"attention_mask must be \(batch, 9\), 4 tokens in the cache and 5"):
+    with pytest.raises(ValueError, match=r"attention_mask must be \(batch, 9\), for 4 tokens in the cache and 5"):
         model(IDS[:, 4:], attention_mask=torch.ones(2, 5).long(), **{CACHE: kept})
 
 
@@ -355,7 +355,7 @@ def test_packed_documents_equal_separate_documents(training):
     for told in ({"position_ids": positions}, {"seq_idx": numbers}, {"position_ids": positions, "seq_idx": numbers}):
         assert_close(model(IDS, **told).logits, logits)
     block = (numbers[:, :, None] == numbers[:, None]).tril()[:, None]
-    with pytest.raises(ValueError, match="a mask that keeps some apart"):
+    with pytest.raises(ValueError, match="got a mask that hides some"):
         model(IDS, attention_mask=block)
     assert_close(model(IDS, attention_mask=block, position_ids=positions, seq_idx=numbers).logits, logits)
 

@@ -441,7 +441,7 @@ def test_connections_are_not_saved_beside_adapters(tmp_path):
     model = converted("ihc")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", r=2))
     for other in (wrapped, wrapped.base_model.model):
-        with pytest.raises(InputError, match="the model must be of transformers without adapters, got"):
+        with pytest.raises(InputError, match="the model must be a transformers model without adapters, got"):
             residua.save_connection(other, tmp_path / "connections")
     assert not (tmp_path / "connections").exists()
     residua.save_connection(wrapped.merge_and_unload(), tmp_path / "connections")

@@ -82,7 +82,7 @@ def test_missing_files_and_files_that_are_not_text_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
     for name in ("bytes", "none", "."):
         for read in (read_text, read_json, read_yaml):
-            assert refused(read, tmp_path / name).startswith(f"{tmp_path / name} must be ")
+            assert refused(read, tmp_path / name).startswith(f"{tmp_path / name} cannot be read as ")
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2", "a: {b: 1, c: 2, b: 3}", "- {x: 1, x: 1}"])

@@ -268,7 +268,7 @@ def test_documents_that_attention_would_mix_are_refused():
         model(ids, seq_idx=SEQ_IDX[0])
     with pytest.raises(ValueError, match=r"position_ids must be \(1 or batch, seq\), got \(9,\)"):
         model(ids, position_ids=torch.arange(9))
-    with pytest.raises(ValueError, match=r"got a mask that keeps some apart: .* packed documents with seq_idx"):
+    with pytest.raises(ValueError, match=r"got a mask that hides some; .* packed documents with seq_idx"):
         model(ids, attention_mask=block)
     named = model(ids, attention_mask=block, seq_idx=SEQ_IDX).logits
     assert_close(named, model(ids, position_ids=POSITIONS).logits)

@@ -221,7 +221,7 @@ def test_the_cache_may_have_its_old_name_and_not_both():
         assert_close(torch.cat(pieces, 1), model(ids, use_cache=False).logits)
     with pytest.raises(ValueError, match="cache and past_key_values"):
         model(ids, cache=cache, past_key_values=cache)
-    with pytest.raises(ValueError, match="cache must be a Cache of transformers, such as DynamicCache, got tuple"):
+    with pytest.raises(ValueError, match="cache must be a transformers Cache, such as DynamicCache, got tuple"):
         model(ids, cache=(1, 2))
 
 

@@ -179,8 +179,8 @@ def require_inputs(sublayer: Callable[..., Tensor], count: int, remedy: str) -> 
     except TypeError:
         name = type(sublayer).__name__ if isinstance(sublayer, nn.Module) else getattr(sublayer, "__name__", "sublayer")
         raise TypeError(
-            f"sublayer: must take {count} inputs, because this scheme reads queries, keys and values separately, got "
-            f"{name}{signature}; take (q, k, v), or give the scheme the option {remedy}"
+            f"sublayer must take {count} inputs, because this scheme reads queries, keys and values separately, got "
+            f"{name}{signature}; give it the arguments (q, k, v), or give the scheme the option {remedy}"
         ) from None
 
 
@@ -269,7 +269,7 @@ class Stream(WideParts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        give_places(self.parts)  # the stream was pickled without it
+        give_places(self.parts)  # for parts that were pickled without a place
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -396,7 +396,7 @@ class Scheme(ABC):
 
     @property
     def residual_start(self) -> Mapping[str, Any] | str:
-        """The options that `preserving` sets; if the scheme cannot start as the residual, the reason, or ""."""
+        """The options that `preserving` sets; if the scheme cannot start as the plain residual, the reason, or ""."""
         return ""
 
     def state_spec(self, boundary: int, dim: int) -> Any:
@@ -417,7 +417,7 @@ class Scheme(ABC):
         are. Every parameter of the connections that training needs has a gradient.
 
         Raises:
-            ValueError: the scheme cannot start as the residual; the message says why.
+            ValueError: the scheme cannot start as the plain residual; the message says why.
         """
         start = self.residual_start
         if isinstance(start, str):

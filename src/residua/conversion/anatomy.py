@@ -34,7 +34,7 @@ MOST_SUBLAYERS = 64
 """The largest number of sublayers that a layer may have."""
 
 STACKS = ("layers", "h", "blocks", "layer", "block")
-"""The attribute names that models of transformers use for their list of layers."""
+"""The attribute names that transformers models use for their list of layers."""
 
 
 @dataclass(frozen=True)

@@ -225,8 +225,8 @@ def expect_openable(model: Any, weights: Mapping[str, Any] | None = None) -> str
     kind = next((kind for kind, _, plain in kinds if isinstance(model, plain)), None)
     if kind is None:
         raise InputError(
-            f"{name} must be a model that an Auto class of transformers opens, to be saved by save_pretrained, and "
-            "there is none; save its connections: residua.save_connection(model, FOLDER)"
+            f"{name} cannot be saved by save_pretrained, because no Auto class of transformers would open it; save its "
+            "connections: residua.save_connection(model, FOLDER)"
         )
     expect_depth(model, conversion_of(model))
     expect_converted_whole(model)
@@ -234,13 +234,13 @@ def expect_openable(model: Any, weights: Mapping[str, Any] | None = None) -> str
     try:
         built = (_as_opened(kind, config, flag) for flag in _flags(type(model)))
         differences = [_differences(other, found) or _moved(other, model) for other in built]
-    except Exception as error:  # the model's own code may raise anything
+    except Exception as error:  # the model's own code may raise any exception
         raise InputError(f"{name} cannot be saved, since nothing would open it: {first_line(error)}") from error
     if all(differences):
         raise InputError(
-            f"{name} must have the weights that its configuration describes, to be saved by save_pretrained, and "
-            f"differs in {shown(differences[0])}; change modules and sizes before residua.convert, or change the "
-            "configuration too"
+            f"{name} cannot be saved by save_pretrained, because its weights are not those that its configuration "
+            f"describes: {shown(differences[0])} differs; change modules and sizes before residua.convert, or change "
+            "the configuration too"
         )
     return kind
 

@@ -68,7 +68,7 @@ def convert(
     connection, which writes their output. The norms of the model become the norms of the connections.
 
     Args:
-        model: a model of transformers with its weights, in any mode and precision.
+        model: a transformers model with its weights, in any mode and precision.
         connection: a preset's name, a mapping with options or a `Scheme`, as everywhere in residua.
         start: "preserve": the converted model computes the same outputs as before (`Scheme.preserving`), and can be
             trained from there; "fresh": the connections start as in a new model.
@@ -213,7 +213,7 @@ class Trial:
         for way, run in self.ways.items():
             try:
                 self.before[way] = run()
-            except Exception as error:  # a model that needs other inputs raises anything
+            except Exception as error:  # a model that needs other inputs may raise any exception
                 if not self.before:
                     self.error = error
                     break
@@ -231,7 +231,7 @@ class Trial:
                 self.layers = [Observed(layer, names) for layer, names in zip(self.stack, compounds)]
                 self.ways[self.way]()
                 self.error = None
-            except Exception as error:  # a layer's code may raise anything if it gets a flow
+            except Exception as error:  # a layer's code may raise any exception if it gets a flow
                 self.error = error
             finally:
                 release(self.stack)

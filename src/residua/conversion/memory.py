@@ -116,7 +116,7 @@ def _documents(trunk: Any, tokens: Tensor, call: dict[str, Any], *, placed: bool
     if not has_text and "mrope_section" in (getattr(trunk.config.get_text_config(), "rope_parameters", None) or {}):
         raise ValueError(
             f"position_ids must be ({TEXT_AND_IMAGE_AXES}, batch, seq) for packed documents in a model of texts and "
-            "images, those of the text first: by these its attention keeps documents apart"
+            "images, with the positions in the text first, by which its attention separates documents"
         )
     if positions is None:
         call["position_ids"] = positions_in(documents)
@@ -137,7 +137,7 @@ def expect_gradients(module: nn.Module) -> None:
     if module.training and (reentrant or getattr(wrapper, "name", "") == "REENTRANT"):
         raise ValueError(
             "gradient_checkpointing_enable must get use_reentrant=False for a converted model, got True, with which "
-            "layers before the last would get no gradient; pass checkpoint_wrapper CheckpointImpl.NO_REENTRANT"
+            "layers before the last would get no gradient; give torch's checkpoint_wrapper CheckpointImpl.NO_REENTRANT"
         )
 
 
@@ -146,7 +146,7 @@ LAYERDROP = ("layerdrop", "speech_encoder_layerdrop")
 
 
 def layerdrop_of(trunk: Any) -> dict[str, float]:
-    """Map the attribute that holds it to the probability with which a trunk skips a layer in training; {} for none."""
+    """Return each probability with which a trunk skips a layer in training, by the attribute that holds it."""
     if "layerdrop" in vars(trunk):
         return {"layerdrop": trunk.layerdrop}
     config = getattr(trunk, "config", None)

@@ -1,4 +1,4 @@
-"""Run a model of transformers on small inputs, in every way in which a conversion must not change its outputs."""
+"""Run a transformers model on small inputs, in every way in which a conversion must not change its outputs."""
 
 import inspect
 import math
@@ -36,7 +36,7 @@ def probe(model: PreTrainedModel, inputs: Mapping[str, Any] | None = None) -> tu
     try:
         with evaluating(model):
             return inputs, outputs(model, inputs)
-    except Exception as error:  # a model that needs other inputs may raise anything
+    except Exception as error:  # a model that needs other inputs may raise any exception
         raise InputError(f"{type(model).__name__}: could not run it on a small input: {first_line(error)}") from error
 
 

@@ -65,10 +65,10 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
 
 
 def expect_one_input(stream: Stream) -> None:
-    """Raise InputError for a stream with several inputs per sublayer, because layers of transformers take one."""
+    """Raise InputError for a stream with several inputs per sublayer, because transformers layers take one."""
     if any(getattr(connection, "inputs", 1) > 1 for connection in stream.connections):
         raise InputError(
-            "connection must be a scheme with one input for a sublayer, as the layers of transformers take, got one "
+            "connection must be a scheme with one input for a sublayer, as transformers layers take, got one "
             f"that reads several for every sublayer: {stream.scheme!r}"
         )
 

@@ -49,8 +49,8 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     """
     if not isinstance(model, PreTrainedModel) or any(".base_layer." in name for name in model.state_dict()):
         raise InputError(
-            f"the model must be of transformers without adapters, got {type(model).__name__}; merge them into it first "
-            "(merge_and_unload), or save all of it with save_pretrained"
+            f"the model must be a transformers model without adapters, got {type(model).__name__}; merge adapters "
+            "into it first (merge_and_unload), or save all of it with save_pretrained"
         )
     conversion = conversion_of(model)
     folder = Path(folder)

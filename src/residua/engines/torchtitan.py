@@ -1,4 +1,4 @@
-"""Train a Llama of torchtitan with any residual scheme, on as many GPUs as torchtitan supports:
+"""Train a torchtitan Llama with any residual scheme, on as many GPUs as torchtitan supports:
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module residua.engines.torchtitan --config small \\
         --connection ddl-tc --dataloader.dataset-path data/fineweb-edu
@@ -51,7 +51,7 @@ def expect_tested(installed: str) -> None:
 
 @contextmanager
 def tested() -> Iterator[None]:
-    """Import torchtitan in this context. If it is missing, raise ModuleNotFoundError with the tested releases."""
+    """Wrap an import of torchtitan: if it is missing, raise ModuleNotFoundError that names the tested releases."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -319,13 +319,13 @@ LAYER = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-"""The names of a layer's matrices: in torchtitan, and in the Llama of transformers."""
+"""The names of a layer's matrices: in torchtitan, and in a transformers Llama."""
 ENDS = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class ConvertedLlama(StateDictAdapter):
-    """Maps parameters to a Llama of transformers that `residua.convert` rebuilt over the same scheme, and back."""
+    """Maps parameters to those of a transformers Llama that `residua.convert` rebuilt with this scheme, and back."""
 
     def __init__(self, model_config: ResidualLlama.Config, hf_assets_path: str | None):
         super().__init__(model_config, hf_assets_path)
@@ -371,7 +371,7 @@ def names_in_transformers(config: ResidualLlama.Config) -> dict[str, str]:
 
 
 def converted_configuration(config: ResidualLlama.Config) -> Any:
-    """Return the configuration of the converted Llama of transformers."""
+    """Return the configuration of the converted transformers Llama."""
     attention, feed_forward = config.layers[0].attention, config.layers[0].feed_forward
     anatomy = (tuple(Sublayer((norm,), normed=True) for norm in NORMS),) * len(config.layers)
     plain = LlamaConfig(
@@ -449,7 +449,10 @@ class ResidualTrainer(Trainer):
             if parallelism.tensor_parallel_degree > 1:
                 require(not self.compile.enable, "compile.enable", "false with tensor parallelism", True)
             require(
-                not sequence, "parallelism.enable_sequence_parallel", "false: ranks have the whole stream", sequence
+                not sequence,
+                "parallelism.enable_sequence_parallel",
+                "false, because each rank has the whole stream",
+                sequence,
             )
             if self.hf_assets_path == ASSETS and self.dataloader.dataset_path:
                 self.hf_assets_path = str(Path(self.dataloader.dataset_path) / "tokenizer")

@@ -24,7 +24,7 @@ from residua.conversion.flow import Swapped, swap
 from residua.errors import extra, installing
 
 TESTED = ((0, 32), (0, 33))
-"""The tested minor releases of vLLM; only the Python code of the last one was tested. Older releases are refused."""
+"""The tested minor releases of vLLM; of the last one, only the Python code was tested. Older releases are refused."""
 
 LANGUAGE_MODEL = f"{ARCHITECTURE}ForCausalLM"
 LOOKING_BACK = f"{ARCHITECTURE}LookingBackForCausalLM"

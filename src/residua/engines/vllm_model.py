@@ -1,4 +1,4 @@
-"""Run a converted model in vLLM: the model of transformers with vLLM's attention, linear maps and sampling.
+"""Run a converted model in vLLM: the transformers model with vLLM's attention, linear maps and sampling.
 
 Connections stay unchanged, in float32 and in PyTorch: vLLM replaces the modules around them.
 """
@@ -31,8 +31,8 @@ class ConvertedForCausalLM(TransformersForCausalLM):
     supports_eagle3 = False  # it reads hidden states between layers
 
     def recursive_replace(self) -> None:
-        """Replace modules of transformers by vLLM's, except the connections and their norms."""
-        with kept(self.model):
+        """Replace the modules of the transformers model by vLLM's, except the connections and their norms."""
+        with connections_removed(self.model):
             super().recursive_replace()
 
 
@@ -57,7 +57,7 @@ class LookingBackForCausalLM(ConvertedForCausalLM):
 
     @property
     def _from_config_kwargs(self) -> dict[str, Any]:
-        """Return the arguments with which transformers builds its model, with the layer types that `Check` removed."""
+        """Return the arguments from which transformers builds its model, with the layer types that `Check` removed."""
         options = super()._from_config_kwargs
         config = copy(options["config"])
         if getattr(config, "layer_types", ()) is None:
@@ -101,8 +101,8 @@ class PartStates(FilterMemory, MambaBase):
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
-    """Remove the connections and their norms from a model in this context."""
+def connections_removed(model: nn.Module) -> Iterator[None]:
+    """Take the connections and their norms out of a model while the `with` block runs; then put them back."""
     parts = [
         (parent, name, child)
         for parent in model.modules()

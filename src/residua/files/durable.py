@@ -30,7 +30,8 @@ def unlinked(path: Path) -> Path:
     """Return `path` if it is not a link. Call this before writing inside the folder of a run, a study or a sweep.
 
     Somebody else may have made the folder, so links in it are never followed for writing. The folder itself may be a
-    link. A run's folder of checkpoints may be a link if its target names the run.
+    link. Training does not call this for a run's folder of checkpoints, which may be a link to checkpoints of the same
+    run; `lab/training/folder.py` checks that.
 
     Raises:
         InputError: `path` is a link.
@@ -56,7 +57,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for the new content of `path`, which replaces the old content at the end of the context.
+    """Open a file for the new content of `path`, which replaces the old content at the end of the `with` block.
 
     After an error the old content stays.
 
@@ -99,8 +100,8 @@ def partial(path: Path) -> Path:
 def publish(temporary: Path, path: Path) -> None:
     """Move a finished folder to `path`, in one step if nothing is there.
 
-    If `path` is a folder with hidden files, such as those of git, they stay. Raises OSError, also if there are other
-    files.
+    If `path` is a folder with hidden files, such as those of git, they stay. Raises OSError if it has other files, or
+    if the move fails.
     """
     if path.is_dir():
         if not is_new(path):
@@ -120,12 +121,12 @@ def is_new(path: Path) -> bool:
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Make an empty folder that is renamed to `path` at the end of the context, or removed after an error.
+    """Make an empty folder that is renamed to `path` at the end of the `with` block, or removed after an error.
 
     Unfinished folders for `path` that killed processes left are removed first.
 
-    Raises OSError, also if `path` exists and `is_new` is false, and in place of the exceptions of safetensors and
-    tokenizers for system errors.
+    Raises OSError if `path` exists and `is_new` is false, and for every system error, including those for which
+    safetensors and tokenizers have exceptions of their own.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
@@ -159,7 +160,7 @@ def _remove_abandoned(path: Path) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Lock a folder in this context, and yield whether this succeeded.
+    """Lock a folder while the `with` block runs, and yield whether this succeeded.
 
     Windows and some network file systems cannot lock folders.
     """

@@ -57,23 +57,24 @@ def expect_regular(folder: Path) -> None:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """Return the path of an entry of `folder`; its `name` comes from a file.
+    """Return the path of the entry `name` of `folder`; the name was read from a file.
 
     Raises:
         InputError: `name` leads outside the folder, such as "../x" and "/x".
     """
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
-    require(plain, f"a file named in {folder}", "in this folder", name)
+    require(plain, f"{folder}: an entry that a file names", "in this folder", name)
     return folder / str(name)
 
 
 def read_text(path: str | os.PathLike[str], what: str = "text", *, pipe: bool = False) -> str:
     """Return the content of a file in UTF-8, of at most `LARGEST` characters.
 
+    what: the expected content, such as "YAML", for the message of an error.
     pipe: also accept a pipe such as /dev/stdin; set it only for a path that the user names on the command line.
 
     Raises:
-        InputError: the file does not exist, is a folder, is not UTF-8, or is too long. `what`: the expected content.
+        InputError: the file does not exist, is a folder, is not UTF-8, or is too long.
     """
     path = Path(path)
     try:
@@ -81,7 +82,7 @@ def read_text(path: str | os.PathLike[str], what: str = "text", *, pipe: bool = 
             text = file.read(LARGEST + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "bytes that are not UTF-8"
-        raise InputError(f"{path} must be {what}, got: {reason}") from error
+        raise InputError(f"{path} cannot be read as {what}: {reason}") from error
     if len(text) > LARGEST:
         raise InputError(f"{path} must be {what} of at most {LARGEST} characters, got more")
     return text
@@ -98,7 +99,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str, source: object) -> Any:
-    """Return the value of a JSON text. Raises InputError for invalid text; `source` is its name in the message."""
+    """Return the value of a JSON text. Raises InputError for invalid text, which `source` names."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -127,7 +128,7 @@ def parse_yaml(text: str, source: object) -> Any:
 
     Raises:
         InputError: the text is not YAML, has a language-specific tag or a duplicate key, or is too long or too deep.
-            `source` is its name in the message.
+            `source` is the name of the text in the message.
     """
     with extra("lab"):
         import yaml

@@ -30,7 +30,7 @@ def read_tensors(path: str | os.PathLike[str], what: str, advice: str) -> tuple[
 
 @contextmanager
 def undamaged(source: object, what: str, advice: str = "") -> Iterator[None]:
-    """Turn every error of reading and checking tensors in this context into an InputError.
+    """Turn every error of reading and checking tensors in the `with` block into an InputError.
 
     source: the file or folder; what: its expected kind; advice: the remedy, at the end of the message.
 

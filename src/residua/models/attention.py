@@ -138,7 +138,7 @@ class Attention(nn.Module):
         if config.qk_norm == "post_rope":
             q, k = self.q_norm(q), self.k_norm(k)
         options = context.options
-        if "write_index" in options:  # since transformers 5.24, each layer changes its options for pages
+        if "write_index" in options:  # since transformers 5.24, `update` of a paged cache changes the options
             options = dict(options)
             k, v = context.cache.update(k, v, self.layer_idx, kwargs=options) if context.cache is not None else (k, v)
         elif context.cache is not None:

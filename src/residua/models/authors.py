@@ -120,7 +120,7 @@ def _model_config(config: Mapping[str, Any], state: Mapping[str, Tensor], num_la
         )
     if settings.pop("rms_norm_eps", 1e-5) != 1e-5:
         raise ValueError(
-            f"rms_norm_eps must be 1e-05, which most norms of theirs have fixed, got {config['rms_norm_eps']}"
+            f"rms_norm_eps must be 1e-05, which is fixed in most of the authors' norms, got {config['rms_norm_eps']}"
         )
 
     mup, base_width = _scales_logits(settings, state, num_layers), settings.get("hidden_size_base") or 1024

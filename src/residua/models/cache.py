@@ -1,4 +1,4 @@
-"""The memory of convolutions and running sums over tokens, as a layer of the cache of transformers."""
+"""The memory of convolutions and running sums over tokens, as a layer of a transformers cache."""
 
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -50,7 +50,7 @@ def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
     the indices to write to.
 
     Raises:
-        ValueError: there are two caches, or the cache is not one of transformers.
+        ValueError: there are two caches, or the cache is not a transformers cache.
     """
     caches = {name: arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None}
     if len(caches) > 1:
@@ -60,7 +60,7 @@ def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
             return cache, None
         if "write_index" in arguments:
             return None, cache
-        raise ValueError(f"{name} must be a Cache of transformers, such as DynamicCache, got {type(cache).__name__}")
+        raise ValueError(f"{name} must be a transformers Cache, such as DynamicCache, got {type(cache).__name__}")
     return None, None
 
 
@@ -146,8 +146,8 @@ def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = Fals
         return layer
     if is_filled(cache):
         raise ValueError(
-            "output_hidden_states: the readout looks back at earlier tokens, and the cache holds tokens that were "
-            "computed without; ask for hidden states from the first token"
+            "output_hidden_states must be True from the first token on, because the readout reads earlier tokens, got "
+            "a cache with tokens that were computed without it"
             if readouts
             else "cache: this cache was filled without the memory of this model's residual scheme"
         )
@@ -224,18 +224,18 @@ def attention_mask_of(mask: Any) -> Any:
     """Convert a 2-D attention mask to booleans; check a 4-D mask and return it unchanged.
 
     mask: (batch, all tokens), including those in the cache, in any form that `tokens_of` takes; or
-    (batch, 1 or heads, queries, keys), boolean or added to scores.
+    (batch, 1 or heads, queries, keys), boolean or floating-point numbers that are added to the scores.
 
     Raises:
         ValueError: a 4-D mask consists of integers, or of the numbers 0 and 1, which attention would add to its scores.
     """
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != torch.bool:
-        wrong = "attention_mask of queries and keys must be boolean or added to scores, got"
+        wrong = "attention_mask of queries and keys must be boolean, or floating-point biases on the scores, got"
         if not mask.is_floating_point():
             raise ValueError(f"{wrong} {mask.dtype}")
         if mask.shape[2] > 1:
             ones, zeros = mask == 1, mask == 0
-            expect_none((ones | zeros).all() & ones.any() & zeros.any(), f"{wrong} 0 and 1: it would hide nothing")
+            expect_none((ones | zeros).all() & ones.any() & zeros.any(), f"{wrong} 0 and 1, which would hide nothing")
     return tokens_of(mask) if isinstance(mask, Tensor) and mask.dim() == 2 else mask
 
 
@@ -287,8 +287,8 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
     if documents is None:
         expect_none(
             tokens[:, 1:] & tokens[:, :-1] & ~sees_before,
-            "attention_mask must let every token see the one before it, got a mask that keeps some apart: this "
-            "scheme reads earlier tokens; name packed documents with seq_idx, one number per token",
+            "attention_mask must let every token see the one before it, because this scheme reads earlier tokens, "
+            "got a mask that hides some; name packed documents with seq_idx, one number per token",
         )
     return tokens
 
@@ -311,8 +311,8 @@ def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
         return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))
     if x.shape[1] < past + length:
         raise ValueError(
-            f"attention_mask must be (batch, {past + length}), {past} tokens in the cache and {length} in this call, "
-            f"got {tuple(x.shape)}"
+            f"attention_mask must be (batch, {past + length}), for {past} tokens in the cache and {length} in this "
+            f"call, got {tuple(x.shape)}"
         )
     return x[:, past : past + length]
 
@@ -361,7 +361,7 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
     return F.pad(borders.cumsum(1), (1, 0))
 
 
-COME_WHOLE = "use_cache must be False with packed documents ({}), got a cache: they come whole"
+COME_WHOLE = "use_cache must be False with packed documents ({}), got a cache: such documents come whole, in one call"
 
 
 def _rows(name: str, x: Tensor, batch: int, length: int) -> Tensor:

@@ -71,7 +71,7 @@ def expect_fit(scheme: Scheme, dim: int, num_layers: int) -> None:
 
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Arguments of every configuration of transformers that its base class does not declare."""
+"""Arguments of every transformers configuration that the base class does not declare."""
 
 
 class ResiduaConfig(PreTrainedConfig, ModelFields):

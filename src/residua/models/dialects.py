@@ -1,4 +1,4 @@
-"""Map released models of transformers to schemes: the scheme by the configuration, and the parameters by name.
+"""Map released transformers models to schemes: the scheme by the configuration, and the parameters by name.
 
     scheme = dialects.scheme(model.config)
     stream = scheme.build(dim, 2 * num_layers, norm_eps=model.config.rms_norm_eps)
@@ -77,11 +77,14 @@ def _deepseek(config: Any, **options: Any) -> Scheme:
 
 
 def _inkling(config: Any) -> Scheme:
-    """Return the scheme of Inkling-2, whose full-attention layers read queries, keys and values separately."""
+    """Return the scheme of Inkling-2, whose layers with full attention ("hybrid") read q, k and v separately."""
     full = [kind == "hybrid" for kind in config.layer_types]
     every = full.index(True) + 1 if any(full) else 0
     if full != [every > 0 and (layer + 1) % every == 0 for layer in range(len(full))]:
-        raise ValueError(f"layer_types must have full attention in every k-th layer, got {config.layer_types}")
+        raise ValueError(
+            "layer_types must have full attention ('hybrid') in the last of every k layers, for some k, got "
+            f"{config.layer_types}"
+        )
     return InklingAttentionResiduals(block_size=2 * config.n_layers_per_attn_res_block, separate_every=every)
 
 
@@ -198,7 +201,7 @@ def names(stream: Stream, model_type: str) -> dict[str, str]:
 
 
 def load(stream: Stream, state_dict: Mapping[str, Tensor], model_type: str) -> None:
-    """Load the connections of a model of transformers, and its norms before sublayers, into `stream`.
+    """Load the connections of a transformers model, and its norms before sublayers, into `stream`.
 
     state_dict: of the whole model, or of a part with the layers and the readout; other names are ignored. Raises
     ValueError if a parameter is missing or occurs below more than one trunk, RuntimeError if one has another shape.

@@ -248,7 +248,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ResiduaModelOutput:
-        """Run the trunk, with the interface of every decoder of transformers.
+        """Run the trunk, with the interface of every transformers decoder.
 
         `hidden_states` are the embeddings, the readout of the state after every layer but the last, and the final
         normalised output: (batch, seq, hidden_size) each. `output_hidden_states` may be a list of indices; None then
@@ -374,7 +374,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         flash = "flash" in (self.config._attn_implementation or "")
         if flash and documents is not None and len(documents) > 1:
             raise ValueError(
-                f"input_ids must be one row for packed documents, as flash attention needs it, got {len(documents)}"
+                f"input_ids must be one row for packed documents with flash attention, got {len(documents)}"
             )
 
     def _positions(self, x: Tensor, mask: Tensor | None, cache: Cache | None, position_ids: Tensor | None) -> Tensor:
@@ -493,7 +493,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         `shift_labels` (already the next tokens) are given; -100 does not count. In training the loss includes the
         scheme's penalty, if it has one. `ResiduaModel.forward` lists the other outputs.
         """
-        # Not in the signature: the Trainer of transformers evaluates a loss only if its batches hold every argument
+        # Not in the signature: the transformers Trainer evaluates a loss only if its batches hold every argument
         # with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(

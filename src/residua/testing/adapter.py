@@ -25,8 +25,8 @@ SublayerFunction = Callable[..., Tensor]
 class Adapter(ABC):
     """The common part of the two adapters.
 
-    scheme: the scheme of ours to compare with, all options set. An option listed in its `published` stands for every
-        published version if it is at its default: your module is compared with the nearest version.
+    scheme: the scheme of ours to compare with, all options set. If its `published` lists an option and you leave this
+        option at its default, your module is compared with the published version that is nearest to it.
     index: the index of our connection to compare with, or to describe in detail. The default is the third of four,
         because some schemes omit mappings without influence in the first and the last connection. If the connection
         borrows a part from an earlier one, our parameters include those of this part.
@@ -141,10 +141,10 @@ def placed(module: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Tensor]
 
 @contextmanager
 def holding(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a module compute with these values, keyed by parameter name, and restore its own values afterwards.
+    """Let a module compute with these values, keyed by parameter name, while the `with` block runs.
 
-    Unlike `torch.func.functional_call`, this sets and restores a parameter under all its names, and reaches parts that
-    a connection borrows.
+    Its own values are then restored. Unlike `torch.func.functional_call`, this sets and restores a parameter under all
+    its names, and reaches parts that a connection borrows.
     """
     held = placed(module, values)
     modules = {*module.modules(), *(inner for _, part in _borrowed(module) for inner in part.modules())}

@@ -94,7 +94,7 @@ def checks(*, compiled: bool = False) -> dict[str, CheckFunction]:
 
 
 def _suite(compiled: bool, compared: "PairedPass | None" = None) -> dict[str, CheckFunction]:
-    """Return the checks; `forward` judges the pass `compared`, so that it is diagnosed once, or one of its own."""
+    """Return the checks. If `compared` is given, the check `forward` judges this pass, so that it is diagnosed once."""
     suite = CHECKS | ({"compiles": seeded(compiles)} if compiled else {})
     return suite | ({"forward": seeded(lambda _: compared.judge())} if compared is not None else {})
 
@@ -158,7 +158,7 @@ def parameters(adapter: Adapter) -> None:
 
 @contextmanager
 def _uninitialised_memory_is_nan():
-    """In this context torch.empty returns NaN, which shows parameters that were never initialised."""
+    """Let torch.empty return NaN while the `with` block runs, which shows parameters that were never initialised."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised memory (torch.utils.deterministic)
@@ -223,7 +223,10 @@ def forward(adapter: Adapter) -> None:
 
 @dataclass(frozen=True)
 class PairedPass:
-    """One forward pass of both modules: the results, and the inputs of their sublayers (`actual` of theirs)."""
+    """One forward pass of your module (`result`) and of ours (`reference`), both called with `state`.
+
+    actual, expected: the inputs of the sublayers in your module and in ours.
+    """
 
     pair: Pair
     state: Any
@@ -353,8 +356,10 @@ def gradients(adapter: Adapter) -> None:
 
 
 def _exact_gradients(pair: Pair) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return the gradients of our module in float64 at the rounded state and parameters, and, also by name, the
-    distance from them that rounding allows: several times the largest that ours has in 16 bits, over a few states.
+    """Return the exact gradients of our module, and the relative error of each that rounding allows, both by name.
+
+    The exact gradients are computed in float64 at the rounded state and parameters. The allowed error is several times
+    the largest error that our module has in 16 bits over a few states.
     """
     ours = {name: x.detach().double().requires_grad_() for name, x in pair.ours.items()}
     exact: dict[str, Tensor] = {}
@@ -383,7 +388,11 @@ def distance(result: Tensor, reference: Tensor) -> float:
 def grads_of(
     pair: Pair, call: Callable, state: Any = None, ours: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor | None]:
-    """Return the gradients with respect to the state and our parameters, by name; None: the pair's."""
+    """Return the gradients of a weighted sum of the result of `call`, by the name of the tensor that each belongs to.
+
+    The tensors are the leaves of `state` and our parameters `ours`. Both arguments default to those of `pair`. A
+    gradient is None if the result does not depend on the tensor.
+    """
     ours = pair.ours if ours is None else ours
     state = tree_map(lambda x: x.clone().requires_grad_(), pair.state() if state is None else state)
     loss = weighted(call(ours, state, pair.sublayers()))
@@ -438,8 +447,8 @@ def float32_mappings(adapter: Adapter) -> None:
 def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[list[Tensor]]:
     """Return the results and sublayer inputs of one module twice: in the dtype of `exact`, and in lower precision.
 
-    side: which module. Lower precision means the parameters of `pair` with a bfloat16 state if `narrow`, and otherwise
-    under autocast.
+    side: "candidate" for your module, "reference" for ours. narrow: whether the lower precision is a bfloat16 state, in
+    place of autocast; the parameters are those of `pair` in both cases.
     """
     dtype = torch.bfloat16 if narrow else torch.float32
     state = tree_map(lambda x: x.to(dtype), pair.state())

@@ -217,7 +217,7 @@ def edit_tokenizer(folder):
         (lambda f: shutil.rmtree(f / "tokenizer"), "tokenizer/ "),
         (lambda f: (f / "index.json").unlink(), "must hold prepared data"),
         (lambda f: (f / "index.json").write_text('{"format":'), "must be JSON"),
-        (lambda f: (f / "index.json").write_bytes(b"\xff\xfe\x00"), "must be JSON, got: bytes that are not UTF-8"),
+        (lambda f: (f / "index.json").write_bytes(b"\xff\xfe\x00"), "cannot be read as JSON: bytes that are not UTF-8"),
         (lambda f: (f / "index.json").write_text("[]"), "must hold prepared data"),
         (lambda f: edit_index(f, version=2), "an index.json of format 1"),
     ],

@@ -29,10 +29,16 @@ def flip(path):
 
 # What may happen to a checkpoint, and what the message names.
 DAMAGE = {
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json must be JSON, got: No such file"),
+    "no manifest": (
+        lambda path: (path / "manifest.json").unlink(),
+        "manifest.json cannot be read as JSON: No such file",
+    ),
     "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json must be JSON"),
     "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "must be a mapping"),
-    "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "manifest.json must be JSON, got: No such"),
+    "an empty folder": (
+        lambda path: (shutil.rmtree(path), path.mkdir()),
+        "manifest.json cannot be read as JSON: No such",
+    ),
     "weights cut short": (lambda path: cut(path / "model.safetensors"), "model.safetensors was cut short or changed"),
     "weights changed": (lambda path: flip(path / "model.safetensors"), "model.safetensors was cut short or changed"),
     "optimizer changed": (lambda path: flip(path / OPTIMIZER), "optimizer.safetensors was cut short or changed"),

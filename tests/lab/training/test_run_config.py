@@ -90,7 +90,7 @@ MISTAKES = [
     ),
     (
         ["--model.num_attention_heads=5"],
-        "model.num_attention_heads must be a divisor of hidden_size (768), or head_dim given, got 5",
+        "model.num_attention_heads must be a divisor of hidden_size (768) unless head_dim is given, got 5",
     ),
     ("trian:\n  lr: 1\n", "unknown key trian; did you mean train?"),
     ("model:\n  connection: [ddl]\n", "model.connection must be text or a mapping, got ['ddl']"),

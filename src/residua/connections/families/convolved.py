@@ -92,7 +92,8 @@ class CompressingScheme(Scheme):
             else:
                 compress, count = compressor(count), count + 1
             made = connection(i, compress)
-            if self.has_branch(i):  # because a connection has one memory
+            if self.has_branch(i):
+                # A connection has one memory, and the convolutions of read and branch would each need one.
                 require_option(self, "branch", not made.window, "null if reads are convolved over the tokens too")
                 made = BranchConnection(made, dim, self.branch_kernel)
             connections.append(made)

@@ -91,7 +91,7 @@ def give_places(parts: Sequence[nn.Module]) -> None:
 
 
 class StreamMemory:
-    """The memory of a whole stream for models that do not use the cache of transformers.
+    """The memory of a whole stream for models that do not use a transformers cache.
 
     Pass the same object with every piece of a sequence:
 
@@ -209,7 +209,7 @@ class StreamMemory:
 
 @contextmanager
 def whole_piece(memory: StreamMemory | None) -> Iterator[None]:
-    """Restore the memory if the stream raises in this context, so that the same piece can be passed again."""
+    """Restore the memory if the `with` block raises, so that the same piece can be passed again."""
     before = None if memory is None else memory.copy()
     try:
         yield
@@ -235,7 +235,7 @@ class _PartMemory:
             return x
         self._whole._count(self._number, x.shape[1])
         before = self._whole._earlier(self._number, x.shape[0])
-        if before is None:  # like an empty cache of transformers
+        if before is None:  # like an empty transformers cache
             before = x.new_zeros(x.shape[0], max(0, window - x.shape[1]), *x.shape[2:])
         extended = torch.cat([before, x], 1)
         self._whole._rows[self._number] = extended[:, -window:]
@@ -319,7 +319,7 @@ def expect_separable(part: nn.Module) -> None:
     if (window_of(part) and not getattr(part, "separates_documents", False)) or not causal:
         raise ValueError(
             f"documents: {type(part).__name__} reads {'earlier' if causal else 'all'} tokens and cannot separate "
-            "documents in a sequence; give each its own row"
+            "documents in a sequence; give each document its own row"
         )
 
 
@@ -346,8 +346,8 @@ def tokens_of(mask: Tensor) -> Tensor:
     if mask.numel():
         expect_none(
             (mask == 0).all() & ~added,
-            f"attention_mask must be boolean or of integers if it is 0 everywhere, got {mask.dtype}: read as numbers "
-            "of tokens all is padding, added to scores none is",
+            f"attention_mask must be boolean or integer if it is 0 everywhere, got {mask.dtype}: 0 may mark padding "
+            "or be a bias on the score of a token",
         )
     return torch.where(added, seen(mask), mask != 0)
 
@@ -475,7 +475,7 @@ def expect_tokens(x: Tensor, window: int, *, axes: str) -> None:
 
 
 def no_sequence(shape: tuple[int, ...]) -> str:
-    """Return the error for an embedding without (batch, seq) axes, if the scheme reads tokens besides the current."""
+    """Return the error message for x without the axes (batch, seq), which a scheme that reads earlier tokens needs."""
     hint = {2: "; add the axis of the batch: x[None]"}.get(len(shape), "")
     if len(shape) > 3:
         hint = "; flatten height and width: x.flatten(1, -2)"

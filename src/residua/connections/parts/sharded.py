@@ -122,9 +122,9 @@ class SelfStarting(nn.Module):
 
 
 def start_missing(module: nn.Module) -> bool:
-    """Initialise the own parameters and buffers of `module` that transformers did not load.
+    """Initialise `module`'s own parameters and buffers, without those of its submodules, if they were not loaded.
 
-    Return whether the module has a method to do so.
+    Return whether this is possible: the module has `reset_parameters`, or no parameters of its own.
     """
     reset: Any = getattr(module, "reset_parameters", None)
     parameters: list[Any] = [p for p in module._parameters.values() if p is not None]

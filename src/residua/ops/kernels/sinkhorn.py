@@ -1,6 +1,6 @@
-"""Sinkhorn's iteration in Triton: forward it moves 2 n^2 numbers per token, backward 3 n^2.
+"""Sinkhorn's iteration in Triton. The forward pass moves 2 n^2 numbers per token, the backward pass 3 n^2.
 
-Backward, a program also writes 2 n numbers per iteration and reads them back.
+In the backward pass, a program also writes 2 n numbers per iteration and reads them back.
 """
 
 from typing import Any

@@ -1,11 +1,15 @@
 """Read, mix and write n streams in Triton, with coefficients per token or shared by several tokens.
 
-Numbers moved for one token of n streams of d numbers, forward and backward, without the coefficients (at most n^2 + n
-per token each way): a read n d + d and 2 n d + d; a mix 2 n d and 3 n d; a write 2 n d + d and 3 n d + 2 d, or, without
-mixing, 2 n d + d and n d + 2 d.
+The numbers moved for one token of n streams of d numbers, in the forward and in the backward pass, are as follows. The
+coefficients come on top: at most n^2 + n numbers per token in each pass.
 
-All have only first derivatives, and a gradient has the dtype of its tensor. The backward pass keeps the inputs, but
-the streams only if there is an h_res.
+    a read                    n d + d      2 n d + d
+    a mix                   2 n d          3 n d
+    a write                 2 n d + d      3 n d + 2 d
+    a write without mixing  2 n d + d        n d + 2 d
+
+These operators have only first derivatives, and a gradient has the dtype of its tensor. The inputs are kept for the
+backward pass, but the streams only if there is an h_res.
 """
 
 import math
@@ -48,7 +52,10 @@ def row_of(numbers, every, count, SIZE: tl.constexpr):
 
 @triton.jit
 def partial_sums(row, GROUP: tl.constexpr):
-    """Sum GROUP neighbours, the number that one thread loads at once, so that threads need not communicate."""
+    """Sum every GROUP neighbouring numbers of a row: (BLOCK,) -> (BLOCK // GROUP,).
+
+    One thread loads GROUP numbers at once, so threads need not communicate.
+    """
     return tl.sum(tl.reshape(row, [row.shape[0] // GROUP, GROUP]), 1)
 
 
