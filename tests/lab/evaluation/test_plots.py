@@ -115,7 +115,7 @@ def test_at_equal_seconds_a_slower_run_is_noted_to_be_earlier_in_its_schedule(ma
     assert steps.get_xlabel() == "Training step"
 
 
-def test_rows_that_cannot_be_compared_are_marked_in_both_pictures(make_run):
+def test_incomparable_rows_are_marked_in_both_pictures(make_run):
     runs = [make_run("a", sequence_length=8), make_run("b", connection="ddl", sequence_length=8)]
     comparison = compare([*runs, make_run("c", connection="mhc", sequence_length=16)])
     steps, _ = _difference_figure(comparison).axes

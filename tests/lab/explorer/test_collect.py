@@ -18,14 +18,14 @@ def read(page: Path) -> dict:
     return json.loads(found[1])
 
 
-def test_without_arguments_there_is_only_what_can_be_played_with(tmp_path, monkeypatch, capsys):
+def test_without_arguments_the_page_has_only_its_interactive_part(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["explore"]) == 0
     assert "explorer.html" in capsys.readouterr().out
     assert read(tmp_path / "explorer.html") == {"title": "residua", "traces": [], "comparison": None}
 
 
-def test_runs_and_trace_files_together_and_names_that_tell_them_apart(run, tmp_path):
+def test_runs_and_trace_files_are_shown_together_under_distinct_names(run, tmp_path):
     paths = [planted.delta(torch.ones(2, 3)).save(tmp_path / folder / "a.safetensors") for folder in ("x", "y")]
     named = planted.residual(run="plain", checkpoint=7).save(tmp_path / "z.safetensors")
     payload, arrays = page_of(*collect([*paths, run, named, paths[0]]))
@@ -34,7 +34,7 @@ def test_runs_and_trace_files_together_and_names_that_tell_them_apart(run, tmp_p
     assert payload["comparison"] is None
 
 
-def test_arrays_are_those_of_the_trace():
+def test_the_arrays_of_the_page_are_those_of_the_trace():
     trace = planted.streams()
     payload, arrays = page_of([Source("streams", trace)])
     for name, described in payload["traces"][0]["arrays"].items():
@@ -46,7 +46,7 @@ def test_arrays_are_those_of_the_trace():
     np.testing.assert_allclose(arrays["0.change"], 0.5 / trace.values["state_norm"][:-1])
 
 
-def test_beta_stays_exact_and_the_rest_gives_way_where_a_page_would_be_too_large():
+def test_beta_stays_exact_and_other_values_are_reduced_if_a_page_would_be_too_large():
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(96, 4, generator=generator), dim=1)
     trace = planted.delta(2 * torch.rand(96, 2048, generator=generator), directions=directions)
@@ -69,7 +69,7 @@ def test_beta_stays_exact_and_the_rest_gives_way_where_a_page_would_be_too_large
     assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE_BYTES
 
 
-def test_weights_over_depth_keep_their_mean_where_they_are_too_large():
+def test_weights_over_depth_are_reduced_to_their_mean_if_they_are_too_large():
     trace = planted.depth(36, 300, reads=("q", "k", "v"))
     payload, arrays = page_of([Source("one", trace)])
     np.testing.assert_array_equal(arrays["0.depth_weights"], trace.values["depth_weights"].half())
@@ -80,7 +80,7 @@ def test_weights_over_depth_keep_their_mean_where_they_are_too_large():
     assert sum(array.nbytes for array in arrays.values()) * 4 / 3 < PAGE_BYTES
 
 
-def test_the_checks_are_those_for_which_the_trace_has_values():
+def test_the_page_shows_the_checks_for_which_the_trace_has_values():
     shared = torch.full((4, 4), 0.25)
     compressed = planted.delta(torch.ones(4, 10))
     compressed.values["compress_share"] = shared
@@ -105,7 +105,7 @@ def test_the_checks_are_those_for_which_the_trace_has_values():
         assert all(text.startswith(beginning) for text, beginning in zip(own, beginnings))
 
 
-def test_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(run):
+def test_a_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(run):
     rows = ({"step": step, "beta": {key: [1, end] for key in DRAWN}} for step, end in ((1, 1), (2, None)))
     (run / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"ste')
     _, arrays = page_of(*collect([run]))

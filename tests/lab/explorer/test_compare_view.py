@@ -80,7 +80,7 @@ def test_the_payload_is_the_comparison_with_every_group_as_the_baseline(runs):
     json.dumps(payload, allow_nan=False)
 
 
-def test_rows_that_cannot_be_compared_are_named_without_difference(tmp_path):
+def test_incomparable_rows_are_named_without_a_difference(tmp_path):
     runs = [planted_run(tmp_path / "a"), planted_run(tmp_path / "b", "ddl", sequence_length=16)]
     runs.append(planted_run(tmp_path / "c", "mhc", sequence_length=32))
     found = comparison_payload(runs)["against"]["ddl"]
@@ -88,7 +88,7 @@ def test_rows_that_cannot_be_compared_are_named_without_difference(tmp_path):
     assert any("cannot be compared" in note for note in found["notes"])
 
 
-def test_settings_that_differ_late_in_their_text_differ(tmp_path):
+def test_settings_that_differ_only_at_the_end_of_their_text_are_distinguished(tmp_path):
     same = "gated-delta:value_channels=4,erase=none,"
     found = comparison_payload(
         [planted_run(tmp_path / end, f"{same}{end}") for end in ("write=value", "write_gate=true")]
@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite_does_not_break_the_page(tmp_path):
     assert any("not finite" in note for note in payload["against"]["residual"]["notes"])
 
 
-def test_differences_by_every_axis_to_every_baseline(one_page, runs):
+def test_differences_are_shown_on_every_axis_and_to_every_baseline(one_page, runs):
     page = one_page
     drawn(page, PLAIN)
     payload = comparison_payload(runs)
@@ -164,7 +164,7 @@ def test_the_table_has_means_deviations_and_differences(one_page, runs):
     assert "not recorded" in page.locator("[data-note=memory]").inner_text()
 
 
-def test_losses_and_what_they_cost(open_page, page_file):
+def test_losses_are_shown_against_their_cost(open_page, page_file):
     page = open_page(page_file, "view=compare", viewport=(390, 844), dark=True)
     drawn(page, PLAIN)
     assert lines(page, "loss")["ddl"]["y"][-1] == pytest.approx(4.03 - 0.24 + 0.01)
@@ -195,7 +195,7 @@ def page_of_five(open_shared_page, five, tmp_path_factory):
     return open_shared_page(write_page(file, *page_of([], comparison_payload(five))), "view=compare")
 
 
-def test_a_difference_is_coloured_only_where_the_seeds_leave_no_doubt(page_of_five):
+def test_a_difference_is_coloured_only_if_its_interval_excludes_zero(page_of_five):
     page = page_of_five
     drawn(page, "residual")
 
@@ -236,7 +236,7 @@ def test_a_scheme_has_one_colour_in_every_picture_of_the_page_and_of_the_command
         assert len(found) > 5 * len(expected)
 
 
-def test_runs_without_common_seconds_are_named_and_a_picture_without_any_says_so(page_of_five):
+def test_runs_without_common_seconds_are_named_in_or_in_place_of_the_picture(page_of_five):
     page = page_of_five
     go_to(page, "view=compare&axis=seconds")
     drawn(page, "residual", "seconds")

@@ -47,7 +47,7 @@ def test_the_newest_checkpoint_reads_the_validation_data_once(capsys, run):
     assert path.stat().st_mtime_ns == before
 
 
-def test_a_prompt_and_a_checkpoint(capsys, run):
+def test_explore_accepts_a_prompt_and_a_checkpoint(capsys, run):
     text = output(capsys, run, "--prompt", "Text number 3", "--checkpoint", "2")
     assert text.startswith("ddl-cc, step 2, 13 tokens of a prompt, loss ")
     assert Trace.load(run / "analysis" / "trace-step-2.safetensors").tokens == list("Text number 3")
@@ -55,7 +55,7 @@ def test_a_prompt_and_a_checkpoint(capsys, run):
     assert "5 tokens of a prompt" in output(capsys, run, "--prompt", "Text number 3", "--tokens", "5")
 
 
-def test_a_trace_as_json(capsys, run):
+def test_explore_prints_a_trace_as_json(capsys, run):
     (record,) = json.loads(output(capsys, run, "--checkpoint", "2", "--json"))
     assert record["checkpoint"] == 2
     assert record["trace"] == str(run / "analysis" / "trace-step-2.safetensors")
@@ -74,7 +74,7 @@ def test_the_loss_is_that_of_the_model_in_the_precision_of_its_training(capsys, 
     assert record["read"] == "the first 20 tokens of the validation data"
 
 
-def test_an_exported_model_needs_a_prompt_and_its_folder_stays_as_it_is(capsys, run, tmp_path):
+def test_an_exported_model_needs_a_prompt_and_its_folder_is_unchanged(capsys, run, tmp_path):
     exported = tmp_path / "exported"
     assert main(["export", str(run), str(exported)]) == 0
     files = sorted(exported.rglob("*"))
@@ -89,8 +89,8 @@ def test_an_exported_model_needs_a_prompt_and_its_folder_stays_as_it_is(capsys, 
     )
 
 
-def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, monkeypatch):
-    """Beside the tables; JSON stays JSON, with a page only where --out names one."""
+def test_a_page_has_the_requested_trace(capsys, run, tmp_path, monkeypatch):
+    """Tables are printed as well; with JSON a page is written only if --out names one."""
     monkeypatch.chdir(tmp_path)
     page = tmp_path / "explorer.html"
     printed = output(capsys, run, "--json")
@@ -107,8 +107,8 @@ def test_a_page_has_the_trace_that_the_options_ask_for(capsys, run, tmp_path, mo
     assert '"checkpoint":4' in (tmp_path / "other.html").read_text(encoding="utf-8")
 
 
-def test_unusable_input_is_one_line_and_nothing_is_written(capsys, run, tmp_path):
-    """Of several, too: the run before the wrong one is not measured."""
+def test_unusable_input_gives_one_line_and_writes_nothing(capsys, run, tmp_path):
+    """This holds for several inputs, too: a run before the wrong one is not measured."""
     out, empty, texts = tmp_path / "page.html", tmp_path / "empty", [tmp_path / f"{n}.txt" for n in range(13)]
     empty.mkdir()
     for text in texts:

@@ -179,7 +179,7 @@ def test_map_and_tooltip_equal_the_trace(show):
         assert regime == ("identity" if gate < 0.5 else "reflection" if gate > 1.5 else "projection")
 
 
-def test_the_tooltip_of_the_lens_has_the_prediction(show):
+def test_the_tooltip_of_the_lens_shows_the_prediction(show):
     page = show("lens", 2, 3, "lens_loss")
     page.mouse.move(*cell(page, "map", 1, 8, SUBLAYERS, TOKENS))
     tip_says(page, "predicts “<b>1 8</b>”")
@@ -226,7 +226,7 @@ def test_a_click_selects_in_every_panel_and_a_reload_keeps_it(show):
     assert marked(page, "spectrum") == 1
 
 
-def test_a_click_selects_what_is_under_the_pointer_however_quickly_it_comes(show):
+def test_a_quick_click_selects_the_item_under_the_pointer(show):
     page = show("mixed")
     places = {at: cell(page, "map", *at, SUBLAYERS, TOKENS) for at in [(1, 1), (2, 7), (0, 3), (3, 9)]}
     elsewhere = cell(page, "map", 2, 5, SUBLAYERS, TOKENS)
@@ -246,7 +246,7 @@ def test_a_click_selects_what_is_under_the_pointer_however_quickly_it_comes(show
     drawn(page, 0, 1, 4)
 
 
-def test_the_address_is_written_at_once_and_one_from_outside_is_kept(show):
+def test_the_address_is_updated_at_once_and_a_typed_address_is_kept(show):
     page = show("mixed")
     page.locator("[data-token='6']").click()
     page.reload()
@@ -355,7 +355,7 @@ MAPS = [
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_lines_over_depth_are_those_of_the_trace(show, name):
+def test_lines_over_depth_show_the_values_of_the_trace(show, name):
     page, values = show(name, token=3), TRACES[name].values
     for plot, label, numbers in LINES[name]:
         close(line(page, plot, label), numbers(values))
@@ -364,18 +364,18 @@ def test_lines_over_depth_are_those_of_the_trace(show, name):
 
 
 @pytest.mark.parametrize(("name", "quantity", "numbers", "said"), MAPS)
-def test_a_map_is_that_of_the_trace(show, name, quantity, numbers, said):
+def test_a_map_shows_the_values_of_the_trace(show, name, quantity, numbers, said):
     page = show(name, 2, 3, quantity)
     close(plotted(page, "map")[0]["z"], numbers(TRACES[name].values))
     assert said in page.locator("[data-panel=map] .readout").first.inner_text()
 
 
-def test_the_ends_of_a_map_are_those_of_the_gate(show):
+def test_the_range_of_a_map_is_that_of_the_gate(show):
     (data,) = plotted(show("gated"), "map")
     assert (data["zmin"], data["zmax"]) == (-1, 1)
 
 
-def test_alignment_and_effective_rank(show):
+def test_alignment_and_effective_rank_are_plotted(show):
     page = show("ones")
     close(plotted(page, "alignment")[0]["z"], torch.eye(SUBLAYERS))
     assert "4 at most: 4 (" in page.locator("[data-panel=alignment] .readout").inner_text()
@@ -387,7 +387,7 @@ def test_alignment_and_effective_rank(show):
     assert "4 at most: 1 (" in page.locator("[data-panel=alignment] .readout").inner_text()
 
 
-def test_values_that_are_nan_are_said_and_not_drawn(show):
+def test_nan_values_are_noted_and_not_drawn(show):
     page = show("nan")
     assert page.locator("[data-regime='not a number']").inner_text() == "100.0 %"
     assert plotted(page, "map")[0]["z"] == [[None] * TOKENS] * SUBLAYERS
@@ -396,7 +396,7 @@ def test_values_that_are_nan_are_said_and_not_drawn(show):
     assert page.locator(".warnings li").count() > 0
 
 
-def test_one_layer(show):
+def test_a_trace_of_one_layer_is_shown(show):
     page = show("one layer", token=2)
     close(plotted(page, "map")[0]["z"], torch.tensor([[0.0, 1.0, 2.0]]))
     assert page.locator("[data-regime]").all_inner_texts() == ["33.3 %"] * 3
@@ -404,7 +404,7 @@ def test_one_layer(show):
     assert "Nearest" not in page.locator("[data-panel=alignment] .readout").inner_text()
 
 
-def test_streams_as_matrices_with_the_errors_of_their_constraints(show):
+def test_mixing_matrices_are_shown_with_the_errors_of_their_constraints(show):
     page = show("streams", 2, 4)
     values = TRACES["streams"].values
     numbers = {
@@ -426,7 +426,7 @@ def blank(tensor):
     return [[x or None for x in row] for row in tensor.tolist()]
 
 
-def test_reads_over_depth_on_average_and_at_the_selected_token(show):
+def test_reads_over_depth_are_shown_on_average_and_at_the_selected_token(show):
     values = TRACES["depth"].values
     page = show("depth", 2, 0)
     for token, sampled in [(0, 0), (MANY - 1, -1), (20, 13)]:
@@ -452,7 +452,7 @@ def test_reads_over_depth_on_average_and_at_the_selected_token(show):
     )
 
 
-def test_one_of_several_reads_and_weights_below_zero(show):
+def test_one_of_several_reads_can_be_selected_and_weights_may_be_negative(show):
     values = TRACES["several reads"].values["depth_mean"]
     page = show("several reads", 3, 20)
     close(plotted(page, "depth-mean")[0]["z"][3], values[3].mean(0))
@@ -469,7 +469,7 @@ def test_one_of_several_reads_and_weights_below_zero(show):
     assert readout.endswith("2 attention 0.8, 1 mlp 0.6, 1 attention 0.4, embedding −0.2.")
 
 
-def test_long_names_beside_an_axis_are_cut_at_their_end(show):
+def test_long_names_beside_an_axis_are_truncated(show):
     page = show("converted")
     rows = ["1 input_lay…", "1 post_atte…", "2 input_lay…", "2 post_atte…"]
     ticks = "([name, axis]) => document.querySelector(`[data-plot=${name}]`).layout[axis].ticktext"
@@ -502,7 +502,7 @@ def colours(page):
     return ((z - data["zmin"]) / (data["zmax"] - data["zmin"])).clamp(0, 1)
 
 
-def test_a_sublayer_that_dwarfs_the_others_leaves_them_to_be_seen(show):
+def test_a_sublayer_with_huge_values_does_not_hide_the_others(show):
     page = show("loud sublayer", 0, 40)
     parts = colours(page)
     assert parts[1].min() > 0.9
@@ -522,7 +522,7 @@ def test_a_sublayer_that_dwarfs_the_others_leaves_them_to_be_seen(show):
         assert float(tip(page)[2].partition(" = ")[2]) == pytest.approx(change[row, column].item(), rel=1e-3)
 
 
-def test_a_few_tokens_that_dwarf_the_others_leave_them_to_be_seen_and_it_is_said(show):
+def test_a_few_tokens_with_huge_values_do_not_hide_the_others_and_are_noted(show):
     page = show("loud tokens", 1, 21)
     change = TRACES["loud tokens"].values["change_norm"] / TRACES["loud tokens"].values["state_norm"][:-1]
     parts = colours(page)
@@ -557,7 +557,7 @@ def test_without_a_trace_in_the_address_the_first_with_gates_or_mixing_is_opened
             drawn(page, 0, 0, 0)
 
 
-def test_a_card_without_warnings_speaks_of_what_the_trace_has(show):
+def test_a_card_without_warnings_names_the_checks_of_the_trace(show):
     page = show("residual")
     card = page.locator("[data-panel=card]")
     assert "No warnings: all numbers are finite and the connection is causal. This connection has neither" in (
@@ -571,7 +571,7 @@ def test_a_card_without_warnings_speaks_of_what_the_trace_has(show):
     assert said in card.inner_text()
 
 
-def test_nothing_is_wider_than_a_phone_and_dark_is_dark(open_page, page_file):
+def test_the_page_fits_a_phone_and_has_a_dark_theme(open_page, page_file):
     page = open_page(page_file, state("mixed"), viewport=(390, 844), dark=True, touch=True)
     drawn(page, NAMES.index("mixed"), 0, 0)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -607,7 +607,7 @@ def test_a_large_trace_stays_under_six_megabytes_and_can_be_used(open_page, tmp_
     drawn(page, 0, 41, 1000)
 
 
-def test_gates_of_any_name_over_training_come_from_the_telemetry(open_page, tmp_path):
+def test_gates_of_any_name_are_plotted_over_training_from_the_telemetry(open_page, tmp_path):
     rows = [
         {
             "step": step,

@@ -341,7 +341,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("topic", SIMULATIONS)
-def test_readouts_at_many_settings_are_those_of_the_library_and_of_the_call_that_stands_there(show, topic):
+def test_readouts_equal_the_library_and_the_call_printed_beside_them(show, topic):
     page = show(f"topic={topic}")
     rng = np.random.default_rng(1)
     count = page.locator("[data-slider]").count()
@@ -384,7 +384,7 @@ def end(page, mark):
     # k is the first axis, x = (-1, 1), v = 1.5: kept; on the line where k^T x = v; mirrored in that line.
     [(0, 1, 2.5, (-1, 1)), (1, 0, 0, (1.5, 1)), (2, -1, -2.5, (4, 1))],
 )
-def test_the_write_at_beta_0_1_and_2_in_the_picture(show, beta, determinant, left, landed):
+def test_the_picture_shows_the_write_at_beta_0_1_and_2(show, beta, determinant, left, landed):
     page = show(f"topic=write&beta={beta}&k=0&x=-1,1&v=1.5")
     readouts = page.evaluate(NOW)["readouts"]
     assert float(readouts["determinant"]) == determinant
@@ -400,7 +400,7 @@ def test_the_write_at_beta_0_1_and_2_in_the_picture(show, beta, determinant, lef
     assert target == pytest.approx([1.5, 1.5])
 
 
-def test_again_converges_oscillates_and_mirrors(show):
+def test_repeated_writes_converge_oscillate_or_mirror(show):
     page = show("topic=write&k=0&x=-1,1&v=0.5&beta=0.5")
     for n in range(1, 5):
         page.evaluate(FOLLOWED)
@@ -419,7 +419,7 @@ def test_again_converges_oscillates_and_mirrors(show):
 @pytest.mark.parametrize(
     ("gamma", "determinant", "active"), [(0, -1, "Householder"), (0.5, 0, "a blend, not orthogonal"), (1, 1, "Cayley")]
 )
-def test_the_gate_at_its_ends_and_in_the_middle(show, gamma, determinant, active):
+def test_the_readouts_describe_the_gate_at_its_ends_and_in_the_middle(show, gamma, determinant, active):
     page = show(f"topic=blending&gamma={gamma}&theta=90&k=90&x=0")
     readouts = page.evaluate(NOW)["readouts"]
     assert float(readouts["determinant"]) == pytest.approx(determinant, abs=1e-12)
@@ -435,7 +435,7 @@ def test_the_gate_at_its_ends_and_in_the_middle(show, gamma, determinant, active
         assert (lengths - 1).abs().max() < 1e-3  # a circle
 
 
-def test_the_spectrum_in_the_picture(show):
+def test_the_picture_shows_the_spectrum(show):
     page = show("topic=spectrum&beta=2&gate=2")
     assert end(page, "cayley-handle") == pytest.approx((0, 1), abs=1e-9)
     assert end(page, "conjugate") == pytest.approx((0, -1), abs=1e-9)
@@ -470,7 +470,7 @@ MARKS = [
 ]
 
 
-def test_the_mouse_drags_marks_and_arrow_keys_move_them(show):
+def test_marks_are_moved_with_the_mouse_and_the_arrow_keys(show):
     for topic, mark, free in MARKS:
         page = show(f"topic={topic}")
         before, start = page.evaluate(NOW)["code"], middle(page, mark)
@@ -490,7 +490,7 @@ def test_the_mouse_drags_marks_and_arrow_keys_move_them(show):
         assert element.get_attribute("aria-valuetext") != said, (topic, mark)
 
 
-def test_a_query_decides_what_is_read_and_a_click_takes_another(show):
+def test_a_query_determines_the_read_and_a_click_selects_another_query(show):
     page = show("topic=reads")
 
     def weights():
@@ -510,8 +510,8 @@ def test_a_query_decides_what_is_read_and_a_click_takes_another(show):
     torch.testing.assert_close(weights(), torch.full((3,), 1 / 3).double())
 
 
-def test_who_runs_what_names_presets_models_and_sources(show):
-    """Models are those of the pages of the schemes, and those of transformers are there."""
+def test_the_list_of_users_names_presets_models_and_sources(show):
+    """The models are those on the pages of the schemes; transformers has those that it is said to have."""
     page = show("topic=users")
     rows = page.locator(".runs li").evaluate_all("""(rows) => rows.map((row) => ({
       preset: row.dataset.runs, state: row.dataset.state, who: row.querySelector(".who").textContent,
@@ -537,7 +537,7 @@ def test_who_runs_what_names_presets_models_and_sources(show):
         page.wait_for_selector(".runs li")
 
 
-def test_a_cell_of_the_matrix_is_dragged_and_stepped(show):
+def test_a_cell_of_the_matrix_is_changed_by_dragging_and_by_keys(show):
     page = show("topic=sinkhorn")
     cell = page.locator("[data-mark=cell-12]")
     entry = page.locator("[data-mark=cell-12] .fill")
@@ -556,7 +556,7 @@ def test_a_cell_of_the_matrix_is_dragged_and_stepped(show):
     assert float(entry.get_attribute("data-entry")) == pytest.approx(before * math.exp(0.8), rel=1e-2)
 
 
-def test_a_finger_drags_a_mark_and_the_page_stays_where_it_is(open_page, path):
+def test_dragging_a_mark_with_a_finger_does_not_scroll_the_page(open_page, path):
     page = open_page(path, "topic=skew", viewport=(390, 844), touch=True)
     page.wait_for_selector("[data-mark=u-handle]")
     x, y = middle(page, "u-handle")
@@ -595,7 +595,7 @@ def test_the_state_is_in_the_address_and_survives_a_reload(open_page, path):
     until(page, "location.hash.slice(1).split('&').sort().join() === 'theme=dark,topic=skew'")
 
 
-def test_addresses_that_make_no_sense_are_the_start(show):
+def test_an_invalid_address_opens_the_start(show):
     page = show("view=none&topic=write&beta=x&k=1e99&x=1,2,3&n=-4&theme=pink&%E0%A4%A")
     state = page.evaluate(NOW)
     assert state["parameters"] == {"beta": 0.7, "v": 1.4, "k": 180, "n": 1}
@@ -604,7 +604,7 @@ def test_addresses_that_make_no_sense_are_the_start(show):
     assert page.locator("h1").inner_text() == "The delta write"
 
 
-def test_everything_is_reached_by_the_keyboard(show):
+def test_every_control_is_reached_by_the_keyboard(show):
     page = show("topic=write")
     wanted = set(
         page.evaluate("""() => [...document.querySelectorAll("button, select, input, a, [role=slider], pre")]
@@ -652,7 +652,7 @@ def test_every_topic_fits_every_screen(open_page, path, viewport, dark):
     assert (max(map(int, re.findall(r"\d+", background)[:3])) < 64) == dark
 
 
-def test_texts_can_be_read_in_light_and_dark(open_page, path):
+def test_texts_are_readable_in_the_light_and_dark_themes(open_page, path):
     """A contrast of 4.5 for every colour that text has, 3 for what is drawn, on what lies behind it."""
     colours = {"page": 1, "raised": 1, "sunk": 1}
     text = ("ink", "soft", "accent", "warning", "k", "v", "erase", "write", "result", "identity", "reflection")
@@ -680,7 +680,7 @@ def luminance(rgb):
     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 
-def test_the_results_tell_their_sources_apart(show):
+def test_the_results_distinguish_their_sources(show):
     page = show("topic=results")
     colours = {}
     for task in page.locator("[data-task]").evaluate_all("(all) => all.map((one) => one.dataset.task)"):

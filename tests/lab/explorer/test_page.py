@@ -14,7 +14,7 @@ EMPTY = {"title": "residua", "traces": [], "comparison": None}
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- <script> & \u2028 ]]>"
 
 
-def test_every_module_of_the_page_is_reached_and_nothing_else_lies_there():
+def test_every_file_in_the_folder_of_the_page_is_an_imported_module():
     imported, new = set(), {"main.js"}
     while new:
         imported |= new
@@ -23,7 +23,7 @@ def test_every_module_of_the_page_is_reached_and_nothing_else_lies_there():
     assert {path.suffix for path in ASSETS.iterdir()} == {".js", ".css", ".html"}
 
 
-def test_the_page_is_one_file_without_addresses_to_fetch_from(tmp_path):
+def test_the_page_is_one_file_that_fetches_nothing(tmp_path):
     path = write_page(tmp_path / "folder" / "page.html", EMPTY, {})
     text = path.read_text(encoding="utf-8")
     assert [one.name for one in path.parent.iterdir()] == ["page.html"]
@@ -35,7 +35,7 @@ def test_the_page_is_one_file_without_addresses_to_fetch_from(tmp_path):
     assert "<!-- " not in text
 
 
-def test_texts_are_inert(open_page, tmp_path):
+def test_markup_in_texts_is_inert(open_page, tmp_path):
     payload = EMPTY | {"title": NASTY, "texts": [NASTY, {"deep": NASTY}]}
     page = open_page(write_page(tmp_path / "page.html", payload, {}))
     page.wait_for_selector("h1")
@@ -46,8 +46,8 @@ def test_texts_are_inert(open_page, tmp_path):
     assert NASTY.split("\u2028")[0].strip() in page.locator("#top").inner_text()
 
 
-def test_arrays_come_back_as_they_were(open_page, tmp_path, monkeypatch):
-    """Through a view of its own, as Inspect and Compare use them."""
+def test_arrays_are_decoded_unchanged(open_page, tmp_path, monkeypatch):
+    """They are read through typed views, as Inspect and Compare do."""
     for name in ("data.js", "index.html", "style.css", "learn.css", "panels.css"):
         (tmp_path / name).write_text((ASSETS / name).read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "main.js").write_text(
@@ -87,7 +87,7 @@ def test_arrays_come_back_as_they_were(open_page, tmp_path, monkeypatch):
         np.testing.assert_array_equal(np.array(numbers), array.astype(np.float64).ravel(), err_msg=key)
 
 
-def test_plotly_is_packed_only_where_there_is_something_to_plot(tmp_path):
+def test_plotly_is_included_only_if_there_is_something_to_plot(tmp_path):
     pytest.importorskip("plotly")
     without = write_page(tmp_path / "a.html", EMPTY, {}).stat().st_size
     packed = write_page(tmp_path / "b.html", EMPTY | {"comparison": {"runs": []}}, {}).stat().st_size
@@ -95,7 +95,7 @@ def test_plotly_is_packed_only_where_there_is_something_to_plot(tmp_path):
     assert without + 1_000_000 < packed < 6_000_000
 
 
-def test_the_committed_results_are_what_the_records_say():
+def test_the_committed_results_match_the_records():
     explorer_results = script("explorer_results")
     assert explorer_results.RESULTS.read_text(encoding="utf-8") == explorer_results.text()
     rows = [row for view in explorer_results.results()["views"] for group in view["groups"] for row in group["rows"]]

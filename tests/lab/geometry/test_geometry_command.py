@@ -33,7 +33,7 @@ def test_reflection_writes_records_tables_and_a_picture(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_number_of_vectors_has_a_row_of_its_own(capsys, tmp_path):
+def test_each_number_of_vectors_has_its_own_row(capsys, tmp_path):
     argv = ["reflection", "--models", "linear", "--seeds", 1, "--steps", 20, "--processes", 1, "--vectors", 10, 500]
     output(capsys, [*argv, "--out", tmp_path])
     found = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
@@ -57,14 +57,14 @@ def test_quick_writes_records_tables_and_pictures(capsys, tmp_path):
     assert "stability:" in text
 
 
-def test_interrupting_says_how_to_go_on(capsys, tmp_path, monkeypatch):
+def test_an_interruption_prints_how_to_resume(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("residua.lab.geometry.experiment.run_jobs", Mock(side_effect=KeyboardInterrupt))
     assert main(["study", "geometry", "reflection", "--out", str(tmp_path / "out")]) == 130
     assert "the same command resumes there" in capsys.readouterr().err
 
 
 def test_full_sizes_begin_with_the_first_seed_of_every_model(tmp_path, monkeypatch):
-    """So that a run that is cut leaves whole tables of fewer seeds, of the most wanted models first."""
+    """So a run that is cut short leaves whole tables of fewer seeds, with the most wanted models first."""
     asked = Mock(return_value=({}, []))
     monkeypatch.setattr("residua.lab.geometry.experiment.run_experiment", asked)
     geometry.quick(full=True, device="cpu", out=str(tmp_path))

@@ -26,7 +26,7 @@ def test_the_plain_residual_has_the_published_parameters():
 
 @pytest.mark.parametrize("name", MATCHED)
 @pytest.mark.parametrize("features", [16, 64])
-def test_models_match_the_plain_residual_with_the_wrapper_counted(name, features):
+def test_models_match_the_parameters_of_the_plain_residual_with_their_wrapper(name, features):
     found = match(name, features=features, length=32, **QUICK)
     assert abs(found.ratio - 1) <= 0.03
     model = found.build()
@@ -69,7 +69,7 @@ def test_every_parameter_gets_a_gradient(name):
     assert [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-def test_it_starts_as_published():
+def test_the_start_is_as_published():
     torch.manual_seed(0)
     model = Architecture("residual", MODELS["residual"], 64, 50, dim=128, layers=4, heads=4, hidden=512).build()
     attention, (up, _, down) = model.sublayers[:2]
@@ -123,7 +123,7 @@ def test_the_zero_layer_network_has_no_layers():
     assert match("zero-layer", features=64, length=128, **PUBLISHED).parameters == 33_088
 
 
-def test_any_preset_and_any_option_can_be_named():
+def test_every_preset_and_option_can_be_named():
     assert all(row(name).connection == {"preset": name} for name in PRESETS if name not in MODELS)
     named = row("edelta-token:num_streams=8,penalty=0.0")
     assert named.connection == {"preset": "edelta", "context": "token", "num_streams": 8, "penalty": 0.0}

@@ -92,7 +92,7 @@ def lines(records, name):
     return "".join(f"{'; '.join(row)}\n" for row in (header, *rows))
 
 
-def test_a_table_of_runs_references_and_published_numbers():
+def test_the_tables_hold_runs_references_and_published_numbers():
     """A row for each group of equal settings, of the last record of every seed; only what finished is in a mean."""
     sizes = replace(task("gyroscope"), dim=8, length=4, num_train=2, num_val=20)
     given = [record for record in references(sizes) if record["model"] == "causal-floor"]
@@ -122,7 +122,7 @@ def test_the_numbers_of_a_published_row_are_the_published_ones_whatever_was_meas
     assert not any("citation" in row for row in summary(records, "gyroscope") if row["source"] == "ours")
 
 
-def test_the_files(records, tmp_path):
+def test_the_report_writes_its_tables(records, tmp_path):
     not_finite = run("lost", loss=math.nan)
     markdown, numbers = write_tables([*records, not_finite], tmp_path / "new" / "folder")
     text = markdown.read_text(encoding="utf-8")
@@ -142,7 +142,7 @@ def test_the_files(records, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_pictures(records, tmp_path):
+def test_the_report_draws_its_pictures(records, tmp_path):
     pytest.importorskip("matplotlib")
     from residua.lab.geometry.pictures import draw
 
@@ -152,7 +152,7 @@ def test_the_pictures(records, tmp_path):
         assert path.read_bytes().startswith(PNG)
 
 
-def test_pictures_of_next_to_nothing(tmp_path):
+def test_records_without_points_give_no_picture(tmp_path):
     pytest.importorskip("matplotlib")
     from residua.lab.geometry.pictures import draw
 
@@ -176,7 +176,7 @@ def test_no_two_models_look_alike():
     assert len({repr(sorted(style.items(), key=str)) for style in styles.values()}) == len(models)
 
 
-def test_the_published_numbers():
+def test_the_published_numbers_are_quoted_correctly():
     assert {name: len(quoted.published(name)) for name in TASKS} == {
         "gyroscope": 5,
         "stability": 5,

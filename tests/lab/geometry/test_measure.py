@@ -46,25 +46,25 @@ class Network(nn.Module):
 
 
 @pytest.mark.parametrize("model", [copy, running_mean, solved_rotation, Network(16, pooled=False)])
-def test_a_causal_model_gets_the_badge(model):
+def test_a_causal_model_is_found_causal(model):
     assert causality(model, 16, 12) == (True, 0)
 
 
 @pytest.mark.parametrize("model", [shifted_mean, Network(16, pooled=True), Network(16, pooled=True, strength=1e-6)])
-def test_a_model_that_sees_the_end_does_not(model):
+def test_a_model_that_reads_the_last_position_is_found_not_causal(model):
     causal, change = causality(model, 16, 12)
     assert 0 < change < 1
     assert not causal
 
 
-def test_looking_one_step_ahead_is_seen_though_position_0_is_untouched():
+def test_reading_one_step_ahead_is_detected_even_if_position_0_is_unaffected():
     def peek(x):
         return torch.cat((x[:, 1:], x[:, -1:]), dim=1)
 
     assert not causality(peek, 4, 6).causal
 
 
-def test_a_model_is_measured_in_float64_and_left_as_it_was():
+def test_a_model_is_measured_in_float64_and_is_unchanged():
     seen = []
 
     class Watched(Network):
@@ -99,7 +99,7 @@ def test_online_and_full_agree_for_a_causal_model(data, model, stride):
 
 
 def test_online_is_computed_from_prefixes_for_every_model(data):
-    """No short cut: a model that is causal by its looks is run on prefixes too."""
+    """There is no short cut: a model that seems causal is run on prefixes too."""
     lengths = []
 
     def model(x):
@@ -122,7 +122,7 @@ def test_the_online_score_is_the_exact_mean_when_all_is_measured(data):
     assert scores.online_difference == pytest.approx(scores.online_loss - scores.loss)
 
 
-def test_a_leak_is_lost_online(data):
+def test_a_model_with_a_leak_loses_its_advantage_online(data):
     scores = full_and_online(given_the_plane, *data[2:], trajectories=200, stride=4)
     assert scores.online_difference > 5 * scores.online_difference_error
     position, online, full = scores.online_by_position[0]

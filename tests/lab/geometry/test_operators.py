@@ -62,7 +62,7 @@ def test_the_truncated_map_from_the_identity_cannot_negate():
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_controls_start_at_their_gate(name):
+def test_controls_start_at_their_requested_gate(name):
     controls, coefficients = OPERATORS[name].options, []
     model = build(name)
     model(torch.randn(5, 64), coefficients=coefficients)
@@ -104,14 +104,14 @@ def test_training_does_not_touch_the_random_numbers_of_the_caller():
 
 
 @pytest.mark.slow
-def test_a_linear_map_learns_it_and_householder_finds_its_reflection():
+def test_a_linear_map_learns_the_reflection_and_householder_finds_its_direction():
     record = train_operator("linear", 42, OperatorSettings(steps=600))
     assert record["cosine"] > 0.85
     record = train_operator("householder", 42, OperatorSettings(steps=400))
     assert record["beta"] > 1.9
 
 
-def test_a_run_that_diverges_says_so():
+def test_a_diverged_run_is_reported():
     record = train_operator("linear", 42, OperatorSettings(steps=40, lr=1e38, evaluate_every=10))
     assert record["diverged"] is True
     assert record["loss"] is record["cosine"] is None

@@ -11,7 +11,7 @@ from residua.lab.geometry.pictures import LOSS, _named
     ("count", "expected"),
     [(3, {"residual", "model 1", "model 2"}), (9, {"residual", "model 1", "model 8"})],
 )
-def test_of_many_lines_the_plain_residual_and_both_ends_have_names(count, expected):
+def test_among_many_lines_only_the_plain_residual_the_best_and_the_worst_are_named(count, expected):
     last = {"residual" if number == 0 else f"model {number}": 3.5 if number == 0 else number for number in range(count)}
     groups = [SimpleNamespace(name=name, runs=[{"curve": [[0, 9.0], [1, loss]]}]) for name, loss in last.items()]
     assert _named(LOSS._replace(groups=groups)) == expected

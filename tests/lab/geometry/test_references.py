@@ -35,13 +35,13 @@ def monte_carlo_rotations(dim, count):
     return r
 
 
-def test_the_floors_of_the_gyroscope_in_numbers():
+def test_the_floors_of_the_gyroscope_have_the_expected_numbers():
     assert causal_floor(16) == pytest.approx(1.161e-2, rel=1e-3)
     assert plane_known_floor(16) == pytest.approx(3.10e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize("dim", [2, 3, 16])
-def test_the_expected_rotation_against_monte_carlo(dim):
+def test_the_expected_rotation_agrees_with_monte_carlo(dim):
     r = monte_carlo_rotations(dim, 40_000)
     mean, error = r.mean(0), r.std(0) / 200
     assert ((mean - expected_rotation(dim)).abs() <= 5 * error + 1e-12).all()
@@ -54,7 +54,7 @@ def test_with_one_plane_to_choose_from_the_two_floors_agree():
     assert plane_known_floor(2) == pytest.approx(causal_floor(2))
 
 
-def test_the_floor_is_reached_on_the_task_and_nothing_is_left_after_position_0():
+def test_the_predictor_reaches_the_floor_with_no_error_after_position_0():
     solved = rows("gyroscope", num_train=1, num_val=8000, length=6)["solved"]
     assert solved["position0_loss"] == pytest.approx(causal_floor(16), rel=0.03)
     assert max(solved["by_position"][1:]) < 1e-8
@@ -88,14 +88,14 @@ PUBLISHED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_on_the_published_tasks(name):
+def test_references_have_the_published_losses(name):
     found = rows(name)
     for model, (loss, share) in PUBLISHED[name].items():
         assert found[model]["loss"] == pytest.approx(loss, rel=share, abs=1e-15), model
     assert {model for model, record in found.items() if not record["causal"]} == {"plane-known-floor"} & found.keys()
 
 
-def test_on_the_reflection():
+def test_references_have_the_expected_scores_on_the_reflection():
     found = rows("reflection")
     assert found["negate"]["loss"] == 0
     assert found["negate"]["cosine"] == pytest.approx(1)
@@ -105,13 +105,13 @@ def test_on_the_reflection():
     assert "running-mean" not in found
 
 
-def test_the_running_mean():
+def test_the_running_mean_is_over_all_positions_so_far():
     x = torch.tensor([[[1.0, 2.0], [3.0, 6.0], [2.0, -2.0]]])
     assert_close(running_mean(x), torch.tensor([[[1.0, 2.0], [2.0, 4.0], [2.0, 2.0]]]))
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_no_predictor_looks_ahead(name):
+def test_no_predictor_reads_later_positions(name):
     small = (
         replace(task(name), num_train=6, num_val=6)
         if name == "reflection"
@@ -125,7 +125,7 @@ def test_no_predictor_looks_ahead(name):
 
 
 @pytest.mark.parametrize("angle", [0.1, 1.3, 2.5])
-def test_any_gyroscope_is_solved_from_two_points(angle):
+def test_every_gyroscope_is_solved_from_two_points(angle):
     start = torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     planes = torch.tensor([[1]]).expand(5, -1), torch.tensor([[4]]).expand(5, -1)
     points = rotate(start, *planes, torch.tensor([[angle]], dtype=torch.float64), 8)

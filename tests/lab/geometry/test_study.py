@@ -61,7 +61,7 @@ def test_a_record_is_complete():
 
 
 @pytest.mark.slow
-def test_the_seed_decides_everything_and_nothing_else_does():
+def test_only_the_seed_determines_the_numbers():
     record = trained("residual", "near-pi")
     assert "position0_leak" not in record
     assert record["gates"] == {}
@@ -78,8 +78,8 @@ def test_a_run_that_diverges_is_recorded_without_numbers():
 
 
 @pytest.mark.slow
-def test_the_reflection_keeps_its_size_and_has_no_order():
-    """A single position: nothing to be causal about, and a cosine in the place of scores by position."""
+def test_the_reflection_is_a_single_position_and_has_a_cosine():
+    """With one position there is no causality to measure, and a cosine replaces the scores by position."""
     settings = replace(TINY, features=16)
     chosen = settings.task("reflection")
     assert (chosen.length, chosen.dim, chosen.num_train, chosen.num_val) == (1, 16, 500, 500)

@@ -28,7 +28,7 @@ def points(name, **sizes):
         ("reflection", 64, 1, 500, 500),
     ],
 )
-def test_the_published_sizes(name, dim, length, num_train, num_val):
+def test_the_tasks_have_the_published_sizes(name, dim, length, num_train, num_val):
     data = TASKS[name].data()
     for tensor, count in zip(data, (num_train, num_train, num_val, num_val), strict=True):
         assert tensor.shape == (count, length, dim)
@@ -45,7 +45,7 @@ def test_targets_are_the_inputs_one_step_later(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_equal_fields_give_equal_numbers_and_the_global_generator_is_left_alone(name):
+def test_equal_fields_give_equal_numbers_and_the_global_generator_is_unchanged(name):
     small = replace(task(name), num_train=12, num_val=7)
     torch.manual_seed(1)
     before, first = torch.get_rng_state(), small.data()
@@ -58,7 +58,7 @@ def test_equal_fields_give_equal_numbers_and_the_global_generator_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["gyroscope", "stability"])
-def test_validation_is_the_end_of_the_one_draw(name):
+def test_validation_data_is_the_end_of_the_single_draw(name):
     split = replace(task(name), length=9, num_train=40, num_val=15).data()
     moved = replace(task(name), length=9, num_train=45, num_val=10).data()
     for train, val in ((0, 2), (1, 3)):
@@ -66,7 +66,7 @@ def test_validation_is_the_end_of_the_one_draw(name):
 
 
 @pytest.mark.parametrize(("name", "val_seed"), [("near-pi", 1042), ("near-pi-multi", 1042), ("reflection", 999)])
-def test_validation_is_a_draw_of_its_own(name, val_seed):
+def test_validation_data_is_drawn_separately(name, val_seed):
     small = replace(task(name), num_train=20, num_val=20)
     assert small.seed == 42
     assert small.val_seed == val_seed
@@ -159,7 +159,7 @@ def test_reflection_negates_standard_normal_vectors():
         assert inputs.var().item() == pytest.approx(1, abs=0.05)
 
 
-def test_powers_of_a_rotation_are_applied_at_once():
+def test_powers_of_a_rotation_equal_repeated_rotations():
     start = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     first, second = torch.tensor([[0, 2]]).expand(3, -1), torch.tensor([[1, 5]]).expand(3, -1)
     angle = torch.tensor([[0.3, -1.2]], dtype=torch.float64)

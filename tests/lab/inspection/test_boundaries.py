@@ -63,7 +63,7 @@ def test_the_lens_at_the_last_boundary_is_the_model(name):
     assert lens.loss[:, -1].isnan().all()
 
 
-def test_a_converted_llama_is_looked_into_and_patched():
+def test_a_converted_llama_can_be_inspected_and_patched():
     model, changed = converted("hc").eval(), []
     expected = logits(model, IDS)
     with boundaries(model) as points:
@@ -90,7 +90,7 @@ PARALLEL = {
 
 @pytest.mark.parametrize("family", PARALLEL)
 def test_a_vector_is_added_once_at_the_end_of_a_layer(family):
-    """Also where a layer adds attention and MLP one after the other. The plain model is the oracle."""
+    """This also holds if a layer adds attention and MLP one after the other. The plain model is the oracle."""
     kind, options = PARALLEL[family]
     plain = model_of(kind, intermediate_size=24, **options).eval()
     model, rows = residua.convert(copy.deepcopy(plain), "residual"), {}
@@ -114,7 +114,7 @@ def test_a_vector_is_added_once_at_the_end_of_a_layer(family):
     assert torch.equal(lens.probability[-1], chances.topk(5).values.exp())
 
 
-def test_the_change_is_the_least_one():
+def test_the_change_of_the_state_is_the_smallest_possible():
     """Of the sum of streams: every stream gets the same part. Of a plain residual: the value itself."""
     states = {}
     for name in ("hc", "residual"):
@@ -142,7 +142,7 @@ def test_padded_and_packed_rows_and_those_with_earlier_tokens_are_refused_where_
         model.generate(prompt(1, 7), max_new_tokens=1)
 
 
-def test_a_model_of_another_kind_and_a_value_of_another_shape_are_one_line():
+def test_a_wrong_kind_of_model_or_shape_of_value_gives_one_line():
     with pytest.raises(InputError, match=r"^trace needs a model .*, got Linear"), boundaries(torch.nn.Linear(2, 2)):
         pass
     model = tiny_model("hc")
@@ -153,7 +153,7 @@ def test_a_model_of_another_kind_and_a_value_of_another_shape_are_one_line():
 
 
 @pytest.mark.slow
-def test_a_value_that_no_state_gives_is_one_line():
+def test_a_value_that_no_state_gives_is_refused_in_one_line():
     """This readout ends in a norm, so its length has an upper end."""
     model = tiny_model("gated-residual")
     with boundaries(model) as points:

@@ -94,13 +94,13 @@ def test_the_input_is_the_sum_of_the_sources_with_the_traced_weights(name):
         ("mhar", None, ["head 1", "head 2", "head 3", "head 4"]),
     ],
 )
-def test_columns_are_named_after_what_wrote_them(name, sources, reads):
+def test_columns_are_named_after_the_writing_sublayer(name, sources, reads):
     found = trace(tiny_model(READS[name], **LAYERS), prompt(TOKENS))
     assert found.facts["reads"] == reads
     assert sources is None or found.facts["sources"] == sources
 
 
-def test_separate_reads_are_told_apart_and_a_single_one_stands_for_all():
+def test_separate_reads_are_distinguished_and_a_single_read_represents_all():
     found = trace(tiny_model(READS["inkling"], **LAYERS), prompt(TOKENS))
     q, k, v = found.values["depth_mean"][2]  # the attention of every second layer
     assert (q - k).abs().max() > 0.01
@@ -110,7 +110,7 @@ def test_separate_reads_are_told_apart_and_a_single_one_stands_for_all():
     assert torch.equal(k, v)
 
 
-def test_how_many_sources_are_read():
+def test_the_number_of_effective_sources_is_counted():
     weights = torch.tensor([[[0.25, 0.25, 0.25, 0.25]], [[0.0, 1.0, 0.0, 0.0]], [[-0.5, 0.5, 0.0, 0.0]]])
     assert_close(sources_read(weights), torch.tensor([4.0, 1.0, 2.0]))
     assert_close(sources_read(weights.transpose(0, 1)), torch.tensor([7 / 3]))
@@ -132,7 +132,7 @@ def test_the_similarity_of_streams_is_the_mean_cosine_of_all_pairs(name):
             assert_close(found[row], torch.stack(pairs).mean(0).float())
 
 
-def test_streams_of_zeros_and_copies():
+def test_streams_of_zeros_and_copies_have_defined_similarities():
     x = torch.randn(1, 3, 1, 8, generator=torch.Generator().manual_seed(0))
     assert_close(stream_similarity(x.expand(1, 3, 4, 8)), torch.ones(3))
     assert_close(stream_similarity(torch.cat([x, -x], -2)), -torch.ones(3))
@@ -140,7 +140,7 @@ def test_streams_of_zeros_and_copies():
     assert stream_similarity(normalize(torch.eye(4)).expand(1, 2, 4, 4)).tolist() == [0, 0]
 
 
-def test_a_summary_says_what_is_read_most_and_how_alike_the_streams_are():
+def test_a_summary_names_the_most_read_sources_and_the_similarity_of_the_streams():
     found = trace(tiny_model(READS["denseformer"], **LAYERS), prompt(TOKENS))
     rows, table = sublayer_statistics(found), summary(found)
     assert [row["most_read"] is None for row in rows] == [True, True, False, True, False, True]
@@ -161,7 +161,7 @@ def test_a_summary_says_what_is_read_most_and_how_alike_the_streams_are():
     )
 
 
-def test_streams_that_stay_equal_are_warned_of():
+def test_streams_that_stay_equal_give_a_warning():
     copies = trace(tiny_model(HyperConnections(), scale=0.0), prompt(TOKENS))
     sentence = (
         "the streams are copies of one another before and after every sublayer: together they hold no more than one"

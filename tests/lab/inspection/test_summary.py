@@ -58,7 +58,7 @@ STARTS = dict.fromkeys(PRESETS) | {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_untrained_model_is_where_it_started(name):
+def test_an_untrained_model_is_reported_at_its_start(name):
     found = warnings(trace(tiny_model(name, torch.float32, scale=0.0), prompt(12)))
     copies = [warning for warning in found if warning.startswith("the streams are copies")]
     assert len(copies) == (name in ("hc", "mhc", "ihc", "wide")), "they write (nearly) the same into all streams"
@@ -71,9 +71,9 @@ def test_an_untrained_model_is_where_it_started(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_model_that_moved_has_no_warning(name):
-    """Gates and mappings away from their start: mHC's and KromHC's are very near the identity; JPmHC is orthogonal near
-    it alone."""
+def test_a_model_far_from_its_start_has_no_warning(name):
+    """Gates and mappings are far enough from their start. Those of mHC and KromHC must stay near the identity; JPmHC is
+    orthogonal only near it."""
     scale = {"mhc": 1.0, "krom": 3.0, "jpmhc": 0.1}.get(name, 0.2)
     model = perturbed(tiny_model(name, scale=0.0), scale=scale, seed=3)
     assert warnings(trace(model, prompt(12))) == []
@@ -88,7 +88,7 @@ def test_a_gate_that_moved_for_some_tokens_is_not_stuck():
 
 
 @pytest.mark.parametrize(("gate", "bound"), [("beta", 0.0), ("beta", 2.0), ("gamma", 0.0), ("gamma", 1.0)])
-def test_saturated_gates(gate, bound):
+def test_saturated_gates_give_a_warning(gate, bound):
     values = torch.full((4, 12), 0.7)
     values[2] = bound
     values[3, :6] = bound
@@ -114,7 +114,7 @@ def test_a_gate_that_can_be_negative_is_not_saturated_at_zero():
         (Lambdas(gate="token"), ["gate"]),
     ],
 )
-def test_a_signed_gate_is_told_and_warned_of(scheme, names):
+def test_a_signed_gate_is_described_and_gives_a_warning(scheme, names):
     untrained = warnings(trace(tiny_model(scheme, torch.float32, scale=0.0), prompt(12)))
     assert [f"{name} is still at its start, 0: all sublayers" for name in names] == [
         warning for warning in untrained if warning.startswith("gate")
@@ -135,13 +135,13 @@ def test_a_signed_gate_is_told_and_warned_of(scheme, names):
         assert [row[f"{name}_{level}"] for level in ("q05", "q50", "q95")] == pytest.approx([-top] * 3)
 
 
-def test_a_sublayer_without_a_gate_is_not_warned_of():
+def test_a_sublayer_without_a_gate_gives_no_warning():
     untrained = trace(tiny_model(GatedOrthogonal(sublayers="attention"), torch.float32, scale=0.0), prompt(12))
     assert untrained.facts["left_out"] == {"gate": [1, 3]}
     assert "gate is still at its start, 0: 1 attention, 2 attention" in warnings(untrained)
 
 
-def test_gates_that_start_at_a_bound_are_stuck_and_saturated():
+def test_gates_that_stay_at_a_bound_are_reported_as_stuck_and_saturated():
     found = warnings(trace(tiny_model(DeepDelta(beta_init=2.0), scale=0.0), prompt(8)))
     assert [warning.partition(":")[0] for warning in found] == [
         "beta is still at its start, 2",
@@ -149,13 +149,13 @@ def test_gates_that_start_at_a_bound_are_stuck_and_saturated():
     ]
 
 
-def test_a_context_that_is_not_causal():
+def test_a_context_that_is_not_causal_gives_a_warning():
     (found,) = warnings(planted("edelta", facts={"causal": False}))
     assert found.startswith("not causal: the coefficients of a token depend on later tokens")
     assert not EDelta(context="sequence").causal, "where the fact comes from"
 
 
-def test_a_compressor_that_reads_one_channel():
+def test_a_compressor_that_reads_one_channel_gives_a_warning():
     assert warnings(planted()) == []
     model = tiny_model("ddl-cc")
     with torch.no_grad():
@@ -178,13 +178,13 @@ def test_a_compressor_that_reads_one_channel():
         ),
     ],
 )
-def test_a_mixing_matrix_that_breaks_its_constraint(scheme, name, words_of_it):
+def test_a_mixing_matrix_that_breaks_its_constraint_gives_a_warning(scheme, name, words_of_it):
     found = trace(tiny_model(scheme, scale=0.8), prompt(12))
     assert found.values[name].mean(1).max() > 0.05
     assert any(words_of_it in warning for warning in warnings(found))
 
 
-def test_numbers_that_are_not_finite_come_first():
+def test_the_warning_of_non_finite_numbers_comes_first():
     model = tiny_model("ddl-cc")
     with torch.no_grad():
         model.model.stream.connections[1].value.project.weight[0, 0] = math.nan

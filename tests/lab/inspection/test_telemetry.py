@@ -22,7 +22,7 @@ def test_the_quantiles_are_those_of_a_trace(name):
             assert statistics[level] == pytest.approx(values[key].quantile(share, dim=1).tolist(), rel=1e-5)
 
 
-def test_several_rows_are_one_sample():
+def test_several_rows_form_one_sample():
     model, ids = tiny_model("ddl"), torch.stack([prompt(20), prompt(20, seed=1)])
     betas = torch.cat([trace(model, row).values["beta"] for row in ids], 1)
     assert gate_quantiles(model, ids)["beta"]["q50"] == pytest.approx(betas.quantile(0.5, dim=1).tolist(), rel=1e-5)

@@ -49,7 +49,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_has_what_applies_to_it(name):
+def test_the_trace_of_every_preset_has_the_values_that_apply_to_it(name):
     found = trace(tiny_model(name), prompt(20), sample=6)
     kind = None if name in WITHOUT else "mixing" if name in MIXING else "rank-one"
     own = KEYS.get(name, (STREAMS if kind == "mixing" else DELTA) | DEPTH)
@@ -79,7 +79,7 @@ def test_every_preset_has_what_applies_to_it(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_numbers_are_those_of_the_model(name):
+def test_a_trace_has_the_numbers_of_the_model(name):
     """The hidden state to the last bit; the losses, which are computed in pieces, to rounding."""
     model, ids = tiny_model(name), prompt(24)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_a_delta_write_is_rebuilt_from_its_trace(name):
 
 @pytest.mark.parametrize("name", ["hc", "mhc", "jpmhc", "hc-static-n3", "mhc-lite-n3", "mhc-split", "jpmhc-n2-exact"])
 def test_a_mixture_is_rebuilt_from_its_trace(name):
-    """Also where a connection leaves out a mapping: the trace holds what that amounts to."""
+    """If a connection omits a mapping, the trace holds the equivalent matrix."""
     for passage in passages(tiny_model(name), prompt(12)):
         found = measured(passage, passage.shortcut())
         n = found["h_pre"].shape[-1]
@@ -141,7 +141,7 @@ def test_a_blend_is_rebuilt_from_its_trace(name):
         assert_close(found["orthogonality_error"], 4 * gamma * (1 - gamma))
 
 
-def test_the_erasure_of_the_pooled_householder_shortcut():
+def test_the_trace_has_the_erasure_of_the_pooled_householder_shortcut():
     for passage in passages(tiny_model("pooled-householder"), prompt(12)):
         found = measured(passage, passage.shortcut())
         erased = (delta_operator(found["direction"], found["beta"]) @ passage.before[0].unsqueeze(-1)).squeeze(-1)
@@ -150,7 +150,7 @@ def test_the_erasure_of_the_pooled_householder_shortcut():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_input_norm_is_that_of_what_enters_the_norm(name):
+def test_the_traced_input_norm_is_taken_before_the_norm(name):
     model, ids = tiny_model(name), prompt(12)
     entered = {}
     for connection in model.model.stream.connections:
@@ -187,7 +187,7 @@ def everything(model):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
-def test_nothing_in_the_model_changes(name, training):
+def test_tracing_leaves_the_model_unchanged(name, training):
     model = tiny_model(name).train(training)
     before, weights = everything(model), {key: value.clone() for key, value in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -203,7 +203,7 @@ def equal(a: Trace, b: Trace) -> bool:
     return same and a.values.keys() == b.values.keys()
 
 
-def test_the_mode_and_recomputed_layers_do_not_matter():
+def test_a_trace_does_not_depend_on_the_mode_or_on_recomputed_layers():
     model, ids = tiny_model("edelta-stream"), prompt(9)
     expected = trace(model, ids)
     newest = getattr(model, "activation_checkpointing_enable", None)  # the older name warns where both are there
@@ -211,7 +211,7 @@ def test_the_mode_and_recomputed_layers_do_not_matter():
     assert equal(trace(model.train(), ids), expected)
 
 
-def test_layers_that_were_compiled_in_place_are_watched_too():
+def test_layers_that_were_compiled_in_place_are_traced_too():
     model, ids = tiny_model("ddl-cc"), prompt(9)
     expected = trace(model, ids)
     for layer in model.model.layers:
@@ -220,7 +220,7 @@ def test_layers_that_were_compiled_in_place_are_watched_too():
 
 
 @pytest.mark.parametrize("name", ["ddl-tc", "mhc", "edelta", "pooled-householder"])
-def test_one_token_and_one_layer(name):
+def test_one_token_and_one_layer_can_be_traced(name):
     found = trace(tiny_model(name, num_hidden_layers=1), [5])
     assert (found.num_sublayers, found.num_tokens, found.facts["sampled"]) == (2, 1, [0])
     assert found.facts["loss"] is None
@@ -229,7 +229,7 @@ def test_one_token_and_one_layer(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_narrow_models_and_autocast(name):
+def test_narrow_models_can_be_traced_with_and_without_autocast(name):
     ids = prompt(20)
     exact = trace(tiny_model(name, torch.float32, scale=0.05), ids)
     model = tiny_model(name, torch.bfloat16, scale=0.05)
@@ -255,7 +255,7 @@ def test_a_trunk_without_a_head_has_no_losses():
     assert torch.equal(found.values["beta"], trace(model, ids).values["beta"])
 
 
-def test_logits_are_made_in_pieces_that_do_not_show(monkeypatch):
+def test_computing_logits_in_pieces_changes_no_number(monkeypatch):
     model, ids = tiny_model("ddl", mup=True), prompt(20)
     whole = trace(model, ids)
     monkeypatch.setattr(sys.modules["residua.lab.inspection.subject"], "LOGITS_AT_A_TIME", 7)
@@ -263,7 +263,7 @@ def test_logits_are_made_in_pieces_that_do_not_show(monkeypatch):
     assert whole.facts["loss"] == pytest.approx(model(ids[None], labels=ids[None]).loss.item(), rel=1e-12)
 
 
-def test_planted_rotation():
+def test_a_planted_rotation_is_traced():
     """gamma near 1 rotates by the angle that beta_init sets."""
     found = trace(tiny_model(EDelta(gamma_init=0.999999, cayley_init=0.5), scale=0.0), prompt(8))
     assert_close(found.values["gamma"], torch.full((4, 8), 0.999999))
@@ -282,7 +282,7 @@ def test_mappings_that_a_connection_omits_are_listed():
     assert trace(tiny_model("edelta-stream"), prompt(8)).facts["left_out"] == {"h_post": [3]}
 
 
-def test_a_trace_at_a_prompt_is_one_line():
+def test_the_repr_of_a_trace_is_one_line():
     found = trace(tiny_model("ddl-cc"), prompt(12))
     shown = repr(found)
     assert shown.startswith(f"Trace(ddl-cc, 12 tokens, {found.num_sublayers} sublayers: alignment, beta, ")
@@ -322,14 +322,14 @@ def test_tokens_that_do_not_fit_are_refused(tokens, message):
     assert message in str(error.value)
 
 
-def test_another_kind_of_model_is_refused():
+def test_an_unsupported_model_is_refused():
     with pytest.raises(InputError, match=r"needs a model .*, got Linear"):
         trace(torch.nn.Linear(2, 2), [1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddl-tc", "edelta-stream"])
-def test_memory_does_not_grow_with_depth_but_for_what_is_kept(name):
+def test_memory_grows_with_depth_only_by_the_trace_itself(name):
     """48 sublayers x 2048 tokens: little more is alive at a time than for four sublayers and the trace itself."""
     ids, peaks, sizes = prompt(2048), [], []
     for layers in (2, 24):

@@ -23,7 +23,7 @@ def test_a_trace_survives_its_file(name, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["trace.safetensors"]
 
 
-def test_it_holds_run_and_checkpoint_and_replaces_what_was_there(tmp_path):
+def test_a_trace_file_names_run_and_checkpoint_and_replaces_an_earlier_file(tmp_path):
     recorded = trace(tiny_model("ddl-cc"), prompt(8), text=TEXT, facts={"run": "mine", "checkpoint": 3})
     path = recorded.save(tmp_path / "analysis" / "trace-step-3.safetensors")
     assert (Trace.load(path).facts["run"], Trace.load(path).facts["checkpoint"]) == ("mine", 3)
@@ -38,7 +38,7 @@ def test_it_holds_run_and_checkpoint_and_replaces_what_was_there(tmp_path):
         (None, "must be a trace of version 1, got other tensors"),
     ],
 )
-def test_another_version_and_other_tensors_are_refused_with_a_sentence(tmp_path, metadata, message):
+def test_another_version_and_other_tensors_are_refused_in_one_line(tmp_path, metadata, message):
     path = tmp_path / "trace.safetensors"
     save_file({"beta": torch.ones(2)}, path, metadata)
     with pytest.raises(InputError) as error:
@@ -48,7 +48,7 @@ def test_another_version_and_other_tensors_are_refused_with_a_sentence(tmp_path,
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_file(tmp_path):
+def test_a_missing_trace_file_is_refused(tmp_path):
     for path in (tmp_path / "none.safetensors", tmp_path):
         with pytest.raises(InputError, match=r"must be a trace, got .*; residua explore"):
             Trace.load(path)
@@ -56,7 +56,7 @@ def test_a_missing_file(tmp_path):
 
 @pytest.mark.parametrize("name", ["run", "gates", "sampled", "scheme", "sublayers", "left_out"])
 @pytest.mark.parametrize("wrong", ["left out", 7, [None], {"": 1}])
-def test_a_fact_that_no_trace_has_is_refused_by_its_name(name, wrong, tmp_path):
+def test_a_missing_or_wrong_fact_is_refused_by_name(name, wrong, tmp_path):
     recorded = trace(tiny_model("ddl"), prompt(8), text=TEXT)
     recorded.facts.pop(name)
     if wrong != "left out":

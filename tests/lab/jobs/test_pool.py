@@ -60,7 +60,7 @@ def chain(done):
     return [Job(n, double, (n,), title=f"number {n}") for numbers in chains for n in numbers]
 
 
-def test_records_come_back_in_the_order_of_the_jobs_and_stay(tmp_path):
+def test_records_are_returned_in_the_order_of_the_jobs_and_saved(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{"number": 2, "double": "old"}\n')
     jobs = [Job(n, double, (n,), cost=n) for n in (1, 2, 3)]
@@ -79,7 +79,7 @@ def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_pa
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
 def test_wanted_jobs_may_follow_from_finished_ones(processes, tmp_path, request):
-    """No run is made twice, and the last answer of the plan comes back."""
+    """No run is made twice, and the last answer of the plan is returned."""
     if processes > 1:
         request.getfixturevalue("quick_pool")
     with Records(tmp_path / "records.jsonl", number) as records:
@@ -89,7 +89,7 @@ def test_wanted_jobs_may_follow_from_finished_ones(processes, tmp_path, request)
 
 
 def test_progress_counts_the_runs_of_earlier_calls_and_those_that_may_come(tmp_path, capsys):
-    """Of a study that was stopped after two runs: they are done, and the end of the count does not move."""
+    """A study was stopped after two runs: they count as done, and the total does not change."""
     (tmp_path / "records.jsonl").write_text('{"number": 1, "double": 2}\n{"number": 3, "double": 6}\n')
     with Records(tmp_path / "records.jsonl", number) as records:
         run_jobs(chain, records, most=10)
@@ -109,7 +109,7 @@ def test_an_input_error_of_a_run_is_the_error_of_the_sweep(processes, error, tmp
 
 
 @pytest.mark.processes
-def test_a_process_that_dies_is_told_and_what_is_finished_stays(tmp_path):
+def test_a_process_that_dies_is_reported_and_finished_runs_are_kept(tmp_path):
     jobs = [Job(1, double, (1,)), Job("bad", dies, ())]
     path = tmp_path / "records.jsonl"
     with Records(path, number) as records, pytest.raises(RunError, match=r"bad .*exit status 3"):
@@ -178,7 +178,7 @@ def test_state_that_a_kill_left_of_a_finished_run_is_dropped(tmp_path):
         assert [path.name for path in (folder / "runs").iterdir()] == [made.place("under way").name]
 
 
-def test_different_keys_have_different_places(tmp_path):
+def test_different_keys_have_different_folders(tmp_path):
     with open_runs(tmp_path / "out", {}) as made:
         keys = ["a b", "a_b", "a/b", "x" * 300, "x" * 301, "ü", "..", "a:b"]
         places = [made.place(key) for key in keys]
@@ -203,7 +203,7 @@ def test_records_without_their_settings_are_refused(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows cannot limit the size of a file")
-def test_a_result_that_cannot_be_written_is_told_and_the_earlier_ones_stay(tmp_path, monkeypatch):
+def test_a_result_that_cannot_be_written_is_reported_and_earlier_ones_are_kept(tmp_path, monkeypatch):
     path = tmp_path / "records.jsonl"
     with Records(path, number) as records:
         run_jobs([Job(1, double, (1,))], records, progress=False)

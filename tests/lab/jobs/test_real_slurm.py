@@ -118,7 +118,7 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def test_runs_are_those_of_this_machine(out, tmp_path, capfd):
+def test_runs_on_slurm_equal_runs_on_this_machine(out, tmp_path, capfd):
     jobs = [Job(f"r{n}", counts, (n,)) for n in range(3)]
     assert run(out, jobs, executor=Slurm.of(["time=5"], None)) == run(tmp_path / "here", jobs)
     printed = capfd.readouterr()
@@ -126,7 +126,7 @@ def test_runs_are_those_of_this_machine(out, tmp_path, capfd):
     assert "running" in printed.err
 
 
-def test_a_study_is_that_of_this_machine_bit_for_bit(out, tmp_path):
+def test_a_study_on_slurm_equals_one_on_this_machine_bit_for_bit(out, tmp_path):
     """By the command, with its own waits: losses and curves of all runs."""
     data = prepare_texts(tmp_path).folder
     (tmp_path / "study.yaml").write_text(json.dumps({**SMALLEST, "tokens_per_parameter": 0.1}))
@@ -158,7 +158,7 @@ def test_a_cancelled_job_ends_the_command(out):
     assert "RunError: the job of r0 ended as CANCELLED" in said(out)
 
 
-def test_a_run_goes_on_when_its_process_is_killed(out):
+def test_a_run_resumes_after_its_process_was_killed(out):
     command = start(out, 12)
     until(lambda: steps(out) > 3)
     asked("pkill", "-9", "-f", f"submitit.core._submit {out}")
@@ -167,7 +167,7 @@ def test_a_run_goes_on_when_its_process_is_killed(out):
     assert len(jobs_in(out)) == 2
 
 
-def test_a_requeued_job_goes_on_under_its_number(out):
+def test_a_requeued_job_continues_under_its_number(out):
     command = start(out, 15)
     until(lambda: steps(out) > 3)
     asked("scontrol", "requeue", jobs_in(out)[0])
@@ -178,8 +178,8 @@ def test_a_requeued_job_goes_on_under_its_number(out):
     assert len(jobs_in(out)) == 1
 
 
-def test_a_controller_that_is_away_costs_and_doubles_nothing(out):
-    """A run ends while it is away, so that the next cannot be submitted."""
+def test_an_outage_of_the_controller_loses_no_work_and_duplicates_no_job(out):
+    """A run ends during the outage, so that the next one cannot be submitted."""
     command = start(out, 95, 10, 1, most=2)
     until(lambda: steps(out) and steps(out, "r1"))
     daemon("stop", "slurmctld")
@@ -192,7 +192,7 @@ def test_a_controller_that_is_away_costs_and_doubles_nothing(out):
     assert len(jobs_in(out)) == 3
 
 
-def test_a_command_that_starts_while_the_controller_is_away_takes_its_jobs_up(out):
+def test_a_command_that_starts_during_an_outage_of_the_controller_adopts_its_jobs(out):
     command = start(out, 40)
     until(lambda: steps(out))
     command.kill()
@@ -206,8 +206,8 @@ def test_a_command_that_starts_while_the_controller_is_away_takes_its_jobs_up(ou
     assert len(jobs_in(out)) == 1
 
 
-def test_only_what_slurm_cancelled_counts_as_cancelled(out):
-    """Ctrl-C while the controller is away leaves the job, and the same command takes it up."""
+def test_only_jobs_that_slurm_cancelled_count_as_cancelled(out):
+    """Ctrl-C during an outage of the controller leaves the job, and the same command adopts it."""
     command = start(out, 30)
     until(lambda: steps(out))
     daemon("stop", "slurmctld")
@@ -239,7 +239,7 @@ def test_a_second_command_for_a_folder_is_refused(out):
     first.wait(timeout=120)
 
 
-def test_a_run_goes_on_when_its_node_goes_down(out):
+def test_a_run_resumes_after_its_node_went_down(out):
     command = start(out, 25)
     until(lambda: steps(out) > 3)
     node = asked("squeue", "--noheader", "--format=%N")
@@ -255,7 +255,7 @@ def test_a_run_goes_on_when_its_node_goes_down(out):
     assert len(jobs_in(out)) == 1
 
 
-def test_a_job_that_sbatch_submitted_without_saying_so_is_cancelled(out):
+def test_a_job_that_sbatch_submitted_without_reporting_it_is_cancelled(out):
     """sbatch may time out after Slurm has taken the job. It would fail in a minute, as its run is not beside it."""
     (out / "slurm").mkdir(parents=True)
     (out / "records.jsonl").touch()
@@ -266,7 +266,7 @@ def test_a_job_that_sbatch_submitted_without_saying_so_is_cancelled(out):
     assert asked("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T") == "CANCELLED"
 
 
-def test_more_runs_than_an_array_may_have_wait_visibly(out, capfd, monkeypatch):
+def test_more_runs_than_an_array_allows_are_shown_as_waiting(out, capfd, monkeypatch):
     """1,002 runs in a partition that is down, of a cluster whose arrays have 101 jobs at most. Ctrl-C once all wait."""
     note = Work.note
 

@@ -98,7 +98,7 @@ def run(folder, jobs, **options):
         return run_jobs(jobs, made, progress=False, **options)
 
 
-def test_the_records_are_those_of_the_processes_of_this_machine(tmp_path):
+def test_records_of_jobs_equal_those_of_local_processes(tmp_path):
     def plan(finished):
         return [Job(n, square, (n,)) for n in ((1, 2, 3) if 1 in finished else (1,))]
 
@@ -108,14 +108,14 @@ def test_the_records_are_those_of_the_processes_of_this_machine(tmp_path):
     assert not list((tmp_path / "jobs" / "slurm").glob("[123].json"))
 
 
-def test_an_error_of_a_run_stands_in_the_log_that_is_named(tmp_path):
+def test_the_named_log_contains_the_error_of_a_run(tmp_path):
     with pytest.raises(RunError, match=r"the job of a ended as FINISHED; see .*_log\.err") as failure:
         run(tmp_path / "out", [Job("a", refuses, (InputError("wrong key"),))], executor=LOCAL)
     assert "wrong key" in Path(str(failure.value).rpartition(" ")[2]).read_text()
 
 
 @pytest.mark.parametrize("number", some([signal.SIGKILL, signal.SIGUSR2], lambda number: number == signal.SIGUSR2))
-def test_a_run_goes_on_when_its_job_is_killed_or_preempted(number, tmp_path):
+def test_a_run_resumes_after_its_job_was_killed_or_preempted(number, tmp_path):
     found = run(tmp_path / "out", [Job("count", counts, ([number],))], executor=LOCAL)
     assert found == [{"key": "count", "counted": 3}]
     # A preempted job is requeued under its number.
@@ -129,7 +129,7 @@ def test_a_run_that_is_always_killed_is_no_longer_repeated(tmp_path, monkeypatch
     assert len(jobs_in(tmp_path / "out")) == slurm.KILLS
 
 
-def test_of_two_starts_on_two_machines_one_makes_the_runs(tmp_path):
+def test_only_one_of_two_commands_on_two_machines_makes_the_runs(tmp_path):
     out = tmp_path / "out"
     starts = [start(out, tmp_path / "go"), start(out, tmp_path / "go", ELSEWHERE)]
     wait_for(lambda: any(one.poll() is not None for one in starts))
@@ -140,7 +140,7 @@ def test_of_two_starts_on_two_machines_one_makes_the_runs(tmp_path):
     assert len(jobs_in(out)) == len(jsonlines.read(out / "records.jsonl")) == 1
 
 
-def test_the_jobs_of_a_killed_command_go_on_and_the_same_command_takes_them_up(tmp_path, monkeypatch):
+def test_jobs_outlive_a_killed_command_and_the_same_command_adopts_them(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "SETTLE_SECONDS", 60.0)
     out = tmp_path / "out"
     first = start(out, tmp_path / "go")
@@ -213,7 +213,7 @@ def test_a_copied_folder_neither_waits_for_nor_cancels_the_jobs_of_another(elsew
 
 @pytest.mark.parametrize("row", [{}, {"cluster": "here"}], ids=["of an earlier version", "of this one"])
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_job_of_the_folder_is_taken_up_and_forgotten_only_if_slurm_cancelled_it(row, refuses, cluster, tmp_path):
+def test_a_job_of_the_folder_is_adopted_and_forgotten_only_if_slurm_cancelled_it(row, refuses, cluster, tmp_path):
     out = tmp_path / "out"
     begun(out, {"run": "1", "job": "12_0"} | row, jobs=["12"])
     if refuses:
@@ -224,7 +224,7 @@ def test_a_job_of_the_folder_is_taken_up_and_forgotten_only_if_slurm_cancelled_i
     assert len(jsonlines.read(out / "slurm" / "jobs.jsonl")) == (1 if refuses else 2)
 
 
-def test_a_run_begins_no_second_time_while_slurm_does_not_say_if_its_job_runs(cluster, tmp_path):
+def test_a_run_is_not_started_again_while_the_state_of_its_job_is_unknown(cluster, tmp_path):
     begun(tmp_path / "out", {"run": "1", "job": "12"})
     script = '#!/bin/sh\n[ "$2" = config ] && exit 0; echo Unable to contact slurm controller >&2; exit 1\n'
     (tmp_path / "scontrol").write_text(script)
@@ -233,7 +233,7 @@ def test_a_run_begins_no_second_time_while_slurm_does_not_say_if_its_job_runs(cl
     assert not (tmp_path / "sbatch.log").exists()
 
 
-def test_the_record_of_a_job_that_ended_long_ago_is_taken(cluster, tmp_path):
+def test_the_record_of_a_job_that_ended_long_ago_is_used(cluster, tmp_path):
     out = tmp_path / "out"
     begun(out, {"run": "1", "job": "12"})
     (out / "slurm" / "1.json").write_text('{"key": "1", "square": 1}')
@@ -245,8 +245,8 @@ def test_the_record_of_a_job_that_ended_long_ago_is_taken(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("lacks", [["scontrol"], ["squeue"], ["scontrol", "squeue"]], ids="-".join)
-def test_a_cluster_may_keep_squeue_and_scontrol_from_its_users(lacks, cluster, tmp_path, monkeypatch, capsys):
-    """The job of an earlier command is taken up if one of the two shows that it is of this folder, not of another."""
+def test_squeue_or_scontrol_may_be_unavailable_to_users(lacks, cluster, tmp_path, monkeypatch, capsys):
+    """The job of an earlier command is adopted if either of the two shows that it belongs to this folder."""
     out = tmp_path / "out"
     script(tmp_path / "squeue", f"echo '12|FAILED|None|x'; echo '11_0|'$(cat {tmp_path}/state)'|None|{out}/slurm/a.sh';"
            f"echo FAILED > {tmp_path}/state")  # fmt: skip
@@ -278,7 +278,7 @@ def queue_of(path, *lines):
 
 
 @pytest.mark.parametrize("lines", [["12|FAILED"], ["12|COMPLETING"], []], ids=["failed", "completing", "forgotten"])
-def test_an_error_is_noticed_without_accounts_by_what_submitit_left(lines, cluster, tmp_path, capsys):
+def test_an_error_is_noticed_without_accounting_by_the_files_of_submitit(lines, cluster, tmp_path, capsys):
     begun(tmp_path / "out", {"run": "1", "job": "12"}, jobs=["12"])
     (tmp_path / "out" / "slurm" / "12_0_result.pkl").touch()
     queue_of(tmp_path, *lines)
@@ -287,7 +287,7 @@ def test_an_error_is_noticed_without_accounts_by_what_submitit_left(lines, clust
     assert capsys.readouterr().out == ""
 
 
-def test_a_job_that_slurm_requeued_after_an_error_goes_on(cluster, tmp_path, monkeypatch):
+def test_a_job_that_slurm_requeued_after_an_error_continues(cluster, tmp_path, monkeypatch):
     begun(tmp_path / "out", {"run": "1", "job": "12"}, jobs=["12"])
     (tmp_path / "out" / "slurm" / "12_0_result.pkl").touch()
     record = tmp_path / "out" / "slurm" / "1.json"
@@ -305,7 +305,7 @@ def test_a_job_that_slurm_has_forgotten_is_submitted_again_and_sacct_is_named_on
     assert capsys.readouterr().err.count("sacct does not answer") <= 1  # once in a process
 
 
-def test_submissions_are_repeated_while_the_controller_is_away(cluster, tmp_path, monkeypatch):
+def test_submissions_are_repeated_during_an_outage_of_the_controller(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "AWAY_SECONDS", 60.0)
     away = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
     script(tmp_path / "sbatch", f"echo >> {tmp_path}/tried; [ $(wc -l < {tmp_path}/tried) -lt 3 ] && {{ {away}; }}\n"
@@ -330,7 +330,7 @@ def test_a_job_of_the_folder_that_the_log_does_not_know_is_cancelled(cluster, tm
     assert (tmp_path / "scancel.log").read_text().split() == ["7", "12"]
 
 
-def test_arrays_are_as_large_as_the_cluster_takes_them(cluster, tmp_path):
+def test_arrays_are_as_large_as_the_cluster_allows(cluster, tmp_path):
     (tmp_path / "config").write_text("ClusterName = here\nMaxArraySize = 2\n")
     script(tmp_path / "sbatch", f'grep -h -e --array "$1" >> {tmp_path}/arrays; echo >> {tmp_path}/n; '
            f"echo Submitted batch job 1$(($(wc -l < {tmp_path}/n)))")  # fmt: skip
@@ -341,7 +341,7 @@ def test_arrays_are_as_large_as_the_cluster_takes_them(cluster, tmp_path):
     assert (tmp_path / "arrays").read_text().split() == ["#SBATCH", "--array=0-1%2"] * 2
 
 
-def test_the_status_line_has_numbers_and_why_jobs_wait(cluster, tmp_path, capsys):
+def test_the_status_line_shows_counts_and_why_jobs_wait(cluster, tmp_path, capsys):
     lines = [*(f"12_{n}|PENDING|PartitionDown|x" for n in (0, 1, 3)), "12_2|RUNNING|None|x", "12_4|CANCELLED|None|x"]
     script(tmp_path / "squeue", "\n".join(f"echo '{line}'" for line in lines))
     jobs = [Job(n, square, (n,)) for n in range(5)]
@@ -351,13 +351,13 @@ def test_the_status_line_has_numbers_and_why_jobs_wait(cluster, tmp_path, capsys
     assert status in capsys.readouterr().err
 
 
-def test_the_numbers_of_jobs_are_short():
+def test_the_numbers_of_jobs_are_abbreviated():
     numbers = ["12_2", "12_1", "9", "12_10", "13", "12_11", ""]
     assert slurm._spans(numbers) == "9, 12_1-2, 12_10-11, 13"
     assert slurm._spans(f"{n}" for n in range(0, 20, 2)) == "0, 2, 4, 6, 8, 10, and 4 more"
 
 
-def test_slurm_gets_the_options_and_a_cancelled_job_ends_and_cancels_all(cluster, tmp_path):
+def test_slurm_gets_the_options_and_one_cancelled_job_cancels_all(cluster, tmp_path):
     options = ("time=60", "partition=gpu", "exclusive=true", "mem=16G", "setup=[module load x]")
     executor = PoolOptions(executor="slurm", slurm=options).executor_of_jobs()
     with pytest.raises(RunError, match=r"the job of 1 ended as CANCELLED; see .*12_0_0_log\.err"):

@@ -30,7 +30,7 @@ with hold(Path(sys.argv[1])):
 """
 
 
-def test_every_setting_that_is_free_is_a_setting():
+def test_every_free_setting_exists():
     from_the_data = {"data.tokenizer_fingerprint"}  # known once the data are prepared
     assert KEYS.keys() | from_the_data >= FREE_KEYS
     assert LOGGING_KEYS < FREE_KEYS
@@ -61,7 +61,7 @@ def elsewhere(folder, seconds):
 
 
 @pytest.mark.processes
-def test_a_folder_has_one_holder_among_machines_whose_locks_do_not_meet(tmp_path, monkeypatch, capsys):
+def test_a_folder_has_one_holder_among_machines_that_do_not_share_locks(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(folders, "LEASE_SECONDS", 3.0)
     other = elsewhere(tmp_path, 600)
     with pytest.raises(InputError, match="another process"), hold(tmp_path):
@@ -74,7 +74,7 @@ def test_a_folder_has_one_holder_among_machines_whose_locks_do_not_meet(tmp_path
 
 
 @pytest.mark.processes
-def test_a_holder_that_has_ended_leaves_nothing_for_another_machine_to_wait_for(tmp_path, capsys):
+def test_another_machine_does_not_wait_for_a_holder_that_ended(tmp_path, capsys):
     elsewhere(tmp_path, 0).communicate()
     with hold(tmp_path):
         pass
@@ -82,7 +82,7 @@ def test_a_holder_that_has_ended_leaves_nothing_for_another_machine_to_wait_for(
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of a process as Linux gives it")
-def test_a_killed_holder_that_nobody_waited_for_is_not_another_machine(tmp_path, capsys):
+def test_a_killed_holder_that_is_a_zombie_is_not_taken_for_another_machine(tmp_path, capsys):
     """A container without init keeps it as a zombie, which filelock takes for alive."""
     other = subprocess.Popen([sys.executable, "-c", HOLDING, str(tmp_path), "600"], stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n"
@@ -94,7 +94,7 @@ def test_a_killed_holder_that_nobody_waited_for_is_not_another_machine(tmp_path,
     other.communicate()
 
 
-def test_a_holder_may_wait_for_a_process_that_is_ending(tmp_path):
+def test_a_new_holder_waits_for_a_process_that_is_ending(tmp_path):
     """A sweep that resumes at once after a kill -9 met its own dying workers."""
     other = subprocess.Popen([sys.executable, "-c", HOLDING, str(tmp_path), "0.3"], stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n"
@@ -103,7 +103,7 @@ def test_a_holder_may_wait_for_a_process_that_is_ending(tmp_path):
     other.communicate()
 
 
-def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
+def test_a_folder_of_another_kind_is_refused_and_unchanged(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".mine.partial").write_text("mine")
     refused = "must be a new or empty folder, got one with other files in it; go away"
@@ -114,7 +114,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path):
         pass
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "theirs").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "theirs")
@@ -123,7 +123,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
     assert (tmp_path / "theirs").read_text() == "precious"
 
 
-def test_changes_are_named_and_free_ones_are_not(tmp_path):
+def test_changes_of_settings_are_named_unless_they_are_free(tmp_path):
     before = {"train.lr": 1, "train.betas": (0.9, 1), "train.device": "cpu", "model.a": 1}
     refuse_changes(before, before | {"train.lr": 1.0, "train.betas": [0.9, 1.0], "train.device": "cuda"}, tmp_path)
     with pytest.raises(InputError, match=r"model\.b was absent, is 2; train\.lr was 1, is 2; ") as error:
@@ -134,7 +134,7 @@ def test_changes_are_named_and_free_ones_are_not(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "a: [", "a: 1", "[1]"])
-def test_settings_are_sections_of_plain_values(text, tmp_path):
+def test_settings_are_written_as_sections_of_plain_values(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError, match=r"config\.yaml.* must be ") as error:
         read_settings(tmp_path / "config.yaml")
@@ -142,13 +142,13 @@ def test_settings_are_sections_of_plain_values(text, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff"], ids=repr)
-def test_a_file_that_is_no_json_object(content, tmp_path):
+def test_a_file_that_is_not_a_json_object_is_refused(content, tmp_path):
     (tmp_path / "facts.json").write_bytes(content)
     with pytest.raises(InputError, match=r"facts\.json must be .*, got"):
         read_object(tmp_path / "facts.json")
 
 
-def test_a_new_folder_is_not_there_or_empty(tmp_path, monkeypatch):
+def test_a_new_folder_must_be_missing_or_empty(tmp_path, monkeypatch):
     assert new_folder(tmp_path / "new") == tmp_path / "new"
     (tmp_path / "empty").mkdir()
     assert new_folder(tmp_path / "empty", "--out") == tmp_path / "empty"

@@ -19,7 +19,7 @@ def test_a_torn_last_line_is_left_out(torn, tmp_path):
     assert jsonlines.read(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_whole_last_line_without_its_newline_counts_and_is_not_run_into(tmp_path):
+def test_a_complete_last_line_without_a_newline_counts_and_is_not_joined_with_the_next(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"step": 1}\n{"step":  2}')
     with JsonLines(path) as lines:
@@ -52,7 +52,7 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path):
     ],
     ids=["middle", "last", "list", "number", "empty", "text", "bytes", "digits"],
 )
-def test_damage_is_one_line_and_changes_nothing(content, number, tmp_path):
+def test_damage_gives_one_line_and_changes_nothing(content, number, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     for use in (jsonlines.read, JsonLines):
@@ -80,7 +80,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path):
     json.dumps(finite(row), allow_nan=False)
 
 
-def test_opening_drops_what_is_not_kept_and_leaves_the_rest_as_it_is(tmp_path):
+def test_opening_drops_rows_that_are_not_kept_and_leaves_the_others_unchanged(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"step":1}\n{"step": 2, "ü": NaN}\n{"step": 3}\n{"st')
     with JsonLines(path, keep=lambda row: row["step"] <= 2) as lines:
@@ -98,7 +98,7 @@ def test_opening_drops_what_is_not_kept_and_leaves_the_rest_as_it_is(tmp_path):
     [*({"step": step} for step in ("1", 1.5, None, True)), {}, *({"step": 1, "loss": x} for x in ("1", [1], {}, True))],
     ids=str,
 )
-def test_rows_of_a_run_are_numbers(row, tmp_path):
+def test_rows_of_a_run_must_be_numbers(row, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": None, "lr": 1e-3}) + "\n")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -107,7 +107,7 @@ def test_rows_of_a_run_are_numbers(row, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
-def test_nobody_waits_for_the_reader_of_a_pipe(tmp_path):
+def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="pipe must be a file"):
         JsonLines(tmp_path / "pipe")

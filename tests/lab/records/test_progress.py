@@ -14,7 +14,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_without_a_terminal_a_line_comes_now_and_then_with_the_time_left(capsys, clock):
+def test_without_a_terminal_lines_show_the_time_left_at_intervals(capsys, clock):
     with Progress("title", 100, done=20) as bar:
         clock[0] += 8
         bar.update(40, "a")  # 20 in 8 seconds: 24 left
@@ -26,7 +26,7 @@ def test_without_a_terminal_a_line_comes_now_and_then_with_the_time_left(capsys,
     assert capsys.readouterr() == ("", "a  0:00:24 left\nc  0:00:16 left\nd  0:00:13 left\n")
 
 
-def test_work_of_an_earlier_process_says_nothing_about_speed(capsys, clock):
+def test_work_of_an_earlier_process_does_not_count_for_the_speed(capsys, clock):
     with Progress("", 100) as bar:
         bar.skip(50)
         clock[0] += 10
@@ -34,7 +34,7 @@ def test_work_of_an_earlier_process_says_nothing_about_speed(capsys, clock):
     assert capsys.readouterr().err == "resumed  0:00:10 left\n"
 
 
-def test_the_time_in_which_processes_start_says_nothing_about_speed(capsys, clock):
+def test_the_start_of_processes_does_not_count_for_the_speed(capsys, clock):
     with Progress("", 100) as bar:
         clock[0] += 60  # until the first job reports its step 0
         bar.skip(0)
@@ -47,14 +47,14 @@ def test_the_time_in_which_processes_start_says_nothing_about_speed(capsys, cloc
 
 
 @pytest.mark.parametrize("options", [{"enabled": False}, {"measuring": True}])
-def test_nothing_is_shown_where_nothing_is_wanted(options, capsys):
+def test_no_progress_is_shown_if_it_is_switched_off(options, capsys):
     with Progress("title", 10, **options) as bar:
         bar.update(10, "x", line=True)
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("measuring", [True, False])
-def test_a_terminal_gets_a_bar_and_markup_is_text(measuring, monkeypatch):
+def test_a_terminal_shows_a_bar_and_prints_markup_as_text(measuring, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -71,6 +71,6 @@ def test_a_terminal_gets_a_bar_and_markup_is_text(measuring, monkeypatch):
     assert "50%" in shown
 
 
-def test_a_name_from_outside_is_said_in_one_line_without_commands_for_the_terminal(capsys):
+def test_an_untrusted_name_is_printed_in_one_line_without_terminal_commands(capsys):
     say("runs/\x1b[2J\nresidua: done")
     assert capsys.readouterr().err == "runs/\\u001b[2J residua: done\n"

@@ -11,18 +11,18 @@ TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228,
 
 
 @pytest.mark.parametrize(("freedom", "value"), TABLE.items())
-def test_quantiles_are_the_printed_ones(freedom, value):
+def test_quantiles_are_those_of_printed_tables(freedom, value):
     assert t95(freedom) == value
 
 
-def test_an_estimate_is_mean_sample_deviation_and_interval():
+def test_an_estimate_has_a_mean_a_sample_deviation_and_an_interval():
     values = [1.0, 2.5, 4.0, 7.0]
     found = Estimate.of(iter(values))
     assert found == pytest.approx((statistics.mean(values), statistics.stdev(values), 4))
     assert found.half_width == pytest.approx(3.182 * statistics.stdev(values) / 2)
 
 
-def test_an_estimate_covers_the_values_that_are_known():
+def test_an_estimate_ignores_unknown_values():
     assert Estimate.of_known([1.0, None, 3.0]) == (pytest.approx(2.0), pytest.approx(2**0.5), 2)
     assert Estimate.of_known([None]) is None
 
@@ -34,13 +34,13 @@ def test_one_value_has_no_deviation_and_no_interval():
     assert Estimate(1.0, 0.5, 0).half_width is None
 
 
-def test_pairs_share_their_seeds():
+def test_pairs_are_formed_by_seed():
     ours, theirs = {0: 1.0, 1: 2.0, 5: 9.0}, {1: 1.5, 0: 0.5, 7: 100.0}
     assert paired(ours, theirs) == (0.5, 0.0, 2)
     assert paired({0: 1.0}, {1: 1.0}) is None
 
 
-def test_numbers_that_are_not_finite_stay_so():
+def test_numbers_that_are_not_finite_give_an_estimate_that_is_not_finite():
     assert math.isnan(Estimate.of([1.0, math.nan]).mean)
 
 
@@ -60,7 +60,7 @@ def test_a_detectable_mean_is_seen_in_four_of_five():
     assert Estimate(0.0, 10.0, 10_001).detectable == pytest.approx(0.1 * (1.960 + 0.8416), rel=1e-3)
 
 
-def test_over_documents_of_one_length_the_error_is_that_of_their_mean():
+def test_for_documents_of_one_length_the_error_is_that_of_their_mean():
     ours, theirs = [[10.0, 11.0, 12.5], [12.0, 13.0, 12.5]], [[11.0, 11.0, 14.0]]
     found = over_documents(ours, theirs, [5, 5, 5])
     test = ttest_1samp([0.0, 0.2, -0.3], 0)
@@ -68,7 +68,7 @@ def test_over_documents_of_one_length_the_error_is_that_of_their_mean():
     assert over_documents([[1.0]], [[2.0]], [5]) is None
 
 
-def test_over_documents_of_many_lengths_the_interval_covers_the_truth_as_often_as_it_says():
+def test_for_documents_of_many_lengths_the_interval_has_its_stated_coverage():
     """Of texts whose documents are drawn with a difference of 0.1 per label, 95 % of the intervals hold 0.1."""
     random = numpy.random.default_rng(0)
     covered = 0
@@ -80,7 +80,7 @@ def test_over_documents_of_many_lengths_the_interval_covers_the_truth_as_often_a
     assert 0.91 < covered / 400 < 0.98
 
 
-def test_holm_steps_down_and_never_orders_differently():
+def test_holm_corrects_step_by_step_and_keeps_the_order():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
@@ -95,7 +95,7 @@ def test_an_error_that_all_seeds_share_does_not_average_out():
     assert Contrast(1.0, 0.0, 4, 5).p_value is None  # equal values say nothing of their noise
 
 
-def test_two_schemes_alone_have_the_noise_of_their_paired_differences():
+def test_two_schemes_have_the_noise_of_their_paired_differences():
     ours, theirs = {1: 4.0, 2: 4.3, 3: 3.9}, {1: 4.5, 2: 4.4, 3: 4.1}
     pairs, noise = paired(ours, theirs), Noise.of([ours, theirs])
     contrast = noise.contrast(list(ours.values()), list(theirs.values()))

@@ -3,7 +3,7 @@ from operator import itemgetter
 from residua.lab.records.table import Table, grouped, print_table
 
 
-def test_runs_group_by_identity_in_the_order_of_seeds_and_the_last_of_a_seed_counts():
+def test_runs_are_grouped_by_identity_in_the_order_of_seeds_and_the_last_of_a_seed_counts():
     runs = [("b", 1, 5.0), ("a", 2, 1.0), ("b", 0, 3.0), ("b", 1, 4.0)]
     assert grouped(runs, itemgetter(0), itemgetter(1)) == [(("b", 0, 3.0), ("b", 1, 4.0)), (("a", 2, 1.0),)]
 
@@ -14,7 +14,7 @@ def test_markdown_aligns_numbers_and_keeps_bars_as_text():
     assert table.markdown().splitlines()[1] == "| --- | --- |"
 
 
-def test_a_terminal_that_is_too_narrow_gets_several_tables_with_the_first_column(capsys, monkeypatch):
+def test_a_narrow_terminal_shows_several_tables_that_repeat_the_first_column(capsys, monkeypatch):
     header, rows = ["scheme", "loss", "seconds"], [["residual", "3.10", "9"], ["ddl", "", "10"], ["mhc", "12.00", ""]]
     print_table(header, rows)
     wide = capsys.readouterr().out

@@ -33,7 +33,7 @@ def preempted_once(run, *, place, report):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_a_study_of_jobs_has_the_losses_of_one_on_this_machine_though_one_is_preempted(data, tmp_path, monkeypatch):
+def test_a_study_of_jobs_with_a_preemption_has_the_losses_of_a_local_study(data, tmp_path, monkeypatch):
     """The preempted job saves its state and goes on."""
     monkeypatch.setattr(slurm, "POLL_SECONDS", 0.2)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the job imports this module
@@ -63,7 +63,7 @@ def test_steps_are_timed_in_one_job(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("cpu", ["planted", "another"])
-def test_seconds_are_compared_only_on_one_processor(cpu):
+def test_seconds_are_compared_only_on_the_same_processor(cpu):
     timed = [{**cost, "cpu": processor} for cost, processor in zip(costs(), ("planted", cpu))]
     row = planted(timed=timed).row("small", "ddl")
     assert (row.difference("residual", "seconds") is not None) == (cpu == "planted")
@@ -86,14 +86,14 @@ def test_seconds_are_compared_only_on_one_processor(cpu):
         (["--slurm", "time=5", "nodes=2"], "--slurm has no option 'nodes'; did you mean nodelist?"),
     ],
 )
-def test_a_wrong_option_of_sbatch_is_one_line(options, said, data, tmp_path, capsys):
+def test_a_wrong_option_of_sbatch_gives_one_line(options, said, data, tmp_path, capsys):
     argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     assert main([*argv, *options]) == 2
     assert capsys.readouterr().err.startswith(f"residua: {said}")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_and_a_machine_without_slurm_are_one_line(data, tmp_path, monkeypatch, capsys):
+def test_a_missing_package_or_slurm_gives_one_line(data, tmp_path, monkeypatch, capsys):
     argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     monkeypatch.setenv("PATH", "")
     assert main([*argv, "--slurm", "time=5"]) == 2

@@ -129,7 +129,7 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
         ({"set": {"model.base": "nowhere"}}, "model.base must be a folder .*, got nowhere"),
     ],
 )
-def test_an_unusable_base_is_one_line_before_anything_is_trained(base, data, tmp_path, changes, said):
+def test_an_unusable_base_gives_one_line_before_training(base, data, tmp_path, changes, said):
     with pytest.raises(InputError, match=said) as error:
         Plan(load_study(str(written(tmp_path, base, **changes))), data)
     assert "\n" not in str(error.value)

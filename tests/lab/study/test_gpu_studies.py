@@ -24,7 +24,7 @@ def planned(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ten_million_parameters_take_25_minutes(planned):
+def test_the_study_of_ten_million_parameters_is_planned_for_25_minutes(planned):
     tokens = records("main/records.jsonl", RESBENCH / "records")[0]["facts"]["data"]["train_tokens"]
     plan = planned("gpu.yaml", 2048, tokens)
     (size,) = forecast(plan, 100e12)
@@ -41,7 +41,7 @@ def test_ten_million_parameters_take_25_minutes(planned):
     ("name", "schemes"),
     [("gpu-rates.yaml", ["residual"]), ("gpu-write-only.yaml", ["residual", "ddl-tc-write-only"])],
 )
-def test_a_study_at_one_rate_has_the_runs_that_the_first_would_make_at_it(planned, name, schemes):
+def test_a_study_at_one_rate_has_the_runs_of_the_first_study_at_that_rate(planned, name, schemes):
     tokens = records("main/records.jsonl", RESBENCH / "records")[0]["facts"]["data"]["train_tokens"]
     first, study = (planned(each, 2048, tokens) for each in ("gpu.yaml", name))
     reported = {run.key for scheme in schemes for run in first.reported("10M", scheme, {"train.lr": 0.008})}
@@ -52,7 +52,7 @@ def test_a_study_at_one_rate_has_the_runs_that_the_first_would_make_at_it(planne
 
 
 @pytest.mark.nightly
-def test_the_larger_study_takes_a_day(planned):
+def test_the_larger_study_is_planned_for_a_day(planned):
     small, rest = (
         planned("gpu-day.yaml", 50257, 10**9 * 9, schemes, [size])
         for schemes, size in ((None, "20M"), (["residual+tc", "ddl-tc-write-only"], "125M"))
@@ -66,7 +66,7 @@ def test_the_larger_study_takes_a_day(planned):
 
 
 @pytest.mark.slow
-def test_one_million_parameters_are_planned(planned):
+def test_the_study_of_one_million_parameters_is_planned(planned):
     plan = planned("1M.yaml", 2048, 72 * 10**6)
     (size,) = forecast(plan, 50e9)
     assert (size.runs, size.schemes) == (18 + 18, 6)
@@ -105,5 +105,5 @@ class Every(dict):
 
 
 @pytest.mark.parametrize(("seeds", "deviations"), [(5, 1.7), (3, 3.1), (2, 10.0)])
-def test_the_deviations_that_seeds_can_see(seeds, deviations):
+def test_the_seeds_can_resolve_the_expected_differences(seeds, deviations):
     assert round(Estimate(0.0, 1.0, seeds).detectable, 1) == deviations

@@ -37,7 +37,7 @@ def finished():
     return {row["key"]: row for row in records("main/records.jsonl", RESBENCH / "records")}
 
 
-def test_a_scheme_whose_heads_do_not_divide_a_width_is_not_at_that_size(stub):
+def test_a_scheme_whose_heads_do_not_divide_a_width_is_left_out_at_that_size(stub):
     plan = Plan(read_folder(SHIPPED).only(["mhar"], ["0.1M-wide"]), stub)
     assert plan.misfits.keys() == {("0.1M-wide", "mhar")}
     assert "heads" in str(plan.misfits["0.1M-wide", "mhar"])

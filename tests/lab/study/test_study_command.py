@@ -60,7 +60,7 @@ def test_a_dry_run_prints_hours_and_what_the_seeds_can_show_and_writes_nothing(d
 
 
 @pytest.mark.slow
-def test_the_same_command_makes_nothing_twice_and_reports(finished, data, capsys):
+def test_repeating_the_command_makes_no_run_twice_and_reports(finished, data, capsys):
     out = finished / "out"
     before = (out / "records.jsonl").read_bytes()
     assert len(before.splitlines()) == 6
@@ -99,7 +99,7 @@ def test_a_study_may_grow_and_loses_no_scheme(finished, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_only_the_size_that_is_asked_for_has_rows_and_costs(data, tmp_path, monkeypatch):
+def test_only_the_requested_size_has_rows_and_costs(data, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "peak_of", lambda *args, **kwargs: 1)
     small = SMALLEST["sizes"]["small"]
     file, out = tmp_path / "study.yaml", tmp_path / "out"
@@ -123,7 +123,7 @@ def test_only_the_size_that_is_asked_for_has_rows_and_costs(data, tmp_path, monk
         ({"seeds": [2, 3]}, "seeds must be at least [1, 2], as in"),
     ],
 )
-def test_a_folder_takes_no_runs_of_other_settings(finished, data, tmp_path, capsys, change, said):
+def test_a_folder_accepts_no_runs_with_other_settings(finished, data, tmp_path, capsys, change, said):
     other, out = tmp_path / "other.yaml", finished / "out"
     other.write_text(write_yaml({**SMALLEST, **change}))
     before = {path.name: path.read_bytes() for path in out.glob("*.json*")}
@@ -143,7 +143,7 @@ def test_a_study_may_add_seeds_and_questions(finished):
     assert grown(finished / "out", seeds=[1, 2, 3], questions=asked).seeds == (1, 2, 3)
 
 
-def test_a_contrast_becomes_primary_before_its_runs_and_stays(finished, tmp_path):
+def test_a_contrast_can_become_primary_only_before_its_runs(finished, tmp_path):
     with pytest.raises(InputError, match=r"primary\.small must be contrasts"):
         grown(finished / "out", primary={"small": [["ddl", "residual"]]})
     more = {"schemes": {**SMALLEST["schemes"], "hc": {}}, "primary": {"small": [["hc", "residual"]]}}
@@ -202,7 +202,7 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
 
 
 @pytest.mark.slow
-def test_runs_of_a_like_device_are_repeated_first(finished, data, tmp_path, monkeypatch, capsys):
+def test_runs_of_a_similar_device_are_repeated_first(finished, data, tmp_path, monkeypatch, capsys):
     """Behind a line with their cost."""
     folder = shutil.copytree(finished / "out", tmp_path / "mixed")
     rows = jsonlines.read(folder / "records.jsonl")
@@ -245,7 +245,7 @@ def alone(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_are_timed_again_in_as_many_rounds_as_asked_for(finished, data, tmp_path):
+def test_steps_are_timed_again_in_the_requested_number_of_rounds(finished, data, tmp_path):
     out = alone(finished, tmp_path)
     known = (out / "costs.jsonl").read_bytes()
     argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
@@ -255,7 +255,7 @@ def test_steps_are_timed_again_in_as_many_rounds_as_asked_for(finished, data, tm
     assert [(row["scheme"], len(row["seconds"])) for row in new] == [("residual", 9), ("ddl", 9)]
 
 
-def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_path, capsys):
+def test_steps_are_not_timed_again_without_a_study(finished, data, tmp_path, capsys):
     out = tmp_path / "nowhere"
     argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
     assert main(argv) == 2
@@ -264,7 +264,7 @@ def test_steps_are_not_timed_again_where_there_is_no_study(finished, data, tmp_p
 
 
 @pytest.mark.slow
-def test_costs_count_what_a_matrix_product_does_not(data):
+def test_costs_include_arithmetic_outside_matrix_products(data):
     """The delta write is elementwise: it adds arithmetic of that kind, and little of the other."""
     plan = Plan(study(**SMALLEST), data)
     plain, delta = measure(configs_of(plan), "residual", rounds=2, peak=False)

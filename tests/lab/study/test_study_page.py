@@ -12,7 +12,7 @@ def written(tmp_path, found=None, **changes):
     return path
 
 
-def test_the_page_asks_for_nothing():
+def test_the_page_loads_no_resource():
     text = TEMPLATE.read_text(encoding="utf-8")
     assert "default-src 'none'" in text
     for word in (" src=", "url(", "@import", "innerHTML", "fetch("):
@@ -35,13 +35,13 @@ def test_the_table_sorts_and_a_row_shows_its_runs(open_page, tmp_path):
     assert opened.locator("#detail tbody tr").count() == 0
 
 
-def test_a_difference_over_some_of_the_seeds_says_so(open_page, tmp_path):
+def test_a_difference_over_some_of_the_seeds_is_marked(open_page, tmp_path):
     fewer = [r for r in records() if (r["scheme"], r["kind"], r["seed"]) != ("residual", "report", 3)]
     rows = open_page(written(tmp_path, planted(fewer))).locator("#main > .scroll tbody")
     assert "-0.1500 ± 0.5436 (2 seeds)" in rows.inner_text()
 
 
-def test_hostile_texts_are_inert(open_page, tmp_path):
+def test_markup_in_hostile_texts_is_inert(open_page, tmp_path):
     hostile = [{**r, "scheme": NASTY, "connection": NASTY} if r["scheme"] == "ddl" else r for r in records()]
     found = planted(hostile, schemes={"residual": {}, NASTY: {}})
     opened = open_page(written(tmp_path, found, title=NASTY))
@@ -51,7 +51,7 @@ def test_hostile_texts_are_inert(open_page, tmp_path):
     assert "<img" in opened.locator("#main > .scroll tbody").inner_text()
 
 
-def test_a_study_without_finished_rows_says_so(open_page, tmp_path):
+def test_the_page_of_a_study_without_finished_rows_notes_this(open_page, tmp_path):
     opened = open_page(written(tmp_path, planted([], [])))
     assert "No finished row yet" in opened.locator("#main").inner_text()
 
@@ -67,7 +67,7 @@ def test_a_narrow_screen_shows_all_of_the_pictures(open_page, tmp_path):
     assert opened.evaluate("document.documentElement.scrollWidth") == 360
 
 
-def test_the_page_has_what_was_tuned_and_why_there_is_no_answer(open_page, tmp_path):
+def test_the_page_shows_tuned_settings_and_why_there_is_no_answer(open_page, tmp_path):
     asked = {"gain": {"ask": "Who?", "compare": [["ddl", "residual"]], "at": ["tokens", "compiled seconds"]}}
     opened = open_page(written(tmp_path, planted(questions=asked)))
     opened.click("tr[data-scheme=ddl]")

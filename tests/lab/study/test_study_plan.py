@@ -75,7 +75,7 @@ def test_all_seeds_of_every_point_choose_by_labels_that_do_not_repeat(data):
         ({"rule": "two seeds"}, "rule must be"),
     ],
 )
-def test_a_rule_takes_what_it_uses(changes, message):
+def test_settings_that_a_rule_cannot_use_are_refused(changes, message):
     with pytest.raises(InputError, match=message):
         study(tuning={**ALL_SEEDS, **changes})
 
@@ -118,7 +118,7 @@ def test_a_scheme_of_which_every_run_diverges_is_not_reported(data):
 
 
 @pytest.mark.slow
-def test_a_size_takes_the_settings_of_the_size_that_it_names(data):
+def test_a_size_uses_the_settings_of_the_size_that_it_names(data):
     sizes = {
         **DOCUMENT["sizes"],
         "deep": {**DOCUMENT["sizes"]["small"], "model.num_hidden_layers": 2, "tuned": "small"},
@@ -163,8 +163,9 @@ def test_a_size_may_search_some_keys_again_in_full_length(data):
     assert len(runs) <= plan.most
 
 
-def test_a_scheme_that_fits_its_own_width_and_a_key_that_the_plain_residual_has_not(data):
-    """Three heads fit no power of two. The plain residual has nothing to search at the second size, and begins once."""
+def test_schemes_may_fit_only_their_own_width_and_have_keys_that_the_plain_residual_lacks(data):
+    """Three heads fit no power of two. The plain residual has nothing to search at the second size, and starts with one
+    run."""
     small = {**DOCUMENT["sizes"]["small"], "model.hidden_size": 24}
     rate = {"train.connection_lr_factor": [1, 4]}
     sizes = {"small": small, "large": {**small, "model.intermediate_size": 96, "tuned": "small", "over": rate}}
@@ -238,7 +239,7 @@ def test_the_first_study_that_the_page_shows_can_be_planned(data, tmp_path):
     assert len(runs) == 8  # as the page says: two rates and two seeds of two schemes
 
 
-def test_the_study_of_ones_own_scheme_that_the_page_shows_can_be_planned(data, tmp_path):
+def test_the_study_of_a_users_scheme_that_the_page_shows_can_be_planned(data, tmp_path):
     _, block, *_ = studies_of_the_page()
     path = tmp_path / "study.yaml"
     few = block.replace("tokens_per_parameter: 20", "tokens_per_parameter: 0.0001").replace(
@@ -250,7 +251,7 @@ def test_the_study_of_ones_own_scheme_that_the_page_shows_can_be_planned(data, t
     assert {run.config.train.lr for run in runs} == {0.004, 0.008, 0.016}
 
 
-def test_the_identity_of_a_run_is_what_its_numbers_depend_on(data, tmp_path):
+def test_the_identity_of_a_run_covers_all_settings_that_change_its_numbers(data, tmp_path):
     run = next(iter(Plan(study(), data).runs({})))
     key = run.key
     other = study(set={**DOCUMENT["set"], "train.checkpoint_every": 3})
@@ -327,7 +328,7 @@ def test_a_wrong_study_is_refused_with_one_line(part, change, said):
     assert "\n" not in str(refusal.value)
 
 
-def test_the_sizes_of_resbench_are_what_they_are_called_and_its_schemes_are_causal():
+def test_the_sizes_of_resbench_match_their_names_and_its_schemes_are_causal():
     found = load_study("resbench")
     for size in found.sizes.values():
         keys = {key.removeprefix("model."): value for key, value in size.keys.items()}

@@ -25,7 +25,7 @@ def test_an_answer_is_the_paired_difference_with_its_interval():
 
 
 @pytest.mark.parametrize("ahead", [0.1, -0.1])
-def test_a_difference_clear_of_zero_is_bold(ahead):
+def test_a_difference_whose_interval_excludes_zero_is_bold(ahead):
     near = changed(records(), lambda row: {"val_loss": 4 + 0.0099 * row["seed"] - ahead}, scheme="ddl", kind="report")
     found = planted(near, questions=ASKED, primary={"small": [["ddl", "residual"]]})
     answer = found.answers[0]
@@ -53,7 +53,7 @@ def test_a_primary_contrast_has_its_interval_over_documents_if_all_reported_runs
         assert "second text" not in markdown(planted(others, **named))
 
 
-def test_an_interval_clear_of_zero_only_before_the_correction_is_not_bold():
+def test_an_interval_that_excludes_zero_only_before_the_correction_is_not_bold():
     schemes = {name: {} for name in ("residual", "ddl", "hc", "mhc")}
     named = {"small": [["ddl", "residual"], ["hc", "residual"], ["hc", "ddl"]]}
     near = [*records(), *copied("hc"), *copied("mhc")]
@@ -72,7 +72,7 @@ def test_two_schemes_that_are_no_baselines_are_compared():
     assert answer.difference.estimate.mean == pytest.approx(0.1)
 
 
-def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_said():
+def test_without_all_seeds_or_longer_runs_the_reason_replaces_the_answer():
     found = asked(without(records(), scheme="ddl", seed=3))
     assert [(answer.difference, answer.waiting) for answer in found.answers] == [(None, ["ddl"])] * 2
     assert "\n\nWaiting for `ddl`.\n" in markdown(found)
@@ -86,7 +86,7 @@ def test_without_all_seeds_or_longer_runs_there_is_no_answer_and_the_reason_is_s
     assert markdown(found).count("\n| `ddl` − `residual` | ") == 1
 
 
-def test_a_column_for_a_size_that_has_an_answer_and_what_it_waits_for():
+def test_each_size_with_an_answer_has_a_column_and_the_others_are_named():
     small = DOCUMENT["sizes"]["small"]
     pair, other = ["ddl", "residual"], ["hc", "residual"]
     study = {
@@ -146,7 +146,7 @@ def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():
     assert answer.difference.estimate.mean == pytest.approx(0.1)
 
 
-def test_the_page_says_what_the_report_says():
+def test_the_page_agrees_with_the_report():
     found = asked()
     (shown,) = payload(found)["questions"]
     assert shown["ask"] == "Is `ddl` ahead?"
@@ -191,11 +191,11 @@ def test_a_file_whose_questions_name_no_scheme_is_refused(tmp_path):
         load_study(str(tmp_path / "study.yaml"))
 
 
-def test_questions_stay_when_their_schemes_are_left_out():
+def test_questions_are_kept_if_their_schemes_are_left_out():
     whole = load_study("resbench")
     assert whole.only(["ddl"]).questions == whole.questions
 
 
-def test_every_causal_preset_stands_in_resbench():
+def test_every_causal_preset_is_part_of_resbench():
     there = {named(entry.connection)[0] for entry in load_study("resbench").schemes.values()}
     assert {name for name, scheme in PRESETS.items() if scheme.causal} <= there

@@ -92,7 +92,7 @@ def test_an_interval_at_equal_seconds_has_the_error_of_the_timing():
         assert wide.difference("residual", measure) == row.difference("residual", measure)
 
 
-def test_beyond_the_longest_run_of_the_baseline_nothing_is_said():
+def test_there_is_no_comparison_beyond_the_longest_run_of_the_baseline():
     found = planted(timed=[cost("residual", 1.0, 1000.0), cost("ddl", 1.7, 800.0)])
     row = row_of(found)
     assert row.difference("residual", "seconds").estimate is None
@@ -102,7 +102,7 @@ def test_beyond_the_longest_run_of_the_baseline_nothing_is_said():
     assert "the size has no baseline trained for as long" in markdown(found)
 
 
-def test_compiled_steps_have_a_comparison_of_their_own():
+def test_compiled_steps_have_their_own_comparison():
     assert "compiled" not in markdown(planted()).partition("## How")[0]
     timed = [cost("residual", 1.0, 1.0, compiled=True), cost("ddl", 1.5**0.5, 1.0, compiled=True)]
     for found in (planted(timed=costs() + timed), planted(timed=timed + costs())):
@@ -115,8 +115,8 @@ def test_compiled_steps_have_a_comparison_of_their_own():
         assert payload(found)["measures"] == ["tokens", "FLOPs", "seconds", "compiled seconds"]
 
 
-def test_two_are_compared_by_rounds_in_which_both_took_turns():
-    """The machine was another in the afternoon: a ratio of that time over one of the morning means nothing."""
+def test_step_times_are_compared_only_within_rounds_of_both_schemes():
+    """The machine changed between the morning and the afternoon, so a ratio across the two is meaningless."""
     afternoon = [cost("residual", 1.0, 1000.0, date="2027"), cost("other", 1.1, 1000.0, date="2027")]
     changes = {"schemes": {"residual": {}, "ddl": {}, "other": {}}, "baselines": ["residual", "other"]}
     changes["questions"] = {"gain": {"ask": "Who?", "compare": [["ddl", "other"]], "at": ["seconds"]}}
@@ -129,7 +129,7 @@ def test_two_are_compared_by_rounds_in_which_both_took_turns():
     assert answer.missing == "steps of ddl and other were not timed in the same rounds (--measure)"
 
 
-def test_too_few_rounds_tell_no_error_and_no_difference():
+def test_too_few_rounds_give_no_error_and_no_difference():
     few = [{**c, "seconds": c["seconds"][:8]} for c in costs()]
     row = row_of(planted(timed=few))
     assert row.difference("residual", "seconds") is None
@@ -152,7 +152,7 @@ def test_a_worth_beyond_the_longest_runs_is_null_in_json(tmp_path):
     assert json.loads(written)["rows"][1]["differences"][0]["tokens_worth"] is None
 
 
-def test_without_costs_only_equal_tokens_are_compared_and_nothing_is_said_of_costs():
+def test_without_costs_only_equal_tokens_are_compared():
     found = planted(timed=[], longer=[])
     assert [d.measure for d in row_of(found).differences] == payload(found)["measures"] == ["tokens"]
     columns = ["scheme", "validation loss", "vs residual, equal tokens", "vs residual, worth", "parameters"]
@@ -162,21 +162,21 @@ def test_without_costs_only_equal_tokens_are_compared_and_nothing_is_said_of_cos
         assert word in markdown(planted()) or word == "Learned to copy"
 
 
-def test_the_point_is_the_one_that_tuning_chose():
+def test_the_reported_point_is_the_one_that_tuning_chose():
     better = [*records(), record("ddl", "report", 1, 1.0, lr=0.004)]
     row = row_of(planted(better))
     assert row.point == {"train.lr": 0.008}
     assert row.loss.mean == pytest.approx(4.02 - 0.2)
 
 
-def test_tuning_runs_of_another_length_choose_nothing():
+def test_tuning_runs_of_another_length_are_ignored():
     shorter = [*records(), record("ddl", "tune", 0, 1.0, lr=0.004, steps=50)]
     row = row_of(planted(shorter))
     assert row.point == {"train.lr": 0.008}
     assert row.tuning_runs == 2
 
 
-def test_of_points_with_equal_losses_the_reported_one_counts_whatever_finished_first():
+def test_the_reported_one_of_points_with_equal_losses_counts():
     equal = changed(records(), lambda row: {"val_loss": 4}, scheme="ddl", kind="tune")
     for runs in (equal, list(reversed(equal))):
         row = row_of(planted(runs))
@@ -193,13 +193,13 @@ def test_a_tuned_value_at_the_edge_of_what_was_tried_is_marked():
     assert row_of(planted(without(records(), scheme="ddl", point={"train.lr": 0.004}))).edges == []
 
 
-def test_longer_runs_that_still_go_on_give_no_difference_over_some_of_the_seeds():
+def test_longer_runs_in_progress_give_no_difference_over_some_of_the_seeds():
     row = row_of(planted(without(records(), kind="longer", seed=3)))
     tokens, flops, seconds = (difference.estimate for difference in row.differences)
     assert (tokens.count, flops, seconds) == (3, None, None)
 
 
-def test_longer_runs_of_a_single_size_are_told_in_how_to_read():
+def test_longer_runs_of_a_single_size_are_explained_in_how_to_read():
     sizes = {**study().sizes, "small": {"longer": [2.0]}}
     assert "trained for 2 times as many steps" in markdown(planted(longer=[], sizes=sizes))
     assert "the baselines have no longer runs" in markdown(planted(longer=[]))
@@ -210,7 +210,7 @@ def test_every_torch_of_the_runs_is_named():
     assert "; PyTorch 1, 2." in markdown(planted(other))
 
 
-def test_versions_and_commits_of_the_runs_are_named_and_a_copy_without_one_is_no_None():
+def test_versions_and_commits_of_the_runs_are_named_if_known():
     def facts(**own):
         return lambda row: {"facts": {**row["facts"], **own}}
 
@@ -232,7 +232,7 @@ def test_missing_seeds_and_schemes_are_named():
     assert "seeds) |" not in markdown(planted())
 
 
-def test_a_size_with_fewer_seeds_is_whole_with_them():
+def test_a_size_with_fewer_seeds_is_complete_with_them():
     small = DOCUMENT["sizes"]["small"]
     long = {**small, "tuned": "small", "seeds": [1, 2], "tokens_per_parameter": 0.06}
     more = [record(name, "report", seed, 3.0 + seed / 10, size="long", steps=300)
@@ -245,7 +245,7 @@ def test_a_size_with_fewer_seeds_is_whole_with_them():
     assert "seeds 1, 2." not in markdown(planted())
 
 
-def test_schemes_of_a_size_share_one_noise_and_two_alone_have_that_of_their_differences():
+def test_schemes_of_a_size_share_one_noise_and_two_schemes_use_that_of_their_differences():
     """Of two schemes it is the paired t, of three the residual of a model with scheme and seed."""
     more = [{**r, "val_loss": r["val_loss"] + 0.01 * (-1) ** r["seed"]} for r in copied("hc")]
     found = planted(records() + more, schemes={"residual": {}, "ddl": {}, "hc": {}})
@@ -259,7 +259,7 @@ def test_schemes_of_a_size_share_one_noise_and_two_alone_have_that_of_their_diff
     assert f"standard deviation {noise.deviation:.4f} after" in markdown(found)
 
 
-def test_where_the_noise_is_each_schemes_own_the_test_is_welchs():
+def test_schemes_with_separate_noise_are_compared_by_welchs_test():
     sizes = {"small": {**DOCUMENT["sizes"]["small"], "noise": "own"}}
     found = planted(sizes=sizes)
     ours, theirs = (list(row_of(found, name).losses.values()) for name in ("ddl", "residual"))
@@ -272,7 +272,7 @@ def test_where_the_noise_is_each_schemes_own_the_test_is_welchs():
     assert "noise of its own 3 seeds (Welch's t)" in markdown(found)
 
 
-def test_a_row_that_varies_far_more_than_the_others_has_a_noise_of_its_own():
+def test_a_row_that_varies_far_more_than_the_others_has_its_own_noise():
     wild = changed(copied("krom"), lambda row: {"val_loss": row["val_loss"] + 2}, kind="report", seed=2)
     schemes = {name: {} for name in ("residual", "ddl", "hc", "mhc", "krom")}
     found = planted([*records(), *copied("hc"), *copied("mhc"), *wild], [], schemes=schemes)
@@ -299,12 +299,12 @@ def test_primary_contrasts_are_one_family_and_the_rest_is_not_corrected():
 
 @pytest.mark.parametrize("diverged", ["residual", "ddl"])
 @pytest.mark.parametrize("pair", [["ddl", "residual"], ["residual", "ddl"]])
-def test_a_primary_contrast_is_of_all_seeds(diverged, pair):
+def test_a_primary_contrast_uses_all_seeds(diverged, pair):
     runs = changed(records(), lambda row: {"val_loss": None}, scheme=diverged, kind="report", seed=2)
     assert planted(runs, primary={"small": [pair]}).corrected == {}
 
 
-def test_a_loss_is_worth_the_tokens_that_bring_the_baseline_to_it():
+def test_a_loss_is_worth_the_tokens_that_the_baseline_needs_for_it():
     found = planted()
     worth = row_of(found).difference("residual", "tokens").worth
     share = 0.2 / 0.3
@@ -352,7 +352,7 @@ def test_curves_of_differences_have_intervals():
     assert late[2] == pytest.approx(4.303 * 0.1 / math.sqrt(3))
 
 
-def test_csv_and_page_say_the_same():
+def test_csv_and_page_agree():
     found = planted()
     lines = list(csv.DictReader(io.StringIO(table(found))))
     (line,) = (line for line in lines if (line["scheme"], line["measure"]) == ("ddl", "tokens"))
@@ -362,7 +362,7 @@ def test_csv_and_page_say_the_same():
     assert len(shown["runs"]) == 5
 
 
-def test_a_name_of_a_scheme_or_a_size_is_no_markup():
+def test_names_of_schemes_and_sizes_are_not_read_as_markup():
     name = "`<img src=x> | a\nb`"
     renamed = [{**r, "scheme": name, "connection": name} if r["scheme"] == "ddl" else r for r in records()]
     renamed = [{**r, "size": name} for r in renamed]
@@ -427,7 +427,7 @@ def test_a_size_that_searches_again_has_the_point_of_its_own_search():
     assert "- large: the settings of small, but train.lr 0.004/0.008, searched again in full length." in markdown(found)
 
 
-def test_a_search_that_started_elsewhere_makes_no_row():
+def test_a_search_from_another_starting_point_gives_no_row():
     found = searched_again(4.0)
     assert found.row("small", "ddl")
     assert found.row("large", "ddl") is None
@@ -447,7 +447,7 @@ def test_the_picture_has_the_rows_of_each_size_under_its_name():
         assert all(expected[::-1][round(place)] == "ddl" for place in marks)
 
 
-def test_differences_clear_of_zero_are_filled():
+def test_differences_whose_intervals_exclude_zero_are_filled():
     far = changed(records(), lambda row: {"val_loss": 0.0, "curve": []}, scheme="ddl", kind="report")
     found = planted(far, primary={"small": [["ddl", "residual"]]})
     assert row_of(found).difference("residual", "tokens").clear
@@ -486,7 +486,7 @@ def test_a_cost_that_no_study_wrote_is_refused_by_its_name(name, value, tmp_path
         read_results(place)
 
 
-def test_nothing_finished_and_one_seed_are_no_errors(tmp_path):
+def test_a_study_without_results_or_with_one_seed_gives_no_error(tmp_path):
     assert "Not finished" in markdown(read_results(folder(tmp_path / "none", [], [])))
     first = [row for row in records() if row["seed"] < 2]
     assert "(one seed)" in markdown(read_results(folder(tmp_path / "one", first)))

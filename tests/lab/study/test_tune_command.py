@@ -83,7 +83,7 @@ def test_only_finalists_get_more_seeds():
 
 
 @pytest.mark.slow
-def test_neighbours_walk_until_none_is_better_and_stay_within_what_is_valid():
+def test_the_search_walks_to_the_best_neighbour_within_valid_values():
     """Best at lr = 0.016 and min_lr_ratio = 0.8, whose double is no valid ratio."""
     sweep = Sweep(("tiny",), (), RATES | {"train.min_lr_ratio": (0.4,)}, neighbours=True, seeds=2, finalists=1)
 
@@ -99,7 +99,7 @@ def test_neighbours_walk_until_none_is_better_and_stay_within_what_is_valid():
     assert rounds[-1] == [((0.016, 0.8), 1)]
 
 
-def test_a_budget_ends_the_walk_and_a_key_may_have_wider_steps():
+def test_a_budget_ends_the_search_and_a_key_may_have_wider_steps():
     over = {"train.lr": (1e-3,), "train.connection_lr_factor": (1.0,)}
     search = Search(over, partial(load_config, "tiny"), budget=4, factors={"train.connection_lr_factor": 4})
 
@@ -144,7 +144,7 @@ def test_a_value_beyond_which_a_run_diverged_is_not_at_the_edge():
     assert not any("edge" in note for note in Outcome(sweep, rows, {"": {"train.lr": 2e-3}}).notes)
 
 
-def test_whole_numbers_stay_whole_and_at_least_one():
+def test_whole_numbers_are_tried_as_whole_numbers_of_at_least_one():
     sweep = Sweep(("tiny",), ("--train.warmup_steps=0",), {"train.batch_size": (2,)}, neighbours=True)
     tried = {point[0] for (point, _) in chain(*walked(sweep, lambda point, seed: point[0]))}
     assert tried == {1, 2, 4}
@@ -152,7 +152,7 @@ def test_whole_numbers_stay_whole_and_at_least_one():
 
 
 @pytest.mark.slow
-def test_each_scheme_is_tuned_by_itself():
+def test_each_scheme_is_tuned_separately():
     best = {"residual": 8e-3, "ddl": 1e-3}
     sweep = Sweep(
         ("tiny",), (), {"model.connection": ("residual", "ddl")} | RATES, neighbours=True, seeds=2, finalists=1
@@ -182,7 +182,7 @@ def test_values_are_read_as_yaml():
 
 
 @pytest.mark.slow
-def test_the_command_makes_a_table_a_picture_and_records_and_goes_on(data, capsys, tmp_path):
+def test_the_command_writes_a_table_a_picture_and_records_and_resumes(data, capsys, tmp_path):
     out = tmp_path / "out"
     argv = ["study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}", "--out", str(out)]
     argv += ["--over", "train.lr=1e-3,1e-2", "--over", "model.connection=residual,ddl"]
@@ -211,15 +211,15 @@ def test_the_command_makes_a_table_a_picture_and_records_and_goes_on(data, capsy
     assert row["val_loss"] == found["results"][0]["losses"][0]
 
 
-def test_a_sweep_that_goes_on_keeps_the_schedule_of_its_folder():
+def test_a_resumed_sweep_keeps_the_schedule_of_its_folder():
     sweep = Sweep(("tiny",), ("--train.steps=60",), RATES, begun={"train.warmup_steps": 40})
     assert sweep.config({"train.lr": 1e-3}).train.warmup_steps == 40
     lengths = Sweep(("tiny",), (), {"train.steps": (60, 100)}, begun={"train.warmup_steps": 40})
     assert [lengths.config({"train.steps": steps}).train.warmup_steps for steps in (60, 100)] == [6, 10]
 
 
-def test_lengths_share_the_schedule_of_a_recipe_as_shares_of_them():
-    """So that another length may join, and another schedule may not."""
+def test_runs_of_different_lengths_have_the_same_schedule_as_shares_of_the_run():
+    """So another length may be added to a sweep, but not another schedule."""
     settings = [
         Sweep(("tiny",), overrides, {"train.steps": (60, 100)}).settings({"train.steps": steps})["train.warmup_steps"]
         for overrides, steps in (((), 60), ((), 100), (("--train.warmup_steps=5",), 60))
@@ -227,7 +227,7 @@ def test_lengths_share_the_schedule_of_a_recipe_as_shares_of_them():
     assert settings == ["40 of 400", "40 of 400", 5]
 
 
-def test_a_run_that_diverges_is_recorded_and_stands_last(data, tmp_path):
+def test_a_run_that_diverges_is_recorded_and_listed_last(data, tmp_path):
     sweep = sweep_of(data, {"train.lr": (1e30, 1e-3)})
     outcome = train_sweep(sweep, tmp_path / "out", progress=False)
     assert [row.point["train.lr"] for row in outcome.rows] == [1e-3, 1e30]
@@ -259,8 +259,8 @@ def tune(data, out, processes):
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
-def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_path):
-    """Killed in the middle of a run, alone and with two workers, which end with their parent."""
+def test_a_sweep_killed_at_any_moment_resumes_with_the_same_numbers(data, tmp_path):
+    """It is killed in the middle of a run, with one process and with two workers, which end with their parent."""
     sweep = sweep_of(data, {"train.lr": (1e-3, 4e-3, 1e-2)})
     train_sweep(sweep, tmp_path / "whole", progress=False)
     context = multiprocessing.get_context("forkserver")
@@ -281,7 +281,7 @@ def test_killed_at_any_moment_it_goes_on_and_every_number_is_the_same(data, tmp_
     assert not list((out / "runs").iterdir())
 
 
-def test_its_status_says_which_signal_ended_it(data, tmp_path, monkeypatch, capsys):
+def test_the_exit_status_tells_which_signal_ended_a_sweep(data, tmp_path, monkeypatch, capsys):
     take = experiment.Batches.at
 
     def stopped(batches, index):
@@ -328,7 +328,7 @@ def outcome_of(over, losses, facts=None, bits=None):
         ("train.document_masks", (False, True), "document masks"),
     ],
 )
-def test_values_whose_losses_cannot_be_compared_have_a_best_point_each(key, values, said):
+def test_values_with_incomparable_losses_each_have_a_best_point(key, values, said):
     """The longer context has the lower losses, and is not recommended for them."""
     losses = {(value, lr): 4 - place - 100 * lr for place, value in enumerate(values) for lr in (1e-3, 2e-3)}
     outcome = outcome_of({key: values, **RATES}, losses)
@@ -360,7 +360,7 @@ def test_points_of_other_lengths_are_marked():
     assert not any("training tokens" in note for note in outcome_of(RATES, {(1e-3,): 3.0, (2e-3,): 2.0}).notes)
 
 
-def test_points_with_fewer_seeds_stand_below_the_others():
+def test_points_with_fewer_seeds_are_listed_below_the_others():
     sweep = Sweep(("tiny",), (), {"train.lr": (1e-3, 2e-3, 4e-3)}, seeds=2, finalists=2)
     losses = {1e-3: (1.5, 2.7), 2e-3: (1.6,), 4e-3: (1.4, 2.9)}
     finished = {}
