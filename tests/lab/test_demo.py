@@ -52,7 +52,7 @@ def test_the_recipes_differ_in_nothing_but_what_is_tuned():
         assert {key for key in plain if plain[key] != other[key]} <= TUNED
 
 
-def test_a_folder_that_an_earlier_demo_made_stays_in_use(tmp_path):
+def test_a_folder_of_an_earlier_demo_remains_usable(tmp_path):
     assert place_of(tmp_path, "residual+tc") == tmp_path / "residual+tc"
     (tmp_path / "residual-tc").mkdir()
     assert place_of(tmp_path, "residual+tc") == tmp_path / "residual-tc"
@@ -60,8 +60,8 @@ def test_a_folder_that_an_earlier_demo_made_stays_in_use(tmp_path):
 
 
 @pytest.mark.slow
-def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_path, capsys):
-    """And the same again, from what is there; other settings are refused."""
+def test_the_demo_makes_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_path, capsys):
+    """Repeated, it uses the existing results; other settings are refused."""
     out = tmp_path / "out"
     argv = ["demo", "--out", str(out), "--steps", "4"]
     assert main(argv) == 0
@@ -106,7 +106,7 @@ def test_three_runs_on_the_same_tokens_a_table_pictures_and_texts(small, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_interrupted_it_saves_what_is_done_says_how_to_go_on_and_does(small, tmp_path, capsys):
+def test_an_interrupted_demo_saves_its_work_prints_how_to_resume_and_resumes(small, tmp_path, capsys):
     out = tmp_path / "out"
     argv = ["demo", "--out", str(out), "--steps", "2000"]
     rows = out / "ddl-tc" / "metrics.jsonl"

@@ -86,7 +86,7 @@ class Scaled(Scheme):
 
 
 def test_a_new_scheme_needs_its_class_and_a_line_in_schemes(config, tmp_path, monkeypatch):
-    """It trains, is opened again and analysed: what it does not say about itself is not asked of it."""
+    """It trains, is opened again and analysed, without defining anything else about itself."""
     monkeypatch.setitem(SCHEMES, "scaled", Scaled)
     config = replace(config, model=replace(config.model, connection={"scheme": "scaled"}))
     assert math.isfinite(run(config, tmp_path / "run", progress=False)["val_loss"])
@@ -108,8 +108,9 @@ class Counted(Residual):
         self.instances.append(self)
 
 
-def test_a_connection_becomes_an_object_once(prepared, monkeypatch):
-    """At the boundary; there it is also described and that description tried. The model reads its own configuration."""
+def test_a_connection_is_resolved_to_an_object_once(prepared, monkeypatch):
+    """This happens at the boundary, where it is also described and that description is tested. The model reads its own
+    configuration."""
     monkeypatch.setitem(SCHEMES, "counted", Counted)
     Counted.instances.clear()
     given = load_config("tiny", [f"--data.path={prepared.folder}", '--model.connection={"scheme": "counted"}'])
@@ -117,8 +118,8 @@ def test_a_connection_becomes_an_object_once(prepared, monkeypatch):
     assert len(Counted.instances) == 3
 
 
-def test_a_function_is_told_the_steps_and_nothing_is_shown(config, text, tmp_path, monkeypatch, capsys):
-    """Not even how far the preparation of the data is."""
+def test_a_callback_gets_the_steps_and_nothing_is_printed(config, text, tmp_path, monkeypatch, capsys):
+    """Not even the progress of preparing the data is printed."""
     monkeypatch.setattr("residua.lab.data.writer.UPDATE_SECONDS", 0)
     data, seen = DataConfig(source=str(text), tokenizer="byte"), []
     run(replace(config, data=data), tmp_path / "run", progress=seen.append)
@@ -206,7 +207,7 @@ def test_a_relative_data_path_is_found_from_everywhere(config, prepared, tmp_pat
     assert open_run(tmp_path / "run", device="cpu").data.fingerprint == prepared.fingerprint
 
 
-def test_the_vocabulary_is_the_datas_rounded_up_and_never_smaller(config, prepared):
+def test_the_vocabulary_is_that_of_the_data_rounded_up(config, prepared):
     assert build_model(config, prepared.tokenizer()).config.vocab_size == 320
     exact = replace(config, model=replace(config.model, vocab_size=257))
     assert build_model(exact, prepared.tokenizer()).config.vocab_size == 257
@@ -227,7 +228,7 @@ def test_an_untrained_model_depends_only_on_the_seed(config, prepared):
 
 
 def test_an_untrained_model_guesses_about_uniformly(config, prepared, tmp_path):
-    """A loss far from log(vocabulary) at the start would mean labels that are misaligned or already seen."""
+    """A loss far from log(vocabulary) at the start would indicate labels that are misaligned or already seen."""
     run(replace(config, train=replace(config.train, steps=1, lr=1e-9)), tmp_path / "run", progress=False)
     assert rows(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(320), abs=0.1)
 
@@ -238,7 +239,7 @@ def test_bfloat16_is_measured_afterwards_as_it_was_during_training(config, tmp_p
     assert evaluate(open_run(tmp_path / "run", device="cpu"))["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)
 
 
-def test_a_missing_run_checkpoint_or_data_is_said(config, tmp_path):
+def test_a_missing_run_checkpoint_or_data_set_is_named(config, tmp_path):
     with pytest.raises(InputError, match=r"no config\.yaml"):
         open_run(tmp_path, device="cpu")
     (tmp_path / "config.yaml").write_text(config.to_yaml())
@@ -272,8 +273,8 @@ def test_commands_that_read_the_data_of_a_run_refuse_other_data(replaced, config
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [("evaluate",), ("explore", "--no-page", "--tokens", "3")], ids=lambda c: c[0])
-def test_a_run_that_was_copied_is_read_with_its_data_where_they_are_now(command, config, prepared, tmp_path, capsys):
-    """Beside it as before, or where --data says; the data of another run are refused."""
+def test_a_copied_run_is_read_with_its_data_at_their_new_place(command, config, prepared, tmp_path, capsys):
+    """The data are found beside it as before, or where --data names them; the data of another run are refused."""
     shutil.copytree(prepared.folder, tmp_path / "before" / "data")
     config = replace(config, data=DataConfig(path=str(tmp_path / "before" / "data")))
     run(config, tmp_path / "before" / "run", progress=False)
@@ -288,7 +289,7 @@ def test_a_run_that_was_copied_is_read_with_its_data_where_they_are_now(command,
     assert main([*command, str(copy), "--data", str(tmp_path / "elsewhere")]) == 0
 
 
-def test_a_run_that_was_trained_on_is_compared_as_another(config, tmp_path):
+def test_a_run_that_was_trained_further_is_compared_as_another_run(config, tmp_path):
     run(config, tmp_path / "run", progress=False)
     longer = replace(config, train=replace(config.train, steps=2 * STEPS))
     assert run(longer, tmp_path / "run", resume=True, progress=False)["step"] == 2 * STEPS
@@ -296,7 +297,7 @@ def test_a_run_that_was_trained_on_is_compared_as_another(config, tmp_path):
 
 
 def test_a_run_keeps_the_tokenizer_that_made_its_tokens(replaced, prepared, tmp_path):
-    """So it writes and is exported where its data were prepared again or are gone."""
+    """So it can generate and be exported even if its data were prepared again or removed."""
     for _ in range(2):
         opened = open_run(replaced, device="cpu")
         assert opened.tokenizer.encode("Text é") == prepared.tokenizer().encode("Text é")
@@ -329,7 +330,7 @@ def test_a_kernel_that_cannot_run_here_is_refused_in_one_line(config, tmp_path, 
 
 
 @pytest.mark.parametrize(("steps", "said"), [(3, False), (9, True)])
-def test_a_run_that_repeats_its_text_says_so(steps, said, config, prepared, tmp_path, capsys):
+def test_a_run_that_repeats_its_text_gives_a_note(steps, said, config, prepared, tmp_path, capsys):
     tokens = 64 * config.train.sequence_length * steps
     assert (tokens > len(prepared.train)) is said
     train = replace(config.train, steps=steps, batch_size=64, evaluate_every=steps, checkpoint_every=steps)
@@ -338,8 +339,8 @@ def test_a_run_that_repeats_its_text_says_so(steps, said, config, prepared, tmp_
     assert (line in capsys.readouterr().err) is said
 
 
-def test_a_run_whose_optimizer_decayed_otherwise_does_not_resume(prepared, tmp_path):
-    """As before muP's decay was the same at every width, which no checkpoint said."""
+def test_a_run_with_another_rule_of_weight_decay_does_not_resume(prepared, tmp_path):
+    """In earlier versions, muP's decay was the same at every width, and no checkpoint records which rule was used."""
     config = run_config(options(prepared, model={"mup": "true", "mup_base_width": 8, "connection": "ddl"}, steps=4))
     run(replace(config, train=replace(config.train, checkpoint_every=2)), tmp_path / "run", progress=False)
     remove(tmp_path / "run" / "checkpoints" / "step-4")

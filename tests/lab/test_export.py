@@ -92,7 +92,7 @@ print(json.dumps({"losses": losses, "same": same}))
 
 
 @pytest.mark.processes
-def test_it_loads_and_generates_without_the_package(trained, exported, tmp_path):
+def test_an_exported_folder_loads_and_generates_without_the_package(trained, exported, tmp_path):
     opened = open_run(trained, device="cpu")
     ids = torch.arange(20).unsqueeze(0)
     python(BLOCKED + LOADS, tmp_path, exported)
@@ -104,7 +104,7 @@ def test_it_loads_and_generates_without_the_package(trained, exported, tmp_path)
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_it_trains_and_saves_without_the_package(exported, tmp_path):
+def test_an_exported_folder_trains_and_saves_without_the_package(exported, tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
     found = json.loads(python(BLOCKED + LOADS + TRAINS, tmp_path, exported).splitlines()[-1])
     assert found["losses"] == sorted(found["losses"], reverse=True)
@@ -112,7 +112,7 @@ def test_it_trains_and_saves_without_the_package(exported, tmp_path):
     assert found["same"]
 
 
-def test_the_code_is_the_packages_own_and_names_it_nowhere_in_imports():
+def test_the_exported_code_is_that_of_the_package_without_imports_of_it():
     files = model_code()
     assert {"modeling_residua", "configuration_residua", "connections_schemes_deep_delta", "ops_delta"} <= files.keys()
     for name, text in files.items():
@@ -124,14 +124,14 @@ def test_the_code_is_the_packages_own_and_names_it_nowhere_in_imports():
     assert not any("training" in name or "data" in name or "authors" in name for name in files)
 
 
-def test_without_the_code_the_folder_says_what_to_import(trained, tmp_path):
+def test_without_the_code_the_error_names_the_import(trained, tmp_path):
     folder = export(trained, tmp_path / "plain", checkpoint=2)
     assert not list(folder.glob("*.py"))
     assert "auto_map" not in json.loads((folder / "config.json").read_text())
     assert "residua.load(" in (folder / "README.md").read_text()
 
 
-def test_the_card_tells_what_the_records_tell(trained, exported):
+def test_the_card_agrees_with_the_records(trained, exported):
     card = (exported / "README.md").read_text()
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     facts = json.loads((trained / "facts.json").read_text())
@@ -147,7 +147,7 @@ def test_the_card_tells_what_the_records_tell(trained, exported):
     assert str(trained.parent) not in card, "no place on the machine that trained it"
 
 
-def test_the_card_names_the_data_and_the_base_and_no_place(tmp_path):
+def test_the_card_names_the_data_and_the_base_without_paths(tmp_path):
     base = save_base(tmp_path / "models" / "small")
     (base / "README.md").write_text("---\nlicense: apache-2.0\ntags: []\n---\n# Small\n")
     data = prepare_texts(tmp_path, str(base))
@@ -166,7 +166,7 @@ def test_the_card_names_the_data_and_the_base_and_no_place(tmp_path):
     assert str(tmp_path) not in card
 
 
-def test_the_name_of_a_base_in_the_cache_of_the_hub(tmp_path):
+def test_a_base_in_the_cache_of_the_hub_is_named_as_on_the_hub(tmp_path):
     folder = tmp_path / "models--owner--small-1.7B" / "snapshots" / "0123"
     assert base_name(folder) == "owner/small-1.7B"
     assert base_name(tmp_path / "small") == "small"
@@ -187,8 +187,8 @@ for block in blocks:
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_the_lines_of_the_card_and_of_the_command_run_unchanged_and_ask_nothing(trained, tmp_path, capsys):
-    """transformers prints what it asks; with nobody at stdin it goes on unanswered. Either line may be first."""
+def test_the_code_in_the_card_and_the_output_runs_unchanged_without_questions(trained, tmp_path, capsys):
+    """transformers prints its questions; with no one at stdin it continues unanswered. Either line may run first."""
     blocks = []
     for option in ([], ["--remote-code"]):
         folder = tmp_path / f"model{len(blocks)}"
@@ -203,7 +203,7 @@ def test_the_lines_of_the_card_and_of_the_command_run_unchanged_and_ask_nothing(
     assert python(f"blocks = {blocks}\n{FORKS}", tmp_path) == "Text ResiduaForCausalLM\n" * 4
 
 
-def test_a_cloned_repository_takes_a_model_and_keeps_what_is_gits(trained, tmp_path, monkeypatch, capsys):
+def test_a_model_can_be_exported_into_a_cloned_repository(trained, tmp_path, monkeypatch, capsys):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".gitattributes").write_text("*.safetensors filter=lfs")
     monkeypatch.chdir(tmp_path)
@@ -214,7 +214,7 @@ def test_a_cloned_repository_takes_a_model_and_keeps_what_is_gits(trained, tmp_p
     assert "choose another folder" in capsys.readouterr().err
 
 
-def test_a_folder_with_something_in_it_is_refused_and_a_failure_leaves_nothing(trained, tmp_path):
+def test_a_folder_that_is_not_empty_is_refused_and_a_failure_leaves_no_folder(trained, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "mine.txt").write_text("keep me")
     with pytest.raises(InputError, match=r"must be .*, got .*used"):
@@ -229,7 +229,7 @@ def test_a_folder_with_something_in_it_is_refused_and_a_failure_leaves_nothing(t
 
 
 def test_the_code_of_another_packages_scheme_is_not_copied(tmp_path):
-    """Its class is a scheme of the installed package, and none of the copied code."""
+    """Its class belongs to the installed package and is not part of the copied code."""
     connection = {"scheme": "look", "package": "mine", "window": 4}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "residua", "connection": connection}))
     with pytest.raises(InputError, match="got 'look' of the package 'mine'"):
@@ -238,7 +238,7 @@ def test_the_code_of_another_packages_scheme_is_not_copied(tmp_path):
 
 
 @pytest.mark.parametrize("size", [100, 3000, 20_000])
-def test_a_full_disk_is_one_line_and_leaves_nothing(size, trained, tmp_path, capsys):
+def test_a_full_disk_gives_one_line_and_leaves_no_folder(size, trained, tmp_path, capsys):
     """A limit on the size of files fails as a full disk does: first a text, then the tokenizer, then the weights."""
     with room(size):
         assert main(["export", str(trained), str(tmp_path / "out")]) == 1

@@ -156,7 +156,7 @@ def arguments(command, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", READERS)
-def test_every_file_forged(file, place, capsys):
+def test_no_forged_file_is_executed_or_gives_a_traceback(file, place, capsys):
     shutil.copytree(place / "run", place / "other")
     (place / file).write_bytes(FORGERIES[(place / file).suffix](place.with_name("marker")))
     if file.startswith(STEP) and not file.endswith("manifest.json"):
@@ -172,14 +172,14 @@ def test_every_file_forged(file, place, capsys):
 
 
 @pytest.mark.parametrize("gone", ["dtype", "splits", "facts", "eos_token_id", "deep"])
-def test_an_index_of_data_that_lacks_a_key_or_is_deeper_than_any(gone, place, capsys):
+def test_a_data_index_that_lacks_a_key_or_is_too_deep_is_refused(gone, place, capsys):
     path = place / "run/data/index.json"
     kept = {key: value for key, value in json.loads(path.read_text()).items() if key != gone}
     path.write_text("[" * 100_000 if gone == "deep" else json.dumps(kept))
     assert_refused(capsys, arguments(EVALUATE, place), place)
 
 
-def test_a_fingerprint_of_another_kind_is_of_other_data(place, capsys):
+def test_a_fingerprint_of_another_kind_means_other_data(place, capsys):
     path = manifest_of(place)
     manifest = json.loads(path.read_text())
     edit(path, settings=manifest["settings"] | {"data.fingerprint": -1})
@@ -194,21 +194,21 @@ def test_intact_files_open(place, capsys):
         assert status == 0, err
 
 
-def test_an_exported_model_with_pickled_weights(place, capsys):
+def test_an_exported_model_with_pickled_weights_is_refused(place, capsys):
     (place / "model" / "model.safetensors").unlink()
     (place / "model" / "pytorch_model.bin").write_bytes(zipped_pickle(place.with_name("marker")))
     assert_refused(capsys, arguments(MODEL, place), place)
 
 
 @pytest.mark.parametrize("changes", [{"connection": {"preset": "mhc"}}, {"model_type": "llama"}], ids=str)
-def test_an_exported_model_with_another_architecture(changes, place, capsys):
+def test_an_exported_model_with_another_architecture_is_refused(changes, place, capsys):
     edit(place / "model" / "config.json", **changes)
     for command in (MODEL, ("evaluate", "model", "--tasks", "none")):
         assert_refused(capsys, arguments(command, place), place)
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "mismatched"])
-def test_an_exported_model_with_other_weights(change, place, capsys):
+def test_an_exported_model_with_other_weights_is_refused(change, place, capsys):
     path = place / "model" / "model.safetensors"
     tensors = load_file(path)
     name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
@@ -224,8 +224,8 @@ CODE = "import pathlib; pathlib.Path({!r}).write_text('ran')\nclass Forged: ...\
 
 
 @pytest.mark.parametrize("model_type", ["residua", "unheard-of"])
-def test_code_beside_an_exported_model_stays_where_it_is(model_type, place, capsys):
-    """A model type that we know needs none; for another one it is refused."""
+def test_code_in_the_folder_of_an_exported_model_is_not_executed(model_type, place, capsys):
+    """A known model type needs no code; an unknown one is refused."""
     model = place / "model"
     (model / "forged.py").write_text(CODE.format(str(place.with_name("marker"))))
     code = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer"), "forged.Forged")
@@ -248,7 +248,7 @@ def test_code_beside_an_exported_model_stays_where_it_is(model_type, place, caps
         ("_attn_implementation_internal", {"": "owner/kernel"}),
     ],
 )
-def test_attention_that_would_be_downloaded_is_left_out(value, key, place):
+def test_attention_that_would_be_downloaded_is_not_used(value, key, place):
     edit(place / "model" / "config.json", **{key: value})
     for opened in (
         lambda: open_model(place / "model", device="cpu").model.config,
@@ -276,7 +276,7 @@ def test_a_foreign_model_that_names_flash_attention_runs_with_the_default(place)
     assert torch.equal(again(torch.arange(5)[None]).logits, model(torch.arange(5)[None]).logits)
 
 
-def test_an_adapter_on_another_model(place, capsys):
+def test_an_adapter_on_another_model_is_refused(place, capsys):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "owner/model"}
     (place / "model" / "adapter_config.json").write_text(json.dumps(adapter))
     assert "found an adapter" in assert_refused(capsys, arguments(MODEL, place), place)

@@ -20,16 +20,16 @@ from support.converted_models import converted, llama, save_base, whisper
         (BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=20), None),
     ],
 )
-def test_the_context_of_a_model_whatever_its_configuration_calls_it(config, expected):
+def test_the_context_is_read_from_every_configuration_key_for_it(config, expected):
     assert context_of(AutoModelForCausalLM.from_config(config)) == expected
 
 
-def test_the_context_of_a_llama_and_of_a_decoder_half():
+def test_the_context_is_that_of_a_llama_or_of_its_decoder_half():
     assert context_of(llama(max_position_embeddings=35)) == 35
     assert context_of(whisper()) == 16
 
 
-def test_an_empty_output_is_no_number_to_compare():
+def test_an_empty_output_cannot_be_compared():
     class Model(torch.nn.Module):
         def forward(self, x):
             return x, x[:0]
@@ -40,8 +40,8 @@ def test_an_empty_output_is_no_number_to_compare():
 
 
 @pytest.mark.parametrize("kind", ["plain", "converted"])
-def test_a_configuration_with_more_layers_than_a_model_has_is_refused(kind, tmp_path):
-    """Building the model, or only the list of the kinds of its layers, would not end."""
+def test_a_configuration_with_too_many_layers_is_refused(kind, tmp_path):
+    """Building the model, or even the list of the kinds of its layers, would not end."""
     save_base(tmp_path) if kind == "plain" else converted("hc", torch.float32).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     settings = json.loads(file.read_text())

@@ -59,7 +59,7 @@ def plain(dtype: torch.dtype = torch.float32) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["ddl-cc", "ddl-tc"])
-def test_four_channels_keep_little_more_than_one(name, dtype):
+def test_four_channels_keep_little_more_memory_than_one(name, dtype):
     """Two raw directions and half a state (one in four, of two) for each layer, and numbers per token."""
     extra = kept(name, dtype) - plain(dtype)
     numbers = 2 * (2 * 4 + 4) * 4 / dtype.itemsize / DIM  # of float32, as a share of a vector this short
@@ -69,7 +69,7 @@ def test_four_channels_keep_little_more_than_one(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_channel_keeps_the_directions(dtype):
+def test_one_channel_keeps_only_the_directions(dtype):
     extra = kept("ddl", dtype) - plain(dtype)
     assert 2 <= extra <= 2 + 2 * 6 * 4 / dtype.itemsize / DIM
 
@@ -79,8 +79,9 @@ def test_one_channel_keeps_the_directions(dtype):
     ("name", "numbers"),
     [("hc", 82), ("mhc", 96), ("mhc-deepseek", 128), ("krom", 80), ("ihc", 48), ("jpmhc", 104), ("edelta-stream", 240)],
 )
-def test_four_mixed_streams_keep_little_more_than_one(name, numbers, dtype):
-    """Two outputs of sublayers, half a state and some numbers of float32 per token for each layer, as a delta write."""
+def test_four_mixed_streams_keep_little_more_memory_than_one(name, numbers, dtype):
+    """For each layer these are two outputs of sublayers, half a state and some float32 numbers per token, as for a
+    delta write."""
     extra = kept(name, dtype) - plain(dtype)
     assert extra <= 4.1 + 2 * numbers * 4 / dtype.itemsize / DIM
     everything = kept(f"{name}:recompute=none", dtype) - plain(dtype)
@@ -119,7 +120,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         ("mudd", FLOAT32, 2.25),
     ],
 )
-def test_a_layer_keeps_at_most_so_many_vectors_beside_the_plain_one(name, dtype, most):
+def test_a_layer_keeps_at_most_the_stated_number_of_extra_vectors(name, dtype, most):
     assert kept(name, dtype) - plain(dtype) <= most
     if name == "altup":
         assert kept(f"{name}:recompute=none") >= kept(name) + 12
@@ -153,7 +154,7 @@ def test_recomputing_results_changes_no_bit(scheme, monkeypatch):
     assert all(map(torch.equal, derived, losses_and_gradients(scheme)))
 
 
-def test_longer_chains_keep_less():
+def test_longer_chains_keep_less_memory():
     extra = [kept(f"ddl-cc:recompute_every={m}") for m in (1, 2, 4, 8)]
     assert extra[0] == kept("ddl-cc:recompute=none")
     assert extra == sorted(extra, reverse=True)
@@ -171,7 +172,7 @@ def test_sharded_layers_do_not_cut_the_chain(alone, name):
 
 
 @pytest.mark.parametrize("name", ["ddl-cc", "ddl-tc", "ddl-ec"])
-def test_padding_costs_no_state(name):
+def test_padding_keeps_no_additional_state(name):
     """A mask hides tokens from the convolutions; no masked copy of a state is kept for it."""
     extra = kept(name, padded=3) - kept("residual", padded=3)
     assert extra == pytest.approx(kept(name) - plain(), abs=0.1)

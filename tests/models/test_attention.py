@@ -87,7 +87,7 @@ def test_attention_equals_its_formula(qk_norm, rope_ratio, gate, kernel):
     assert_close(attention(x, context=context)[0], plain_attention(attention, x[0]))
 
 
-def test_angles_of_long_texts_are_exact():
+def test_rotary_angles_of_long_texts_are_exact():
     """In bfloat16 the position 1023 and its neighbours would be one and the same."""
     rotary = Rotary.at(torch.arange(1020, 1024)[None], tiny_config(), torch.bfloat16)
     assert rotary.cos.dtype == torch.float32
@@ -103,7 +103,7 @@ def test_the_mlp_equals_its_formula():
     assert not any(name.endswith("bias") for name, _ in mlp.named_parameters())
 
 
-def test_convolved_keys_and_values_start_as_without_to_the_bit():
+def test_convolved_keys_and_values_start_bit_equal_to_plain_ones():
     options = {"scale": 0.0, "num_hidden_layers": 3}
     plain, convolved = (tiny_model("residual", key_value_kernel=kernel, **options) for kernel in (None, 4))
     convolved.load_state_dict(plain.state_dict(), strict=False)
@@ -113,19 +113,19 @@ def test_convolved_keys_and_values_start_as_without_to_the_bit():
     assert all(layer.attention.convolution.taps.grad.abs().max() > 1e-6 for layer in convolved.model.layers)
 
 
-def test_a_packed_document_has_keys_and_values_of_its_own():
+def test_convolved_keys_and_values_do_not_cross_packed_documents():
     model, ids = tiny_model("residual", key_value_kernel=3), prompt(1, 9)
     packed = model(ids, seq_idx=torch.tensor([[0] * 4 + [1] * 5])).logits
     assert_close(packed, torch.cat([model(ids[:, :4]).logits, model(ids[:, 4:]).logits], 1))
 
 
-def test_no_rank_cuts_convolved_keys_and_values():
+def test_convolved_keys_and_values_rule_out_tensor_parallelism():
     assert tiny_config(key_value_kernel=3).base_model_tp_plan is None
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("norm", "projection"), [("norm", "q_proj"), ("key_norm", "k_proj"), ("value_norm", "v_proj")])
-def test_attention_takes_an_input_for_queries_keys_and_values(norm, projection):
+def test_attention_accepts_separate_inputs_for_queries_keys_and_values(norm, projection):
     """The first sublayer reads the embedding through three norms: a gain of the other sign is a weight of the other."""
     model, ids = tiny_model("attnres-inkling-s3-e1"), prompt(2, 6)
     plain, before = copy.deepcopy(model), model(ids).logits
@@ -137,7 +137,7 @@ def test_attention_takes_an_input_for_queries_keys_and_values(norm, projection):
 
 @torch.no_grad()
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_a_boolean_mask_says_what_is_seen(implementation):
+def test_a_boolean_mask_marks_the_visible_positions(implementation):
     model, ids = tiny_model("hc"), prompt(2, 5)
     model.set_attn_implementation(implementation)
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()

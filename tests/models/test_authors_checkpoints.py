@@ -150,7 +150,7 @@ ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0)
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_function(case):
+def test_a_loaded_checkpoint_computes_the_authors_function(case):
     config, state = made(**CASES[case])
     model = load_authors_checkpoint(config, state)
     assert_close(model(ids).logits, authors_logits(config, state, ids))
@@ -159,7 +159,7 @@ def test_the_same_function(case):
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["d_v=1", "ec d_v=3 k=2 e=3", "channel ec d_v=2 e=1", "token d_v=4 constant"])
 def test_a_loaded_checkpoint_is_a_model_like_any_other(case, tmp_path):
-    """It saves, loads, generates from its cache and trains, and nothing of it is shared with the given tensors."""
+    """It saves, loads, generates from its cache and trains, and it shares no memory with the given tensors."""
     config, state = made(**CASES[case])
     kept = {name: tensor.clone() for name, tensor in state.items()}
     model = load_authors_checkpoint(config, state)
@@ -231,7 +231,7 @@ EVERYTHING = {"channels": 3, "compress": "token", "embed_kernel": 2, "two_layer"
     ],
 )
 def test_a_missing_parameter_is_named(name, current):
-    """By its name in their checkpoint, whichever it is."""
+    """Every parameter is named as in the authors' checkpoint."""
     config, state = made(**EVERYTHING, current=current)
     del state[name]
     if name.startswith("input_embed."):  # this name alone tells the variant
@@ -242,7 +242,7 @@ def test_a_missing_parameter_is_named(name, current):
         assert f"missing: {name}" in refused(config, state)
 
 
-def test_all_that_is_wrong_is_listed_at_once():
+def test_all_mistakes_are_listed_at_once():
     config, state = made()
     del state["transformer.h.0.ln_1.weight"], state["transformer.h.1.attn.c_v.weight"]
     state["transformer.h.1.ln_3.weight"] = torch.ones(DIM)
@@ -326,7 +326,7 @@ def test_attention_in_another_precision_is_refused_where_it_has_an_effect():
 
 
 @pytest.mark.parametrize("embed_kernel", [None, 2])
-def test_the_first_names_do_not_tell_whether_the_causal_option_had_an_effect(embed_kernel):
+def test_the_causal_option_of_the_first_code_is_refused_as_ambiguous(embed_kernel):
     config, state = made(channels=4, compress="channel", embed_kernel=embed_kernel)
     assert "ddl_state_dv_shortconv_causal" in refused(config | {"ddl_state_dv_shortconv_causal": True}, state)
 

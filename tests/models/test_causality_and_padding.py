@@ -32,7 +32,7 @@ every_kind = pytest.mark.parametrize("name", KINDS)
 
 @torch.no_grad()
 @every_kind
-def test_causal(name):
+def test_later_tokens_do_not_change_earlier_logits(name):
     """A changed token leaves all logits before it the same to the last bit."""
     model, ids = tiny_model(name), prompt(2, 8)
     changed = ids.clone()
@@ -104,7 +104,7 @@ def test_padding_between_tokens_equals_no_padding_or_is_refused(name):
 @torch.no_grad()
 @pytest.mark.parametrize("cached", CACHES)
 @every_kind
-def test_a_second_turn_after_a_row_that_ended_early(name, cached):
+def test_a_second_turn_may_follow_a_row_that_ended_early(name, cached):
     """With a kept cache, padding at the end of the first turn stands between the tokens of that row."""
     model, ids, reply = tiny_model(name), prompt(2, 5), prompt(2, 2, seed=1)
     first = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])

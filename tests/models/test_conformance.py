@@ -68,7 +68,7 @@ def compare_gradients(model, state, tensors, precision: str, tolerance: float) -
         assert (ours[name] - grad).norm() <= tolerance * grad.norm(), name
 
 
-def test_every_file_is_in_the_index():
+def test_every_test_vector_is_in_the_index():
     files = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.safetensors")}
     assert {case["file"] for case in (FIRST_CASES | CURRENT_CASES).values()} == files
     assert len(FIRST_CASES) == 6
@@ -108,14 +108,14 @@ def test_float32(case):
 
 
 @every_case
-def test_the_plain_reference_implementation(case):
+def test_the_reference_implementation_matches_the_test_vectors(case):
     config, state, tensors = load(case, torch.float64)
     assert (authors_logits(config, state, tensors["input_ids"]) - tensors["logits.f64"]).abs().max() <= 1e-9
 
 
 @torch.no_grad()
 @current_case
-def test_padding_and_packing(case):
+def test_padded_and_packed_rows_match_the_test_vectors(case):
     """Rows padded on the left, with positions or without; documents packed by cumulative lengths."""
     config, state, tensors = load(case, torch.float64)
     model, mask = load_authors_checkpoint(config, state), tensors["pad.attention_mask"]
@@ -129,7 +129,7 @@ def test_padding_and_packing(case):
 
 @torch.no_grad()
 @current_case
-def test_a_saved_configuration(case):
+def test_a_saved_configuration_has_the_keys_of_the_authors(case):
     """A config.json has keys of transformers beside theirs."""
     config, state, tensors = load(case, torch.float64)
     model = load_authors_checkpoint(config | CURRENT["config_json"], state)
@@ -143,7 +143,7 @@ def test_updates_that_are_scaled_are_refused():
 
 
 @pytest.mark.parametrize("variation", CURRENT["variations"], ids=lambda variation: json.dumps(variation["change"]))
-def test_variations_of_a_configuration(variation):
+def test_variations_of_a_configuration_are_accepted_or_refused_as_listed(variation):
     config, state, tensors = load(REFUSED, torch.float64)
     if variation["expect"] == "accept":
         logits = load_authors_checkpoint(config | variation["change"], state)(tensors["input_ids"]).logits

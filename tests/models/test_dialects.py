@@ -306,7 +306,7 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", CASES)
-def test_the_model_in_our_stream(model_type):
+def test_our_stream_equals_the_model_of_transformers(model_type):
     """The whole trunk: inputs of its modules, outputs, and the gradients of every parameter and of the embeddings."""
     case = CASES[model_type]
     model = tiny(case)
@@ -468,8 +468,8 @@ def test_muse_spark_gates_every_feature():
 
 
 @pytest.mark.parametrize("model_type", CASES)
-def test_parameters_go_there_and_back(model_type):
-    """Every tensor of the model's connections returns under its name and in its shape, to the last bit."""
+def test_parameters_survive_the_conversion_in_both_directions(model_type):
+    """Every tensor of the model's connections returns with its name and shape, equal to the last bit."""
     model = tiny(CASES[model_type])
     scheme = dialects.scheme(model.config)
     stream = scheme.build(model.config.hidden_size, 2 * model.config.num_hidden_layers).double()
@@ -518,7 +518,7 @@ def test_the_parameters_of_deepseek_v41_have_their_names_and_shapes():
     assert all(torch.equal(tensor, stream.state_dict()[name]) for name, tensor in other.state_dict().items())
 
 
-def test_inputs_that_do_not_fit_are_one_clear_line():
+def test_inputs_that_do_not_fit_give_one_clear_line():
     class Config:
         model_type = "llama"
 

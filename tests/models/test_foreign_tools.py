@@ -101,8 +101,8 @@ def test_adapters_on_all_linear_maps_leave_the_connections_train_and_merge(name,
 @torch.no_grad()
 @every_preset
 @pytest.mark.parametrize("tool", ["pruning", "parametrisation"])
-def test_a_changed_weight_is_the_weight_that_counts(name, tool):
-    """Both keep the weight elsewhere, and make the module's own before, or at, each call."""
+def test_a_weight_replaced_by_a_tool_is_used(name, tool):
+    """Both tools keep the weight elsewhere, and compute the module's own before or at each call."""
     model, ids = model_of(name), prompt(2, 6)
     by_hand = copy.deepcopy(model)
     for _, module in connection_maps(by_hand):
@@ -131,7 +131,7 @@ def test_hooks_on_a_connection_run_around_read_and_write(name):
     assert all(calls.count(connection) >= 2 for connection in model.model.stream.connections)
 
 
-def test_super_in_a_phase_is_no_second_call():
+def test_a_call_of_super_in_a_phase_runs_hooks_once():
     class Louder(type(model_of("ddl").model.stream.connections[0])):  # type: ignore[misc]
         def read(self, state, memory=None):
             x, carry = super().read(state, memory)
@@ -148,7 +148,7 @@ def test_super_in_a_phase_is_no_second_call():
 
 @torch.no_grad()
 @every_preset
-def test_dynamic_quantisation_takes_the_sublayers_and_leaves_the_connections(name):
+def test_dynamic_quantisation_covers_the_sublayers_and_not_the_connections(name):
     model, ids = model_of(name, scale=0.02), prompt(2, 6)
     expected = model(ids).logits
     with warnings.catch_warnings():
@@ -163,7 +163,7 @@ def test_dynamic_quantisation_takes_the_sublayers_and_leaves_the_connections(nam
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_map_of_a_connection_is_taken_by_tools_that_look_for_linear_maps(name):
+def test_tools_that_search_for_linear_maps_find_no_map_of_a_connection(name):
     """Of torch, by type or by the name of the class: adapters, quantizers, initialisations."""
     stream = ALL[name].build(16, 4)
     assert not [m for m in stream.modules() if isinstance(m, nn.Linear) or "Linear" in type(m).__name__]
@@ -185,7 +185,7 @@ def test_connections_sharded_one_by_one_train_as_before(name, alone):
         assert_close(gradient, expected.grad, what=path)
 
 
-def test_a_sharded_connection_in_a_loop_of_your_own(alone):
+def test_a_sharded_connection_works_in_a_custom_loop(alone):
     from torch.distributed.fsdp import fully_shard
 
     stream = perturbed(PRESETS["ddl-tc"].build(16, 2))
@@ -198,7 +198,7 @@ def test_a_sharded_connection_in_a_loop_of_your_own(alone):
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
-def test_gradients_of_each_sequence_of_a_language_model(name):
+def test_per_sequence_gradients_of_a_language_model_are_exact(name):
     """Of every preset without a model: tests/connections/test_torch_func.py."""
     model, ids = model_of(name).double(), prompt(2, 5)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}

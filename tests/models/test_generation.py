@@ -68,8 +68,8 @@ def test_greedy(name):
 
 
 @every_memory
-def test_ragged_left_padded_batch(name):
-    """Each row as if it were alone, whatever token fills the batch."""
+def test_a_ragged_left_padded_batch_generates_as_single_rows(name):
+    """The result does not depend on the token that fills the batch."""
     model = lively(name)
     prompts = [prompt(5, seed=1), prompt(2, seed=2), prompt(1, seed=3)]
     alone = [greedily(model, ids[None], 6)[0, -6:] for ids in prompts]
@@ -103,7 +103,7 @@ def test_an_assistant_may_draw_the_token_that_fills_a_batch():
 
 
 @every_memory
-def test_static_cache(name):
+def test_a_static_cache_gives_the_same_tokens(name):
     model = lively(name)
     prompts = [prompt(4, seed=1), prompt(2, seed=2)]
     ids, mask = left_padded(prompts)
@@ -113,14 +113,14 @@ def test_static_cache(name):
 
 
 @every_memory
-def test_chunked_prefill(name):
+def test_a_chunked_prefill_gives_the_same_tokens(name):
     model, ids = lively(name), prompt(2, 7)
     assert torch.equal(generate(model, ids, prefill_chunk_size=3), greedily(model, ids, 6))
 
 
 @torch.no_grad()
 @every_memory
-def test_a_cache_of_one_beginning_is_repeated(name):
+def test_the_cache_of_one_prefix_can_be_repeated_over_the_batch(name):
     model, ids = lively(name), prompt(1, 6)
     cache = DynamicCache(config=model.config)
     model(ids[:, :4], cache=cache)
@@ -130,8 +130,8 @@ def test_a_cache_of_one_beginning_is_repeated(name):
 
 
 @every_memory
-def test_going_on_from_a_kept_cache(name):
-    """A cache of a shared beginning serves several continuations."""
+def test_generation_can_continue_from_a_kept_cache(name):
+    """The cache of a shared prefix serves several continuations."""
     model, ids = lively(name), prompt(1, 5)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -150,8 +150,8 @@ def test_the_configuration_says_where_texts_end():
 
 
 @every_memory
-def test_early_exit(name):
-    """The first layers draft, with the readout of the last; they change no token."""
+def test_an_early_exit_draft_changes_no_token(name):
+    """The first layers draft, with the readout of the last layer."""
     model, ids = lively(name), prompt(1, 4)
     assert torch.equal(generate(model, ids, assistant_early_exit=1), greedily(model, ids, 6))
     assert model.config.num_hidden_layers == 2
@@ -165,7 +165,7 @@ def test_an_early_exit_that_does_not_exist_is_refused(layers):
 
 @every_memory
 @pytest.mark.parametrize("draft", ["prompt lookup", pytest.param("model", marks=pytest.mark.slow)])
-def test_speculative_decoding(name, draft):
+def test_speculative_decoding_changes_no_token(name, draft):
     """Guesses are dropped from the cache again: keys, values and convolution states. Hidden states of the tokens that
     stay equal one pass over the text."""
     model, passes = lively(name), []
@@ -193,7 +193,7 @@ def test_speculative_decoding(name, draft):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONVOLVED)
-def test_a_cache_without_a_configuration_does_too(name):
+def test_a_cache_without_a_configuration_works(name):
     model, ids = lively(name), prompt(2, 6)
     assert torch.equal(generate(model, ids, **{CACHE: DynamicCache()}), greedily(model, ids, 6))
     filled = lively("ddl-ec")(ids, use_cache=True)[CACHE]
@@ -213,7 +213,7 @@ def test_token_compression_remembers_a_vector_for_each_earlier_tap(name, vectors
 
 
 @torch.no_grad()
-def test_the_cache_may_have_its_old_name_and_not_both():
+def test_the_cache_may_have_its_old_name_but_not_both_names():
     model, ids = lively("ddl-tc+kv3"), prompt(1, 6)
     for keyword in ("cache", "past_key_values"):
         cache = DynamicCache(config=model.config)
@@ -225,15 +225,15 @@ def test_the_cache_may_have_its_old_name_and_not_both():
         model(ids, cache=(1, 2))
 
 
-def test_a_keyword_that_nothing_takes_is_refused():
-    """A cache, a mask or labels under another name would be missed, and the numbers would be wrong without an error."""
+def test_an_unknown_keyword_is_refused():
+    """A cache, a mask or labels under another name would be ignored, and the numbers would silently be wrong."""
     model, ids = tiny_model("ddl"), prompt(1, 4)
     for keyword in ("past", "cache_params", "padding_mask", "token_type_ids", "use_cash", "is_causal"):
         with pytest.raises(TypeError, match=f"takes no keyword argument '{keyword}'"):
             model(ids, **{keyword: ids})
 
 
-def test_the_old_name_of_the_cache_is_deprecated_where_transformers_says_so(recwarn):
+def test_the_old_name_of_the_cache_is_deprecated_if_it_is_in_transformers(recwarn):
     model, ids = tiny_model("ddl-tc"), prompt(1, 4)
     model(ids, past_key_values=DynamicCache(config=model.config))
     said = [str(warning.message) for warning in recwarn if "`past_key_values` is deprecated" in str(warning.message)]
@@ -254,7 +254,7 @@ def test_a_converted_model_in_training_mode_generates_the_same():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [lively, a_converted_llama])
-def test_continuous_batching(make):
+def test_continuous_batching_gives_the_tokens_of_single_prompts(make):
     """Prompts of several lengths, each as if it were alone."""
     model, prompts = make("hc").float(), [prompt(5, seed=1), prompt(3, seed=2)]
     texts = model.generate_batch(
@@ -268,8 +268,8 @@ def test_continuous_batching(make):
 
 
 @pytest.mark.parametrize("make", [lively, a_converted_llama])
-def test_pages_are_refused_where_the_scheme_reads_earlier_tokens(make):
-    """They keep keys and values, and every new token would stand alone for the scheme."""
+def test_a_paged_cache_is_refused_for_a_scheme_that_reads_earlier_tokens(make):
+    """Pages keep only keys and values, so the scheme would see each new token without the earlier ones."""
     with pytest.raises(ValueError, match="call generate, not generate_batch"):
         make("ddl-tc")(prompt(1, 4), cache=object(), write_index=[], use_cache=False)
     with pytest.raises(ValueError, match="or an engine such as vLLM"):
@@ -280,7 +280,7 @@ def test_pages_are_refused_where_the_scheme_reads_earlier_tokens(make):
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [lively, a_converted_llama])
-def test_an_attention_function_of_an_engine_gets_what_the_engine_hands_the_model(make, monkeypatch):
+def test_an_attention_function_of_an_engine_gets_the_keywords_of_the_call(make, monkeypatch):
     model, ids, places, heard = make("hc"), prompt(1, 4), dict(enumerate("abc")), []
 
     def attend(module, query, key, value, mask, *, attention_instances, **options):
@@ -297,7 +297,7 @@ def test_an_attention_function_of_an_engine_gets_what_the_engine_hands_the_model
 
 
 @pytest.mark.parametrize("make", [lively, a_converted_llama])
-def test_a_first_run_warns_of_nothing(make, recwarn, caplog):
+def test_a_first_run_gives_no_deprecation_warning(make, recwarn, caplog):
     logging.getLogger("transformers").propagate = True
     model, ids = make("ddl-tc"), prompt(1, 4)
     model(ids, labels=ids).loss.backward()

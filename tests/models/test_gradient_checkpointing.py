@@ -39,8 +39,8 @@ def test_gradients_are_equal_to_the_last_bit(name):
 
 
 @pytest.mark.parametrize("name", ["residual", "ddl-ec"])
-def test_the_reentrant_kind_loses_no_gradient(name):
-    """It follows only tensors that are arguments themselves, and a state may be a pytree of them."""
+def test_reentrant_checkpointing_loses_no_gradient(name):
+    """It follows only tensors that are arguments themselves, but a state may be a pytree of them."""
     model, ids = tiny_model(name).train(), prompt(2, 6)
     expected = gradients(model, ids)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
@@ -63,7 +63,7 @@ def test_layers_really_are_recomputed():
     assert len(calls) == 4
 
 
-def test_no_cache_while_checkpointing():
+def test_no_cache_is_returned_while_checkpointing():
     model, ids = tiny_model("ddl-tc").train(), prompt(2, 6)
     model.gradient_checkpointing_enable()
     assert model(ids, use_cache=True).get(CACHE) is None

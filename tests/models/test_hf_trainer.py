@@ -41,7 +41,7 @@ def arguments(folder, **options):
     ("name", "options"),
     [("ddl-ec", {"gradient_accumulation_steps": 2}), ("ddl-cc", {"gradient_checkpointing": True})],
 )
-def test_a_few_steps_under_the_trainer(name, options, tmp_path):
+def test_the_trainer_runs_a_few_steps(name, options, tmp_path):
     from transformers import Trainer
 
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def texts(count):
 
 @pytest.mark.slow
 @MODELS
-def test_supervised_fine_tuning_with_trl(build, tmp_path):
+def test_trl_runs_supervised_fine_tuning(build, tmp_path):
     """Texts of several lengths, padded on the right by the collator of trl."""
     trl = pytest.importorskip("trl", reason="trl is not installed")
     datasets = pytest.importorskip("datasets", reason="trl reads datasets")

@@ -34,7 +34,7 @@ def model(request, monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("split", SPLITS)
-def test_pieces_shorter_than_the_window_and_left_padding(model, split):
+def test_pieces_shorter_than_the_window_and_left_padding_change_no_number(model, split):
     ids, mask = left_padded([prompt(9, seed=1), prompt(6, seed=2)])
     alone = [model(ids[:1], use_cache=False).logits, model(ids[1:, 3:], use_cache=False).logits]
     cache, found, end = None, [], 0
@@ -54,7 +54,7 @@ def test_pieces_shorter_than_the_window_and_left_padding(model, split):
     [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}],
     ids=["greedy", "beams", "static"],
 )
-def test_generation(model, options):
+def test_generation_with_a_look_back_equals_the_full_pass(model, options):
     """A prompt shorter than the window beside a longer one."""
     ids, mask = left_padded([prompt(7, seed=1), prompt(2, seed=2)])
     plain = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": PAD}

@@ -154,8 +154,8 @@ def test_packed_documents_compile():
 
 @pytest.mark.nightly
 @torch.no_grad()
-def test_compiled_rows_of_documents():
-    """Over batches and lengths that change, and beside a cache refused as they are without a compiler."""
+def test_compiled_rows_of_documents_equal_eager_ones():
+    """Batches and lengths change, and rows beside a cache are refused as without a compiler."""
     model = tiny_model("ddl-tc", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for rows, length in ((1, 6), (2, 6), (3, 8)):
@@ -169,7 +169,7 @@ def test_compiled_rows_of_documents():
 
 
 @pytest.mark.nightly
-def test_compiled_autograd_behind_an_eager_forward_pass():
+def test_compiled_autograd_works_after_an_eager_forward_pass():
     """It frees what a node saved before the graph of its backward pass runs, which replays the writes."""
     stream, loss = stream_alone("ddl-tc")
     expected = loss_and_gradients(stream, loss)
@@ -183,7 +183,7 @@ def test_compiled_autograd_behind_an_eager_forward_pass():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["beta-conv-dv1", "v1-operator", "attnres-block-s2"])
-def test_code_that_no_preset_runs_is_one_graph(name):
+def test_variants_beyond_the_presets_compile_into_one_graph(name):
     """tests/ops/test_ops_compile.py has the operations and their gradients."""
     stream, sublayers = perturbed(ALL[name].build(8, 2)), bare_sublayers(8, 2)
     x = normal(2, 5, 8, dtype=torch.float32)
@@ -191,7 +191,7 @@ def test_code_that_no_preset_runs_is_one_graph(name):
     assert_close(compiled(x), stream(x, sublayers))
 
 
-def test_export_with_a_batch_and_a_length_that_are_not_known():
+def test_a_model_is_exported_with_dynamic_batch_and_length():
     model, ids, other = tiny_model("ddl-ec", num_hidden_layers=1), prompt(2, 9), prompt(3, 17)
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=1024)
     shapes = {"input_ids": {0: batch, 1: length}, "use_cache": None}

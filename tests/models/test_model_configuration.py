@@ -20,7 +20,7 @@ def test_sizes_follow_from_the_width():
     assert (given.head_dim, given.intermediate_size) == (16, 7)
 
 
-def test_the_sizes_of_the_papers_models():
+def test_named_sizes_are_those_of_the_papers_models():
     assert SIZES["small"] | {"max_position_embeddings": 1024} == {
         "num_hidden_layers": 12,
         "hidden_size": 768,
@@ -36,8 +36,8 @@ def test_the_sizes_of_the_papers_models():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_connection_is_spelt_out(name):
-    """However it is named; a configuration made from a configuration is the same."""
+def test_a_configuration_stores_every_option_of_the_connection(name):
+    """The result does not depend on how it was named; a configuration made from a configuration is the same."""
     expected = describe(PRESETS[name])
     for given in (name, {"preset": name}, PRESETS[name], expected):
         config = ResiduaConfig(connection=given)
@@ -48,7 +48,7 @@ def test_the_connection_is_spelt_out(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["set", "made from", "loaded"])
-def test_another_scheme_for_a_saved_configuration(change, tmp_path):
+def test_a_saved_configuration_can_be_opened_with_another_scheme(change, tmp_path):
     config = tiny_config("ddl-cc-ec")
     if change == "set":
         config.connection = "ddl-tc"
@@ -88,7 +88,7 @@ def test_another_scheme_for_a_saved_configuration(change, tmp_path):
         ({"connection": "frac", "hidden_size": 62, "head_dim": 16}, ["num_fractions", "divisor", "62"]),
     ],
 )
-def test_a_wrong_value_is_one_clear_line(options, words):
+def test_a_wrong_value_gives_one_clear_line(options, words):
     with pytest.raises(ValueError) as raised:
         ResiduaConfig(**options)
     message = str(raised.value)
@@ -97,7 +97,7 @@ def test_a_wrong_value_is_one_clear_line(options, words):
 
 
 @pytest.mark.parametrize("name", ["hiden_size", "num_key_value_heads", "attention_bias", "hidden_act"])
-def test_an_argument_that_nothing_takes_is_refused(name):
+def test_an_unknown_argument_is_refused(name):
     with pytest.raises(TypeError, match=f"ResiduaConfig takes no argument '{name}'"):
         ResiduaConfig(**{name: 4})
 
@@ -109,7 +109,7 @@ def test_arguments_common_to_all_configurations_are_accepted():
     assert (config.eos_token_id, config.num_labels, config.dtype) == (5, 3, torch.bfloat16)
 
 
-def test_a_saved_configuration_may_name_what_another_version_of_transformers_takes(tmp_path):
+def test_a_saved_configuration_may_have_keys_of_another_version_of_transformers(tmp_path):
     config = tiny_config()
     config.of_later = 1
     config.save_pretrained(tmp_path)
@@ -135,14 +135,14 @@ def test_a_wrong_value_set_later_is_refused(name, wrong):
         setattr(config, name, wrong)
 
 
-def test_whole_numbers_do_for_numbers():
+def test_integers_are_accepted_for_floats():
     config = ResiduaConfig(rope_theta=10000, rope_ratio=1, connection=DeepDelta(beta_init=1))
     assert config.rope_theta == 10000
 
 
 @pytest.mark.parametrize("name", NON_CAUSAL)
 def test_schemes_that_see_later_tokens_are_refused(name):
-    """Said when the model is configured, not after a training run on its own future."""
+    """The error comes when the model is configured, not after a training run on its own future."""
     with pytest.raises(ValueError, match=r"must be a causal scheme.*context='token'"):
         ResiduaConfig(connection=NON_CAUSAL[name])
     config = ResiduaConfig(connection="edelta")

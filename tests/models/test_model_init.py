@@ -30,8 +30,8 @@ def doors(config, tmp_path) -> dict[str, ResiduaForCausalLM]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*PRESETS, "authors-token", "authors-channel", "beta-mlp", "v-context", "hc-mirrored"])
-def test_a_stream_starts_alike_alone_and_through_every_door(name, tmp_path):
-    """What is not random is equal, to the last bit, and what is drawn has the same spread."""
+def test_a_stream_starts_equally_however_its_model_is_built(name, tmp_path):
+    """Constants are equal to the last bit, and drawn values have the same spread."""
     torch.manual_seed(0)
     alone, again = (ALL[name].build(64, 4) for _ in range(2))
     for door, model in doors(tiny_config(name, hidden_size=64), tmp_path).items():
@@ -45,7 +45,7 @@ def test_a_stream_starts_alike_alone_and_through_every_door(name, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["ddl-tc", "ddl-cc"])
-def test_the_first_norm_is_not_starved(name):
+def test_the_input_of_the_first_norm_is_not_tiny(name):
     """Compressors that draw small random weights end far below the norm's eps, and the first sublayers see a tenth of
     what they should. An average passes the embedding on at its own size."""
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_the_backbone_starts_as_in_the_authors_current_code(name, tmp_path):
             spread(layer.mlp.down_proj.weight, factor / math.sqrt(300) * math.sqrt(d / 300) / layers)
 
 
-def test_configurations_of_before_start_as_before(tmp_path):
+def test_configurations_of_earlier_versions_start_as_before(tmp_path):
     config = tiny_config("residual").to_dict()
     del config["output_init"]
     assert type(tiny_config("residual")).from_dict(config).output_init == "sqrt_depth"

@@ -55,7 +55,7 @@ def changed(config, **model):
 
 
 @pytest.mark.slow
-def test_a_run_needs_its_base_only_to_begin(config, base, tmp_path, rows):
+def test_a_run_needs_its_base_only_at_its_start(config, base, tmp_path, rows):
     elsewhere = shutil.copytree(base, tmp_path / "base")
     config = changed(config, base=str(elsewhere))
     whole = run(config, tmp_path / "run", progress=False)
@@ -108,7 +108,7 @@ def test_over_a_frozen_base_the_checkpoints_hold_the_connections(config, base, p
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_weights_of_a_base_are_read_once_for_their_digest(frozen, config, tmp_path, monkeypatch):
-    """And not at all by a run that goes on without its base."""
+    """A resumed run that no longer needs its base does not read them."""
     digests = []
 
     def counted(folder):
@@ -141,7 +141,7 @@ def test_other_weights_than_those_of_the_frozen_base_are_refused(config, base, t
         open_run(tmp_path / "run", device="cpu")
 
 
-def test_a_converted_base_goes_on_as_it_is(config, base, prepared, tmp_path):
+def test_a_converted_base_is_trained_as_it_is(config, base, prepared, tmp_path):
     model = residua.convert(AutoModelForCausalLM.from_pretrained(base), "ihc")
     model.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
@@ -166,7 +166,7 @@ class Penal(Residual):
         return self.stream(dim, num_sublayers, lambda i, compress: PenalConnection(norm(i), compress))
 
 
-def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeypatch):
+def test_a_penalty_of_a_registered_scheme_is_refused(config, prepared, monkeypatch):
     """It is no option: only a connection can say that it has one."""
     for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
@@ -175,7 +175,7 @@ def test_a_penalty_of_somebody_elses_scheme_is_refused(config, prepared, monkeyp
         build_model(resolved(changed(config, connection="penal", start="fresh")), prepared.tokenizer())
 
 
-def test_the_limits_of_a_base_are_said(config, base, prepared, tmp_path):
+def test_unsupported_settings_for_a_base_are_refused_with_a_reason(config, base, prepared, tmp_path):
     def refused(match, data=prepared, **model):
         with pytest.raises(InputError, match=match):
             build_model(resolved(changed(config, **model)), data.tokenizer())
@@ -231,7 +231,7 @@ def test_the_section_of_a_base_has_its_own_keys(base):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_base_is_a_run_for_every_command(config, base, tmp_path, capsys):
+def test_every_command_accepts_a_run_with_a_base(config, base, tmp_path, capsys):
     runs = [tmp_path / "hc", tmp_path / "residual"]
     for place, connection in zip(runs, ("hc", "residual")):
         run(changed(config, connection=connection), place, progress=False)
@@ -259,7 +259,7 @@ def test_a_run_with_a_base_is_a_run_for_every_command(config, base, tmp_path, ca
 
 
 @pytest.mark.slow
-def test_runs_on_copies_of_one_base_are_one_group(config, base, tmp_path):
+def test_runs_on_copies_of_the_same_base_form_one_group(config, base, tmp_path):
     for name in ("a", "b"):
         place = shutil.copytree(base, tmp_path / f"base-{name}")
         few = replace(config, train=replace(config.train, steps=1, seed=ord(name)))
@@ -280,7 +280,7 @@ def test_two_ranks_train_a_base_as_one_process_does(frozen, config, start, tmp_p
     assert_same_run(tmp_path / "run", tmp_path / "alone", rows, exact=False)
 
 
-def test_a_run_goes_on_from_the_weights_of_a_run_or_its_export(tmp_path, rows, capsys):
+def test_a_run_can_start_from_the_weights_of_a_run_or_its_export(tmp_path, rows, capsys):
     data = prepare_texts(tmp_path)
     run(run_config(options(data, steps=2)), tmp_path / "first", progress=False)
     export(tmp_path / "first", tmp_path / "export")
@@ -313,7 +313,7 @@ def test_a_run_goes_on_from_the_weights_of_a_run_or_its_export(tmp_path, rows, c
         build_model(resolved(replace(again, model=replace(again.model, connection="hc"))), other.tokenizer())
 
 
-def test_a_run_is_evaluated_on_other_texts_in_its_own_tokens(tmp_path, capsys):
+def test_a_run_is_evaluated_on_other_texts_with_its_own_tokenizer(tmp_path, capsys):
     data = prepare_texts(tmp_path)
     run(run_config(options(data, steps=2)), tmp_path / "run", progress=False)
     export(tmp_path / "run", tmp_path / "export")

@@ -47,7 +47,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_with_a_message(damage, tmp_path, fit, rows, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_message(damage, tmp_path, fit, rows, capsys):
     fit(tmp_path / "run")
     before = rows(tmp_path / "run")
     harm, names = DAMAGE[damage]
@@ -71,8 +71,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(damage, tmp_path, fi
 
 
 @pytest.mark.parametrize("keep_best", [False, True])
-def test_a_damaged_checkpoint_pushes_out_no_whole_one(keep_best, tmp_path, fit):
-    """It was saved after step 6, with the best loss of all; the run goes on from step 3 and saves every four steps."""
+def test_a_damaged_checkpoint_does_not_displace_a_valid_one(keep_best, tmp_path, fit):
+    """It was saved after step 6, with the best loss of all; the run resumes from step 3 and saves every four steps."""
     folder = tmp_path / "run"
     fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
     newest = folder / "checkpoints" / "step-6"
@@ -94,8 +94,9 @@ def test_a_damaged_checkpoint_pushes_out_no_whole_one(keep_best, tmp_path, fit):
     assert saved_steps(folder) == [4, 8]
 
 
-def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, monkeypatch, capsys):
-    """A training that goes on publishes one and drops those that were listed: no damage, and no run without any."""
+def test_the_newest_checkpoint_is_found_while_the_run_removes_older_ones(tmp_path, fit, monkeypatch, capsys):
+    """A running training publishes one and removes those that were listed: this is no damage, and the run is never
+    without one."""
     fit(tmp_path / "run")
     checkpoints, original = tmp_path / "run" / "checkpoints", checkpoint_module.file_sha256
 
@@ -113,7 +114,7 @@ def test_the_newest_is_found_while_the_run_drops_what_was_there(tmp_path, fit, m
 
 
 def test_links_in_the_folder_of_a_save_are_neither_followed_nor_changed(tmp_path):
-    """Whether a kill left it or somebody put it there."""
+    """They may have been left by a kill or put there by somebody."""
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "model.safetensors").write_bytes(b"precious")
     (tmp_path / ".step-3.partial").symlink_to("victim")
@@ -126,14 +127,14 @@ def test_links_in_the_folder_of_a_save_are_neither_followed_nor_changed(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step-3.partial", "step-3", "victim"]
 
 
-def test_no_checkpoint_is_none(tmp_path):
+def test_without_a_checkpoint_the_newest_is_none(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     (tmp_path / "checkpoints" / "step-x").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".step-3.partial").mkdir()
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_weights_are_readable_by_others_and_shared_ones_stand_once(tmp_path, fit):
+def test_weights_are_readable_by_other_users_and_shared_ones_are_saved_once(tmp_path, fit):
     model = ToyModel()
     fit(tmp_path / "run", model=model)
     path = tmp_path / "run" / "checkpoints" / "step-12"
@@ -153,8 +154,8 @@ def test_weights_are_readable_by_others_and_shared_ones_stand_once(tmp_path, fit
     assert json.loads((path / "manifest.json").read_text())["settings"]["train.lr"] == 0.01
 
 
-def test_frozen_weights_are_in_a_checkpoint_unless_the_model_keeps_them_elsewhere(tmp_path, fit):
-    """A backbone that somebody froze is built at random again where the run is opened."""
+def test_frozen_weights_are_in_a_checkpoint_unless_they_are_stored_elsewhere(tmp_path, fit):
+    """A backbone frozen by the user would otherwise be built at random when the run is opened."""
     model = ToyModel()
     model.gain.requires_grad_(False)
     fit(tmp_path / "run", model=model)
@@ -190,7 +191,7 @@ def test_weights_of_another_model_are_refused_before_any_is_loaded(tmp_path, fit
 
 
 def test_a_checkpoint_with_other_settings_is_refused(tmp_path, fit):
-    """Even where config.yaml agrees: the checkpoint knows what it was made with."""
+    """This holds even if config.yaml agrees: the checkpoint stores the settings that it was made with."""
     fit(tmp_path / "one", lr=0.01)
     fit(tmp_path / "two", lr=0.02)
     shutil.rmtree(tmp_path / "two" / "checkpoints")
@@ -202,7 +203,7 @@ def test_a_checkpoint_with_other_settings_is_refused(tmp_path, fit):
 @pytest.mark.parametrize(
     "files", [{"../x": {"sha256": ""}}, {"/dev/zero": {"sha256": ""}}, {"model.safetensors": 3}], ids=str
 )
-def test_a_manifest_names_nothing_but_files_of_its_folder(files, tmp_path, fit):
+def test_a_manifest_may_name_only_files_of_its_folder(files, tmp_path, fit):
     fit(tmp_path / "run")
     path = latest_checkpoint(tmp_path / "run").path
     manifest = json.loads((path / "manifest.json").read_text())

@@ -21,7 +21,7 @@ class Counting(Dataset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connection", [WINDOWED, "attnres-block"])
-def test_the_trainer_goes_on_where_it_stopped(connection, tmp_path):
+def test_the_trainer_resumes_where_it_stopped(connection, tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
     from transformers import Trainer, TrainingArguments
 
@@ -90,7 +90,7 @@ def gradients_of_a_rank(rank, kind, connection):
     ("kind", "connection"),
     some([("ddp", PLAIN), ("fsdp2", PLAIN), ("fsdp2", WINDOWED)], lambda case: case != ("fsdp2", PLAIN)),
 )
-def test_two_processes_have_the_gradients_of_one(kind, connection, start, tmp_path):
+def test_two_processes_compute_the_gradients_of_one(kind, connection, start, tmp_path):
     found, _ = together(start, tmp_path, 2, gradients_of_a_rank, kind, connection)
     want = gradients(converted(connection).train())
     assert found.keys() == want.keys()
@@ -103,7 +103,7 @@ def test_two_processes_have_the_gradients_of_one(kind, connection, start, tmp_pa
 @pytest.mark.parametrize(
     ("connection", "layers"), some([(PLAIN, 1), (WINDOWED, 1), ("attnres-block", 2)], [(WINDOWED, 1)].__contains__)
 )
-def test_a_compiler_sees_one_graph(connection, layers):
+def test_a_converted_model_compiles_into_one_graph(connection, layers):
     """`fullgraph` raises an error where there would be two."""
     torch._dynamo.reset()
     model = converted(connection, num_hidden_layers=layers).train()

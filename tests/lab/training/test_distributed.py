@@ -13,10 +13,9 @@ from support.tiny_runs import options
 
 
 @pytest.mark.parametrize("connection", some(["ddl-tc", "edelta", "attnres"], lambda name: name != "attnres"))
-def test_two_ranks_compute_what_one_does(connection, data, alone, tmp_path, start, rows):
-    """Two ranks with a micro-batch each add the gradients that one process accumulates: equal to the last bit. A
-    penalty is part of it, shared compressors and states that are replayed too.
-    """
+def test_two_ranks_compute_the_same_as_one(connection, data, alone, tmp_path, start, rows):
+    """Two ranks with a micro-batch each add the gradients that one process accumulates: equal to the last bit. This
+    includes a penalty, shared compressors and replayed states."""
     arguments = options(data, model={"connection": connection})
     job = run_ranks(start, 2, tmp_path / "run", arguments)
     assert job.statuses == [0, 0], job.out
@@ -55,7 +54,7 @@ def test_layers_are_compiled_one_by_one(data, alone, tmp_path, start, rows):
     assert_same_run(tmp_path / "run", alone("residual", **train), rows, exact=False)
 
 
-def test_ranks_that_cannot_share_the_step_say_so_once(data, tmp_path, start):
+def test_ranks_that_cannot_share_the_step_give_one_error(data, tmp_path, start):
     job = run_ranks(start, 3, tmp_path / "run", options(data))
     assert job.statuses == [2, 2, 2]
     lines = [line for out in job.out for line in out.splitlines()]
@@ -68,7 +67,7 @@ def test_ranks_that_cannot_share_the_step_say_so_once(data, tmp_path, start):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 12, 16, 24])
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 6), (4, 6), (24, 1), (1, 24), (6, 4)])
-def test_the_shares_of_all_ranks_are_the_step(batch_size, accumulation, size):
+def test_the_shares_of_all_ranks_add_up_to_the_step(batch_size, accumulation, size):
     train = TrainConfig(batch_size=batch_size, gradient_accumulation=accumulation)
     try:
         shares = [BatchShard.of(train, Ranks(rank, size)) for rank in range(size)]

@@ -30,7 +30,7 @@ def packed():
 @pytest.mark.parametrize(
     "model", ["residual", "ddl-tc", "ddl-ec", "attnres", "mhc", "converted residual", "converted lambdas+conv"]
 )
-def test_the_loss_is_that_of_the_documents_alone(model):
+def test_the_loss_is_that_of_the_separate_documents(model):
     kind, _, scheme = model.rpartition(" ")
     model = converted(scheme) if kind else tiny_model(scheme, dtype=torch.float64)
     tokens, borders = packed()
@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_the_documents_alone(model):
     assert loss.item() == pytest.approx(total / labels.numel(), rel=1e-6)
 
 
-def test_a_pair_in_an_earlier_document_is_not_repeated():
+def test_a_pair_in_an_earlier_document_does_not_count_as_repeated():
     row = torch.tensor([[5, 6, END, 5, 6, 7, 5, 6, END, 5, 6]])
     inputs, labels = row[:, :-1], row[:, 1:]
     assert repeated(inputs, labels).nonzero()[:, 1].tolist() == [3, 6, 7, 8, 9]
@@ -55,8 +55,9 @@ def test_a_pair_in_an_earlier_document_is_not_repeated():
 
 
 @pytest.mark.parametrize("connection", ["lambdas+conv", "ddl-tc"])
-def test_a_run_trains_and_is_evaluated_with_them(connection, data, tmp_path):
-    """The loss of its first step is that of the untrained model on the documents, and differs from a run's without."""
+def test_a_run_trains_and_is_evaluated_with_document_masks(connection, data, tmp_path):
+    """The loss of its first step is that of the untrained model on the documents, and differs from that of a run
+    without masks."""
     model = {"connection": connection, "max_position_embeddings": 256}
     settings = {"steps": 2, "evaluate_every": 1, "lr": 1e-12, "connections_every": 1, "sequence_length": 100}
     losses = {}

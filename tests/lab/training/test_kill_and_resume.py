@@ -65,7 +65,7 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-def test_killed_at_random_moments_it_ends_as_if_undisturbed(undisturbed, tmp_path, start, rows):
+def test_a_run_killed_at_random_moments_ends_with_the_same_result(undisturbed, tmp_path, start, rows):
     chance = random.Random(0)
     folder = tmp_path / "run"
     exits = []
@@ -107,7 +107,7 @@ def test_a_run_killed_in_a_save_resumes_from_a_whole_checkpoint(death, tmp_path,
 
 
 @pytest.mark.parametrize("number", [getattr(signal, name) for name in STOPPING if hasattr(signal, name)])
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(number, tmp_path, fit, rows, capsys):
+def test_a_signal_finishes_the_step_saves_and_prints_how_to_resume(number, tmp_path, fit, rows, capsys):
     fit(tmp_path / "undisturbed", log_every=2)
     folder = tmp_path / "run"
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(number)
@@ -122,7 +122,7 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(number, tmp_path, fi
     assert rows(folder) == rows(tmp_path / "undisturbed")
 
 
-def test_an_interrupted_run_of_a_caller_that_follows_its_steps_leaves_the_advice_to_it(tmp_path, fit, capsys):
+def test_an_interrupted_run_with_a_callback_prints_no_advice(tmp_path, fit, capsys):
     steps = []
     result = fit(tmp_path / "run", batches=ToyBatches(signals={6: signal.SIGINT}), progress=steps.append)
     assert result["interrupted"] is True
@@ -140,7 +140,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path, fit):
     assert (result["step"], result["interrupted"]) == (12, False)
 
 
-def test_a_second_ctrl_c_ends_it_at_once(tmp_path, fit):
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, fit):
     batches = ToyBatches(signals={6: signal.SIGINT, 7: signal.SIGINT})
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path / "run", batches=batches, gradient_accumulation=2)

@@ -28,7 +28,7 @@ def observe(model, inputs):
     return {"beta": {"mean": [float(inputs.sum()), float("nan")]}}
 
 
-def test_the_training_is_the_same_to_the_last_bit(tmp_path, fit, rows):
+def test_observing_does_not_change_the_training_by_a_bit(tmp_path, fit, rows):
     """Dropout, clipping and two micro-batches; the row is of the first sequence of its step."""
     settings = toy_config(gradient_accumulation=2, connections_every=3)
     model, batches = ToyModel(), ToyBatches()
@@ -46,8 +46,8 @@ def test_the_training_is_the_same_to_the_last_bit(tmp_path, fit, rows):
 
 
 @pytest.mark.parametrize("log_every", [1, 5])
-def test_a_resumed_run_has_every_row_once(tmp_path, log_every):
-    """Stopped after step 8 and killed on the way from step 6, whose checkpoint it goes on from."""
+def test_a_resumed_run_logs_every_row_once(tmp_path, log_every):
+    """It stops after step 8 and is killed after resuming from step 6, from whose checkpoint it then continues."""
     settings = toy_config(connections_every=2, log_every=log_every, checkpoint_every=3)
 
     def go(folder, resume=False, batches=None):
@@ -69,7 +69,7 @@ def test_a_resumed_run_has_every_row_once(tmp_path, log_every):
 @pytest.mark.slow
 @pytest.mark.parametrize("connection", ["ddl-tc", "edelta", "residual"])
 def test_a_run_writes_the_gates_of_its_scheme(connection, data, alone, tmp_path, rows):
-    """The losses are those of a run that does not look; a scheme without gates writes nothing."""
+    """The losses are those of a run without observation; a scheme without gates writes no rows."""
     folder = tmp_path / "run"
     arguments = options(data, model={"connection": connection}, **EVERY)
     run(run_config(arguments), folder, progress=False)
@@ -85,7 +85,7 @@ def test_a_run_writes_the_gates_of_its_scheme(connection, data, alone, tmp_path,
     assert open_run(folder).step == 6
 
 
-def test_ranks_look_together_and_the_first_writes(data, alone, tmp_path, start, rows):
+def test_all_ranks_observe_and_the_first_writes(data, alone, tmp_path, start, rows):
     """Two ranks share a micro-batch of two rows, of which the first has row 0."""
     folder = tmp_path / "run"
     job = run_ranks(start, 2, folder, options(data, gradient_accumulation=1, **EVERY))

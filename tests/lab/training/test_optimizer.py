@@ -28,7 +28,7 @@ class Everything(ToyModel):
         self.frozen.requires_grad_(False)
 
 
-def test_decay_is_for_the_weights_of_linear_maps_and_embeddings():
+def test_decay_applies_to_the_weights_of_linear_maps_and_embeddings():
     model = Everything()
     decayed, others = parameter_groups(model, 0.1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -51,8 +51,8 @@ def test_a_group_without_parameters_is_left_out():
     assert len(parameter_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
 
 
-def test_the_connections_own_parameters_may_learn_at_a_rate_of_their_own():
-    """Gates, maps and filters; neither gains of norms nor anything in a sublayer. muP's factors stay."""
+def test_the_parameters_of_connections_may_have_their_own_learning_rate():
+    """It applies to gates, maps and filters, but not to gains of norms or sublayers. muP's factors are kept."""
     model = ResiduaForCausalLM(tiny_config("ddl-ec", mup=True))
     rates = [
         {id(p): group["factor"] for group in parameter_groups(model, 0.1, factor) for p in group["params"]}
@@ -65,14 +65,14 @@ def test_the_connections_own_parameters_may_learn_at_a_rate_of_their_own():
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_the_schedule_at_its_edges(warmup):
+def test_the_schedule_is_positive_at_its_first_and_last_step(warmup):
     config = toy_config(steps=5, warmup_steps=warmup)
     factors = [learning_rate_factor(step, config) for step in range(1, 6)]
     assert all(0 < factor <= 1 for factor in factors)
     assert (factors[-1] == 1) == (warmup == 5)
 
 
-def test_under_mup_matrices_learn_at_their_own_rate_wrapped_or_not():
+def test_under_mup_matrices_have_their_own_learning_rate_wrapped_or_not():
     model = ResiduaForCausalLM(tiny_config("ddl-cc", mup=True, mup_base_width=64))
     for outer in (model, nn.Sequential(model)):
         optimizer = make_optimizer(outer, toy_config(lr=0.01, weight_decay=0.1))
@@ -122,7 +122,7 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_and_adamw_the_rest():
     assert {group["initial_lr"] for _, group in groups} == {0.01}
 
 
-def test_of_a_converted_model_muon_takes_the_models_own_matrices():
+def test_muon_takes_only_the_own_matrices_of_a_converted_model():
     model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=16))
     expected = {f"transformer.h.0.{x}.weight" for x in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
     assert names_of(model, hidden_matrices(model)) == expected

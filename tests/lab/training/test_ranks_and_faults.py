@@ -33,8 +33,8 @@ def assert_nothing_unfinished(folder):
     assert not list(folder.rglob(".*.partial"))
 
 
-def test_two_ranks_then_one_then_three(data, alone, tmp_path, start, rows):
-    """A signal to one rank stops all after the same step; another number of ranks goes on with the next window."""
+def test_a_run_resumes_on_another_number_of_ranks(data, alone, tmp_path, start, rows):
+    """A signal to one rank stops all after the same step; another number of ranks continues with the next window."""
     folder, arguments = tmp_path / "run", options(data, **SIX)
     jobs = [
         run_ranks(start, 2, folder, arguments, {1: [(stop_before, 15)]}),
@@ -50,7 +50,8 @@ def test_two_ranks_then_one_then_three(data, alone, tmp_path, start, rows):
 
 
 def test_ranks_open_a_checkpoint_of_one_process(data, alone, tmp_path, start, rows):
-    """And the other way round: one process reads what two wrote, of Muon and of AdamW for what is not Muon's."""
+    """The reverse is tested, too: one process reads the checkpoint of two, with Muon for some parameters and AdamW for
+    the others."""
     folder = tmp_path / "run"
     arguments = options(data, optimizer="muon", keep_checkpoints=3)
     run(run_config(arguments), folder, progress=False)
@@ -83,8 +84,8 @@ def test_a_rank_that_dies_ends_the_job(victim, index, data, alone, tmp_path, sta
     ("name", "call", "newest"),
     some([("file_sha256", 4, 2), ("publish", 3, 2), ("drop_old", 2, 4)], lambda case: case[0] == "publish"),
 )
-def test_a_full_disk_in_a_save_is_said_once(name, call, newest, data, tmp_path, start):
-    """In the save of step 4, in which the first rank hashes its two files. None waits for the other."""
+def test_a_full_disk_in_a_save_is_reported_once(name, call, newest, data, tmp_path, start):
+    """In the save of step 4, in which the first rank hashes its two files. Neither rank waits for the other."""
     folder = tmp_path / "run"
     job = run_ranks(start, 2, folder, options(data), {0: [(fail_in_save, name, call, OSError("no such luck"))]})
     assert job.statuses == [1, 1], job.out
@@ -103,7 +104,7 @@ def test_a_full_disk_in_a_save_is_said_once(name, call, newest, data, tmp_path, 
     ],
 )
 def test_an_error_of_one_rank_in_the_last_save_fails_the_run(rank, name, newest, line, data, tmp_path, start):
-    """What nobody expects there is raised with its traceback; the other rank neither waits nor ends well."""
+    """An unexpected error is raised with its traceback; the other rank neither waits nor exits with status 0."""
     folder = tmp_path / "run"
     job = run_ranks(start, 2, folder, options(data), {rank: [(fail_in_save, name, 3, ValueError("no such thing"))]})
     assert job.statuses == [3 if rank == 0 else 1, 3 if rank == 1 else 1], job.out
@@ -147,7 +148,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.processes
 def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, rows):
-    """Without --resume: the second attempt goes on by itself. One rank is enough, as torchrun starts all anew."""
+    """Without --resume, the second attempt resumes by itself. One rank is enough, as torchrun restarts all of them."""
     folder, script, file = tmp_path / "run", tmp_path / "killed.py", tmp_path / "config.yaml"
     shutil.copytree(alone(), folder)
     shutil.rmtree(folder / "checkpoints" / "step-6")
@@ -168,7 +169,7 @@ def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, ro
 @pytest.mark.parametrize(
     ("wrong", "reason"), [({"GLOO_SOCKET_IFNAME": "nosuch0"}, "nosuch0"), ({"MASTER_PORT": "abc"}, "'abc'")]
 )
-def test_ranks_that_cannot_meet_say_where_in_one_line(wrong, reason, data, tmp_path, start):
+def test_ranks_that_cannot_connect_name_the_address_in_one_line(wrong, reason, data, tmp_path, start):
     job = run_ranks(start, 1, tmp_path / "run", options(data), {0: [(mislead, wrong)]})
     assert job.statuses == [1]
     (line,) = job.out[0].splitlines()

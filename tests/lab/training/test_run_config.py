@@ -15,7 +15,7 @@ def write(folder, text):
     return str(path)
 
 
-def test_a_file_then_overrides_in_either_form(tmp_path):
+def test_overrides_in_either_form_replace_values_of_the_file(tmp_path):
     path = write(tmp_path, "train:\n  lr: 3e-4\n  steps: 7\nmodel:\n  connection: ddl-cc\ndata:\n")
     config = load_config(path, ["--train.steps=9", "--train.precision=bfloat16", "train.seed=3"])
     assert config.train == TrainConfig(lr=3e-4, steps=9, precision="bfloat16", seed=3)
@@ -45,13 +45,13 @@ def test_files_stack_and_the_later_one_wins(tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", [None, "tiny-ddl", "small", "medium"])
-def test_round_trip(name, overrides, tmp_path):
+def test_a_configuration_survives_yaml(name, overrides, tmp_path):
     config = load_config(name, overrides)
     assert load_config(write(tmp_path, config.to_yaml())) == config
 
 
 def test_the_model_section_builds_the_models_own_configuration():
-    """Only the vocabulary waits for the tokenizer."""
+    """Only the size of the vocabulary depends on the tokenizer."""
     assert load_config().model.vocab_size is None
     given = dataclasses.asdict(load_config(None, ["--model.vocab_size=64"]).model)
     assert ResiduaConfig(**given).to_dict() == ResiduaConfig(vocab_size=64).to_dict()
@@ -111,7 +111,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("given", "message"), MISTAKES)
-def test_a_mistake_is_one_line(given, message, tmp_path):
+def test_a_mistake_gives_one_line(given, message, tmp_path):
     with pytest.raises(InputError) as error:
         load_config(write(tmp_path, given)) if isinstance(given, str) else load_config(None, given)
     said = str(error.value).replace(str(tmp_path / "config.yaml"), "FILE")
@@ -127,7 +127,7 @@ def test_a_mistake_in_the_connection_names_it(connection):
     assert "\n" not in str(error.value)
 
 
-def test_a_recipe_that_does_not_exist():
+def test_a_recipe_that_does_not_exist_is_refused():
     with pytest.raises(InputError, match=r"must be a recipe \(.*small.*, tiny.*\).*'tinny'; did you mean tiny\?"):
         load_config("tinny")
 
@@ -154,7 +154,7 @@ def test_a_recipe_keeps_its_schedule_in_a_run_of_any_length(recipe, part):
     assert schedule(load_config(recipe, [*base, f"--train.steps={steps}"])) == tuple(expected)
 
 
-def test_the_schedule_that_a_recipe_gets_is_said_once(capsys):
+def test_the_schedule_that_a_recipe_gets_is_printed_once(capsys):
     say_once.cache_clear()
     for _ in range(2):
         assert schedule(load_config("nano", ["--train.steps=112"])) == (11, 11, 28)
@@ -165,7 +165,7 @@ def test_the_schedule_that_a_recipe_gets_is_said_once(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_that_goes_on_keeps_its_schedule(tmp_path, capsys):
+def test_a_resumed_run_keeps_its_schedule(tmp_path, capsys):
     say_once.cache_clear()
     begun = {"train.warmup_steps": 40, "train.evaluate_every": 50, "train.checkpoint_every": 100}
     assert schedule(load_config("tiny", ["--train.steps=60"], begun=begun)) == (40, 50, 100)
@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_keeps_its_schedule(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_warmup_of_the_user_stays(tmp_path, capsys):
+def test_a_warmup_set_by_the_user_is_kept(tmp_path, capsys):
     say_once.cache_clear()
     mine = write(tmp_path, "base: tiny\ntrain: {warmup_steps: 30}\n")
     assert load_config([mine, "tiny"], ["--train.steps=20"]).train.warmup_steps == 2
@@ -215,7 +215,7 @@ def test_every_row_of_the_paper_is_a_size_and_a_connection(size, row):
     assert (config.data.path, config.data.source) == (None, None)
 
 
-def test_a_file_with_a_base_holds_what_differs(tmp_path):
+def test_a_file_with_a_base_needs_only_the_differences(tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("base: tiny-ddl\ntrain:\n  steps: 41\n")
     own = tmp_path / "own.yaml"
@@ -226,7 +226,7 @@ def test_a_file_with_a_base_holds_what_differs(tmp_path):
     assert load_config(str(own)) == dataclasses.replace(tiny, train=train)
 
 
-def test_a_base_that_leads_nowhere(tmp_path):
+def test_a_base_that_is_circular_or_unknown_is_refused(tmp_path):
     path = tmp_path / "a.yaml"
     for base, message in (
         (str(path), "is a circle"),

@@ -38,7 +38,7 @@ def test_a_run_that_ended_before_its_first_step_starts_over(tmp_path):
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_nothing_to_resume(there, tmp_path, fit):
+def test_resuming_without_a_run_is_refused(there, tmp_path, fit):
     if there:
         (tmp_path / "run").mkdir()
     with pytest.raises(InputError, match=r"must be a run .*config\.yaml"):
@@ -67,8 +67,8 @@ def test_resume_refuses_what_changes_the_numbers_and_names_it(tmp_path, fit):
     assert (folder / "config.yaml").read_bytes() == before
 
 
-def test_a_refused_resume_leaves_the_settings(tmp_path, fit):
-    """Of a run whose last checkpoint is damaged, so that it is not finished and cannot have more steps."""
+def test_a_refused_resume_does_not_change_the_settings(tmp_path, fit):
+    """The last checkpoint of the run is damaged, so it is not finished and cannot have more steps."""
     folder = tmp_path / "run"
     fit(folder, checkpoint_every=6, keep_checkpoints=2)
     before = (folder / "config.yaml").read_bytes()
@@ -90,7 +90,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path, fit, monkeypatch):
     assert fit(tmp_path / "run", resume=True)["step"] == 12
 
 
-def test_the_command_to_go_on_survives_spaces(tmp_path):
+def test_the_printed_command_to_resume_quotes_spaces(tmp_path):
     with claim(tmp_path / "my run", {"train": {}}) as run:
         assert run.resume_command == f"residua train --run '{tmp_path}/my run' --resume"
 
@@ -124,8 +124,8 @@ def test_a_run_that_fails_after_its_first_rows_keeps_its_folder(tmp_path, fit):
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_files_written_while_a_run_waits_for_its_folder_stay(made, tmp_path, fit, monkeypatch):
-    """Of two runs that start on one new folder, one ends in the moment before the other gets the lock."""
+def test_files_written_while_a_run_waits_for_its_folder_are_kept(made, tmp_path, fit, monkeypatch):
+    """Of two runs that start in the same new folder, one ends just before the other gets the lock."""
     folder = tmp_path / "run"
     if made:
         folder.mkdir()
@@ -160,7 +160,7 @@ def test_an_owner_may_link_the_checkpoints_to_another_disk(when, tmp_path, fit, 
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
-def test_checkpoints_never_land_in_another_folder_by_a_planted_link(tmp_path, fit):
+def test_a_planted_link_never_leads_checkpoints_into_another_folder(tmp_path, fit):
     folder, outside = tmp_path / "run", tmp_path / "outside"
     outside.mkdir()
     fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
@@ -194,7 +194,7 @@ def test_a_run_from_somebody_else_deletes_no_checkpoints_of_another_run(linked, 
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
-def test_a_run_whose_folder_goes_under_it_ends_with_an_error(how, tmp_path, fit, monkeypatch):
+def test_a_run_whose_folder_is_removed_ends_with_an_error(how, tmp_path, fit, monkeypatch):
     monkeypatch.setattr(folders, "LEASE_SECONDS", 1.0)  # the lease goes with the folder
     folder = tmp_path / "run"
 
@@ -215,7 +215,7 @@ def test_a_run_whose_folder_goes_under_it_ends_with_an_error(how, tmp_path, fit,
         assert fit(tmp_path / "elsewhere", resume=True)["step"] == 12
 
 
-def test_a_finished_run_whose_last_row_is_cut_returns_no_other(tmp_path, fit):
+def test_a_finished_run_whose_last_row_is_cut_returns_no_earlier_row(tmp_path, fit):
     fit(tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
@@ -223,7 +223,7 @@ def test_a_finished_run_whose_last_row_is_cut_returns_no_other(tmp_path, fit):
         fit(tmp_path / "run", resume=True)
 
 
-def test_a_finished_run_is_trained_on_and_says_what_its_schedule_does(tmp_path, fit, rows, capsys):
+def test_a_finished_run_can_be_trained_further_with_a_note_on_its_schedule(tmp_path, fit, rows, capsys):
     folder = tmp_path / "run"
     fit(folder)
     capsys.readouterr()

@@ -28,7 +28,8 @@ def weights(folder, step):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_losses_are_those_of_a_plain_loop(name, tmp_path, fit, rows):
-    """Clipping, the schedule, decay on matrices only, accumulation and the order of the batches, written out."""
+    """The plain loop spells out clipping, the schedule, decay on matrices only, accumulation and the order of the
+    batches."""
     result = fit(tmp_path / "run", gradient_accumulation=2, clip=0.5, log_every=1, optimizer=name)
 
     model, batches, steps, warmup, peak = ToyModel(), ToyBatches(), 12, 2, 0.01
@@ -62,7 +63,7 @@ def test_the_losses_are_those_of_a_plain_loop(name, tmp_path, fit, rows):
     assert result["loss"] == row["loss"]
 
 
-def test_a_run_leaves_what_others_read(tmp_path, fit, rows):
+def test_a_run_writes_the_files_that_other_tools_read(tmp_path, fit, rows):
     folder = tmp_path / "run"
     result = fit(folder, log_every=5, tensorboard=True, facts={"fingerprint": "abc", "tokens": 7})
     assert [row["step"] for row in rows(folder)] == [4, 5, 8, 10, 12]
@@ -88,8 +89,8 @@ def test_a_run_leaves_what_others_read(tmp_path, fit, rows):
         assert name in facts
 
 
-def test_evaluation_leaves_the_training_alone(tmp_path, fit, rows):
-    """Its random numbers, its mode and its cadence do not show in the losses."""
+def test_evaluation_does_not_affect_the_training(tmp_path, fit, rows):
+    """Its random numbers, its mode and its frequency do not change the losses."""
     fit(tmp_path / "often", evaluate_every=1)
     fit(tmp_path / "seldom", evaluate_every=12)
     assert [row["loss"] for row in rows(tmp_path / "often")] == [row["loss"] for row in rows(tmp_path / "seldom")]
@@ -109,7 +110,7 @@ def test_bfloat16_runs_under_autocast_with_weights_in_float32(tmp_path, fit, row
 
 
 @pytest.mark.slow
-def test_compile_is_only_for_the_forward_pass(tmp_path, fit, rows, monkeypatch):
+def test_only_the_forward_pass_is_compiled(tmp_path, fit, rows, monkeypatch):
     """The weights are saved under the names of the model itself."""
     compiled = []
     plain = torch.compile
@@ -120,7 +121,7 @@ def test_compile_is_only_for_the_forward_pass(tmp_path, fit, rows, monkeypatch):
     assert "embedding.weight" in weights(tmp_path / "run", 2)
 
 
-def test_a_missing_device(monkeypatch, tmp_path, fit):
+def test_a_missing_device_is_refused(monkeypatch, tmp_path, fit):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert loop.pick_device("auto") == torch.device("cpu")
     with pytest.raises(InputError, match=r"train\.device .*CUDA"):
@@ -145,7 +146,7 @@ def test_resume_restores_the_optimizer_the_clock_and_the_random_state(optimizer,
     assert [entry["step"] for entry in facts["resumed"]] == [6]
 
 
-def test_resume_of_a_finished_run_says_so_and_returns_its_result(tmp_path, fit, capsys):
+def test_resuming_a_finished_run_gives_a_message_and_its_result(tmp_path, fit, capsys):
     first = fit(tmp_path / "run")
     model = ToyModel()
     assert fit(tmp_path / "run", resume=True, model=model) == first
@@ -165,7 +166,7 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path, fit, rows, capsys):
 
 
 def test_a_run_with_only_damaged_checkpoints_does_not_start_again(tmp_path, fit, rows):
-    """They may be mended, and the log is worth keeping."""
+    """The checkpoints may be repairable, and the log is worth keeping."""
     folder = tmp_path / "run"
     fit(folder)
     before = rows(folder)
@@ -242,7 +243,7 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("limit", [1200, 4000])
-def test_files_that_the_system_refuses_to_grow(limit, tmp_path, fit, rows):
+def test_a_short_write_gives_one_line_and_keeps_earlier_files(limit, tmp_path, fit, rows):
     """A real short write, into the metrics or into the optimizer's file."""
     with room(limit), pytest.raises(RunError, match="File too large") as error:
         fit(tmp_path / "run", checkpoint_every=12)
@@ -251,7 +252,7 @@ def test_files_that_the_system_refuses_to_grow(limit, tmp_path, fit, rows):
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 13))
 
 
-def test_plain_lines_where_there_is_no_terminal(tmp_path, fit, capsys):
+def test_without_a_terminal_plain_lines_are_printed(tmp_path, fit, capsys):
     fit(tmp_path / "run", progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines] == ["1/12", "4/12", "8/12", "12/12"], "the first and every evaluation"
@@ -259,8 +260,9 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path, fit, capsys):
         assert part in lines[-1]
 
 
-def test_rows_go_to_weights_and_biases_too(tmp_path, fit, monkeypatch):
-    """A stand-in for the package, which wants an account: one run there for one folder here, also when it goes on."""
+def test_rows_are_also_logged_to_weights_and_biases(tmp_path, fit, monkeypatch):
+    """A stand-in replaces the package, which requires an account: one run there for each folder here, also after
+    resuming."""
     begun, logged, finished = [], [], []
 
     class Run:
