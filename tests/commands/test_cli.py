@@ -105,7 +105,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("generate x --prompt a --seed one", "--seed"),
         ("generate x --prompt a --top-p 0", "--top-p must be a number above 0, at most 1, got 0.0"),
         ("evaluate x y", "unexpected argument 'y'"),
-        ("evaluate no-such-folder", "no-such-folder must be a run folder or one with a model of"),
+        ("evaluate no-such-folder", "no-such-folder must be a run folder or a folder with a transformers model"),
         ("evaluate x --limit 3", "--limit needs --tasks, got none"),
         ("compare no-such-folder", "no-such-folder, which does not exist"),
         ("train --run x", "--config NAME|FILE.yaml must say what to train"),

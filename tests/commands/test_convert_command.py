@@ -61,7 +61,7 @@ def test_inputs_that_do_not_fit_give_one_line(arguments, says, folder, tmp_path,
 def test_the_folder_of_a_run_must_be_exported_first(tmp_path, capsys):
     (tmp_path / "config.yaml").touch()
     assert main(["convert", str(tmp_path), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
-    assert f"{tmp_path} is a run of residua" in capsys.readouterr().err
+    assert f"{tmp_path} must be a Hugging Face folder, got a run" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer_gives_one_line_with_advice(tmp_path, capsys):
@@ -69,7 +69,7 @@ def test_a_folder_without_a_tokenizer_gives_one_line_with_advice(tmp_path, capsy
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "llama"), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "must have the model's tokenizer, got none that opens (Couldn't instantiate" in line
+    assert "must have the model's tokenizer, found none that opens (Couldn't instantiate" in line
     assert line.endswith("; copy the files of the tokenizer, such as tokenizer.json, into the folder")
 
 
@@ -186,7 +186,7 @@ def test_check_tells_by_one_line_and_its_status_whether_a_model_type_converts(mo
     [
         ({"model_type": "qwen3"}, 0, "qwen3: converts with equal outputs"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, 1, "quantised (awq)"),
-        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}, 1, "mine is code of its own"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}, 1, "mine has code of its own"),
         ({"model_type": "residua"}, 1, "has its connections already"),
     ],
 )
@@ -203,7 +203,7 @@ def test_check_reads_the_configuration_of_a_folder(config, status, says, tmp_pat
         (["--check", "lama"], "did you mean llama?"),
         (
             ["--check", "models/nothing"],
-            "models/nothing must be a folder with a model, or a model type of transformers",
+            "models/nothing must be a folder with a model, or a transformers model type",
         ),
         (
             ["--check", "gpt5"],

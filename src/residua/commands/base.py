@@ -13,7 +13,7 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 CheckpointChoice = Natural | Literal["best"]
 
 
-def expect_path(path: str, expected: str = "a run folder or one with a model of transformers") -> None:
+def expect_path(path: str, expected: str = "a run folder or a folder with a transformers model") -> None:
     """Raise InputError for a path that does not exist, before slow imports."""
     if not Path(path).exists():
         raise InputError(f"{path} must be {expected}, found no such file or folder")

@@ -65,7 +65,7 @@ def _published(comparison: "Comparison") -> tuple[list[dict[str, Any]], list[Any
     notes = ["note: published losses are of one seed each, on the paper's own validation text"]
     if others := [row["run"] for row in rows if not row["same_size"]]:
         notes.append(
-            f"note: no published model has the size of {', '.join(others)}; beside their losses are those of 124M"
+            f"note: no published model has the size of {', '.join(others)}; their losses are shown beside those of 124M"
         )
     return rows, ["", (header, cells), *map(one_line, notes)]
 

@@ -13,7 +13,7 @@ from residua.lab.records.folder import new_folder
 from residua.lab.records.terminal import one_line
 
 FAMILIES = Path(__file__).with_name("families.csv")
-"""The table of model types of transformers that convert or not; tests/support/family_table.py writes it."""
+"""The table of the transformers model types that convert or not; tests/support/family_table.py writes it."""
 
 
 def convert(
@@ -37,9 +37,9 @@ def convert(
         connection (SCHEME): a scheme; residua schemes lists them
         out (DIR): a new or empty folder
         start: preserve: the outputs stay as before; fresh: connections start as in a new model
-        remote_code: let trust_remote_code=True open it, wherever residua is installed, without import residua
-        check: only say whether such a model converts, with status 0 if it does and 1 if not; MODEL may also be a model
-            type of transformers
+        remote_code: let trust_remote_code=True open the folder wherever residua is installed, without import residua
+        check: only say whether such a model converts, with status 0 if it does and 1 if not; MODEL may also be a
+            transformers model type
     """
     if check:
         answers = _checked(model)
@@ -86,11 +86,11 @@ def _checked(model: str) -> dict[str, bool]:
             reason = f"because it is quantised ({method}); convert the model it was made from"
             return {f"{model}: does not convert, {reason}": False}
     elif folder.name != model:
-        expect_path(model, "a folder with a model, or a model type of transformers such as qwen3")
+        expect_path(model, "a folder with a model, or a transformers model type such as qwen3")
     rows = _rows()
     found = _found(kind, rows)
     if not found and "auto_map" in config:
-        return {f"{model}: {kind} is code of its own, which was not tried; residua.convert tries any model": False}
+        return {f"{model}: {kind} has code of its own, which was not tried; residua.convert tries any model": False}
     if not found:
         expected = "a model type that was tried" if config else "a folder with a model, or a model type that was tried"
         known = {name.partition(":")[0] for name in rows}

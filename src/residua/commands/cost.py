@@ -45,8 +45,8 @@ def step(
 ) -> Output | None:
     """Measure the training step of a run under several schemes.
 
-    Compares with the plain residual: the time, in rounds in which schemes take turns; the memory that the backward pass
-    keeps, in vectors of the model's width for each token and layer; and the peak memory.
+    Measures each scheme and the plain residual: the time, in rounds in which the schemes take turns; the memory that
+    the backward pass keeps, in vectors of the model's width for each token and layer; and the peak memory.
 
     Examples:
         residua cost step --config tiny --schemes ddl-tc lambdas+tc

@@ -33,7 +33,7 @@ class Scoring:
         batch_size: affects only speed
         include_path (DIR): a folder of local task files; needs no network
         limit: score only this many documents per task
-        published: show the paper's rows of this size (default: if it matches)
+        published: show the paper's rows of this size (default: the model's size, if it is one of the paper's)
     """
 
     tasks: str | None = None
@@ -62,7 +62,7 @@ def evaluate(
         residua evaluate a-folder --tasks mine --include-path my-tasks/
 
     Args:
-        run (RUN|HF_DIR): folder of a run, or with --tasks of a Hugging Face model
+        run (RUN|HF_DIR): folder of a run, or of a Hugging Face model, which needs --tasks or --data
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
         data (DIR|TEXT): the run's prepared data, if they have moved, or another text to score: prepared with the same
             tokenizer (its held-out part is scored), or a file or folder of text
@@ -108,7 +108,8 @@ def evaluate(
     if window is not None and (context is None or context > window):
         longest = "any" if context is None else context
         notes.append(
-            f"note: trained on windows of {window} tokens; tasks give it up to {longest}, where it may be worse"
+            f"note: the model was trained on windows of {window} tokens; tasks give it up to {longest}, and it may be "
+            "worse there"
         )
     return Output(report.to_json(rows), [report.table(rows), *notes])
 

@@ -49,7 +49,7 @@ def explore(
 
     reading = Reading(prompt, tokens, checkpoint, data)
     if not paths and (page_file is None or reading.again):
-        raise InputError("RUN must be given, unless a page without one is written")
+        raise InputError("RUN must be given, unless a page without runs is written")
     sources, comparison = collect(paths, reading)
     page = None if page_file is None else page_of(sources, comparison)
     parts: list[Any] = []

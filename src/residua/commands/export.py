@@ -16,7 +16,8 @@ def export(run: str, out: str, *, checkpoint: CheckpointChoice | None = None, re
         run (RUN): folder of a run
         out (DIR): a new or empty folder
         checkpoint (STEP|best): the newest by default; best has the lowest validation loss of the kept ones
-        remote_code: add the model's code, so that it loads without residua (a converted model: without importing it)
+        remote_code: add the model's code, so that the folder loads without residua; for a converted model, residua must
+            be installed, but need not be imported
     """
     expect_path(run, "a run folder")
     new_folder(out, "DIR")  # raises before torch is imported

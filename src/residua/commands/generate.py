@@ -75,4 +75,7 @@ def generate(
     print("" if prompt_shown else prompt)
     tokens = len(opened.tokenizer.encode(prompt + text, add_special_tokens=False))
     if opened.window is not None and tokens > opened.window:
-        say(f"note: trained on windows of {opened.window} tokens; beyond them, of {tokens} here, it may be worse")
+        say(
+            f"note: the model was trained on windows of {opened.window} tokens; of these {tokens} tokens, later ones "
+            "may be worse"
+        )

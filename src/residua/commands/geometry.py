@@ -91,7 +91,7 @@ def quick(
 
     Args:
         models (SCHEME): schemes, and controls (default: those of the publication; an unknown name lists all)
-        tasks: (default: all, with --full those on sequences; an unknown name lists them)
+        tasks: tasks to train on (default: all, with --full those on sequences; an unknown name lists them)
         full: the published sizes and steps, which need a GPU; the first seed of all models runs first
         device: auto is cuda if available
         seeds (N): seeds of weights and batches (default: 42 123, with --full also 456)

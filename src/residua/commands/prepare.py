@@ -47,7 +47,8 @@ def prepare(
     Rarely:
         split: documents: hold out each document by its own hash; share: hold out exactly the share (default: documents,
             if it comes close)
-        longest_document: characters; longer documents are cut; 0 cuts none (default: 8192 in text files, elsewhere 0)
+        longest_document: the longest document in characters; longer ones are cut, 0 cuts none (default: 8192 in text
+            files, elsewhere 0)
         shard_tokens: tokens in a file
     """
     new_folder(out, "--out")  # raises before torch is imported
@@ -68,7 +69,7 @@ def prepare(
     facts = {"folder": str(data.folder), **data.facts}
     shown = {**facts, "folder": out}.items()
     rows = [[name, cell(value)[: 12 if name in DIGESTS else None]] for name, value in shown]
-    base = list(Path(tokenizer).glob("*.safetensors"))  # the folder of a model to train on
+    base = list(Path(tokenizer).glob("*.safetensors"))  # a folder with weights is a model that can be trained on
     recipe = f"retrofit --model.base {shlex.quote(tokenizer)}" if base else "tiny"
     advice = f"train on it with: residua train --config {recipe} --data.path {shlex.quote(out)} --run DIR"
     return Output(facts, [(["what", "value"], rows), advice])

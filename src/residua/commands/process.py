@@ -15,7 +15,7 @@ EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
 ENDING = ("SIGTERM", "SIGHUP")
 """Signals that end a command as Ctrl-C does, unless other code, such as training, handles them."""
 MISPLACED = (FileExistsError, NotADirectoryError, IsADirectoryError)
-"""System errors for a path of the user that is a file in place of a folder, or the reverse."""
+"""System errors if a path that the user gave is a file in place of a folder, or the reverse."""
 
 
 def in_one_line(error: Exception) -> str | None:
@@ -33,12 +33,12 @@ def in_one_line(error: Exception) -> str | None:
 
 
 def discard_output() -> None:
-    """Discard the rest of standard output, because Python would print an error when it closes it."""
+    """Discard the rest of standard output, because Python would print an error when it closes the stream."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def lasting_messages() -> AbstractContextManager:
-    """Ignore write errors on stderr in this context, so that a closed terminal or pipe does not stop the work."""
+    """Ignore write errors on stderr while the `with` block runs: a closed terminal or pipe must not stop the work."""
     return redirect_stderr(_Messages(sys.stderr))  # type: ignore[type-var]
 
 
@@ -61,7 +61,7 @@ class _Messages:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """In this context, a signal in `ENDING` raises KeyboardInterrupt, so that commands clean up.
+    """Raise KeyboardInterrupt at a signal in `ENDING` while the `with` block runs, so that commands clean up.
 
     Yield a list that receives the number of the signal.
     """

@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Output(NamedTuple):
-    """The output of a command: the value for --json, and the parts to print without it: texts and tables."""
+    """The output of a command: the value to print with --json, and the texts and tables to print otherwise."""
 
     value: Any
     parts: Iterable[Any]
@@ -170,7 +170,7 @@ def _sections(documented: Any) -> dict[str, str]:
 
 
 def _prints_json(function: Callable[..., Any]) -> bool:
-    """Return whether `--json` is added to a function: it returns an `Output`, and has no such option itself."""
+    """Return whether a function gets `--json`, because it returns an `Output` and has no such option itself."""
     returned = types_of(function).get("return")
     return "json" not in types_of(function) and Output in (returned, *get_args(returned))
 
@@ -204,7 +204,7 @@ def _option(
     group, metavar, text = entry
     if get_origin(kind) in (Union, UnionType):
         rest = tuple(option for option in get_args(kind) if option is not NoneType)
-        kind = Union[rest]  # noqa: UP007  # of one type it is this type
+        kind = Union[rest]  # noqa: UP007  # the union of a single type is this type
     required, several, rare = default is inspect.Parameter.empty, get_origin(kind) is tuple, group == RARELY
     settings: dict[str, Any] = {"help": _help(text, default)}
     if kind is bool:

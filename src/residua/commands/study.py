@@ -111,7 +111,7 @@ def verify(
     seeds: tuple[Natural, ...] | None = None,
     share: Annotated[float, Range("a number above 0, 1 at most", lambda share: 0 < share <= 1)] = 0.1,
 ) -> int:
-    """Repeat some runs of a study, and compare to the last bit.
+    """Repeat some runs of a study, and compare the results to the last bit.
 
     First prints the expected effort. Runs that were recorded with this device and PyTorch are drawn first, because
     others may differ in the last bits.

@@ -23,16 +23,17 @@ COMMANDS = {
     "cost step": "cost:step",
     "demo": "demo:demo",
 }
-"""Every command in the order of the overview, and its function in a module here. The docstring of the module `study`
-is the help of the word `study`; likewise for other words that several commands begin with."""
+"""The commands, in the order in which the help lists them, each with its function in a module of this package. The
+docstring of the module `study` is the help of the word `study`, and so for every other word that several commands begin
+with."""
 
 
 def words_after(words: list[str]) -> list[str]:
-    """Return the words that may follow `words` in a command, in the order of the overview."""
+    """Return the words that may follow `words` in a command, in the order in which the help lists the commands."""
     below = [name.split()[len(words) :] for name in COMMANDS if name.split()[: len(words)] == words]
     return list(dict.fromkeys(rest[0] for rest in below))
 
 
 def explained(words: list[str]) -> Any:
-    """Return the function of a command, or the module whose docstring explains the words that several begin with."""
+    """Return the function of a command, or the module that explains words that several commands begin with."""
     return resolve_name(f"residua.commands.{COMMANDS.get(' '.join(words), words[-1])}")

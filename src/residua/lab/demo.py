@@ -74,9 +74,9 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
     jobs = []
     for name, config in configs.items():
         config = replace(config, data=replace(config.data, path=str(data.folder)))
-        if begun[name]:  # with more steps, a finished schedule would continue
+        if begun[name]:  # more steps would continue a schedule that has ended
             steps_there = begun[name].get("train.steps")
-            expected = f"{steps_there}, as in {place_of(out, name) / 'config.yaml'}, or --out a new folder"
+            expected = f"{steps_there}, as in {place_of(out, name) / 'config.yaml'}, unless --out is a new folder"
             require(config.train.steps == steps_there, "--steps", expected, config.train.steps)
         jobs.append(Job(name, _train, (config, place_of(out, name)), config.train.steps))
     say(f"training {len(jobs)} models side by side: {', '.join(configs)}")

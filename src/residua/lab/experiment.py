@@ -70,8 +70,8 @@ LONGEST_WINDOW = 1024
 class OpenModel:
     """An opened model, in evaluation mode, and the tokenizer that made its training tokens.
 
-    folder: the folder of the run, or a transformers folder; step: None for the latter. bfloat16: whether the model was
-    trained under autocast; it then computes in the same precision here.
+    folder: the folder of the run, or a transformers folder. step: the step of the checkpoint; None for a transformers
+    folder. bfloat16: whether the model was trained under autocast; it then computes in the same precision here.
     """
 
     model: PreTrainedModel
@@ -402,7 +402,7 @@ def _base_of(config: BaseModelConfig) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def _parent(config: RunConfig) -> dict[str, Any] | None:
-    """Return the facts of the base of a run: the folder's name, the digest, and the step if it is a run; or None."""
+    """Return the facts of a run's base, or None: the folder's name, the digest, and the step if the base is a run."""
     if not isinstance(config.model, BaseModelConfig):
         return None
     folder = Path(config.model.base)
@@ -429,7 +429,8 @@ def model_config(config: RunConfig) -> PreTrainedConfig:
 def expected_vocabulary(config: RunConfig) -> int:
     """Return the number of rows in the embedding that `build_model` will make, as far as known before preparation.
 
-    It is that of the prepared data in `data.path`, or of the tokenizer to be trained, or else of GPT-2.
+    This is the number for the prepared data in `data.path`, otherwise for the tokenizer to be trained, otherwise for
+    GPT-2.
     """
     model = config.from_scratch
     if model.vocab_size is not None:

@@ -104,7 +104,7 @@ def add_code(folder: Path) -> None:
     """
     config = folder / "config.json"
     settings = read_json(config)
-    if package := settings.get("connection", {}).get("package"):  # not derived from the copied Scheme
+    if package := settings.get("connection", {}).get("package"):  # its class does not derive from the copied Scheme
         raise InputError(
             f"remote code needs a scheme of residua, got {settings['connection']['scheme']!r} of the package "
             f"{package!r}, which is not copied; export without it, and load the model where residua and {package} are "
@@ -162,7 +162,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
         *((key, cell(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
     ]
     settings = write_yaml(settings).rstrip()
-    # Longer than any run of backticks in the settings.
+    # The fence must be longer than any run of backticks in the settings.
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
     imports, call = loading(name, remote_code=remote_code)
     complete = remote_code and not isinstance(opened.model.config, ConvertedConfig)

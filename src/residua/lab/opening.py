@@ -38,7 +38,7 @@ def read_model(
     folder = Path(folder)
     if not (folder / "config.json").is_file() and (folder / "config.yaml").is_file():
         raise InputError(
-            f"{folder} is a run of residua; here a Hugging Face folder is needed: residua export it first, "
+            f"{folder} must be a Hugging Face folder, got a run of residua; export the run first: "
             f"residua export {shlex.quote(str(folder))} DIR"
         )
     if not (folder / "config.json").is_file():
@@ -65,7 +65,7 @@ def read_model(
     except InputError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds
-        raise InputError(f"{folder} must be a model of transformers, got: {first_line(error)}") from error
+        raise InputError(f"{folder} cannot be read as a transformers model: {first_line(error)}") from error
     expect_weights(folder, info, *info)
     return model, tokenizer
 
@@ -76,7 +76,7 @@ def _read_tokenizer(folder: Path, config: PreTrainedConfig | None) -> PreTrained
         tokenizer("text")
     except Exception as error:
         raise InputError(
-            f"{folder}: must have the model's tokenizer, got none that opens ({first_line(error).rstrip(': ')}); copy "
+            f"{folder} must have the model's tokenizer, found none that opens ({first_line(error).rstrip(': ')}); copy "
             "the files of the tokenizer, such as tokenizer.json, into the folder"
         ) from error
     return tokenizer

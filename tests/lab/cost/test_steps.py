@@ -98,8 +98,8 @@ def test_the_table_has_a_line_for_each_scheme_and_the_run_has_its_own(capsys, mo
         (["--schemes", "frac:num_fractions=3"], "16"),
         (["--model.num_hidden_layers", "0"], "num_hidden_layers must be at least 1, got 0"),
         (["--rounds", "0"], "rounds must be at least 1, got 0"),
-        (["--out", "."], "must be a file .*, got: Is a directory"),
-        (["--out", "nowhere/out.jsonl"], "must be a file .*, got: No such file or directory"),
+        (["--out", "."], "cannot be used as a file .*: Is a directory"),
+        (["--out", "nowhere/out.jsonl"], "cannot be used as a file .*: No such file or directory"),
     ],
 )
 def test_schemes_that_cannot_be_measured_are_refused_first(arguments, message, monkeypatch):

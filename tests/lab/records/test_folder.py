@@ -118,7 +118,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path):
     (tmp_path / "theirs").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "theirs")
-    with pytest.raises(InputError, match="run must be a folder"), hold(tmp_path / "run"):
+    with pytest.raises(InputError, match="run cannot be used as a folder"), hold(tmp_path / "run"):
         pass
     assert (tmp_path / "theirs").read_text() == "precious"
 

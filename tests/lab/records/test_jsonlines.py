@@ -66,7 +66,7 @@ def test_no_file_has_no_rows_and_a_folder_is_refused(tmp_path):
     assert jsonlines.read(tmp_path / "none") == []
     with pytest.raises(InputError, match="Is a directory"):
         jsonlines.read(tmp_path)
-    with pytest.raises(InputError, match=r"must be a file .*, got: Is a directory"):
+    with pytest.raises(InputError, match=r"cannot be used as a file .*: Is a directory"):
         JsonLines(tmp_path)
 
 
@@ -109,5 +109,5 @@ def test_rows_of_a_run_must_be_numbers(row, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
 def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="pipe must be a file"):
+    with pytest.raises(InputError, match="pipe cannot be used as a file"):
         JsonLines(tmp_path / "pipe")

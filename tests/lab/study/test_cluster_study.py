@@ -76,8 +76,8 @@ def test_seconds_are_compared_only_on_the_same_processor(cpu):
             ["--slurm", "partition=gpu"],
             "--slurm must be at least time=MINUTES, the limit of a job, got ['partition=gpu']",
         ),
-        (["--slurm", "time=1"], "--slurm time must be 0, no limit, or at least 3 (minutes: "),
-        (["--slurm", "time=5", "signal_delay_s=300"], "--slurm time must be 0, no limit, or at least 7 (minutes: "),
+        (["--slurm", "time=1"], "--slurm time must be 0 (no limit) or at least 3 minutes"),
+        (["--slurm", "time=5", "signal_delay_s=300"], "--slurm time must be 0 (no limit) or at least 7 minutes"),
         (["--slurm", "time=1:00:00"], "--slurm time must be a whole number, got '1:00:00'"),
         (
             ["--slurm", "time=5", "partion=gpu"],

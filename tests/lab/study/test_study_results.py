@@ -461,7 +461,7 @@ def test_differences_whose_intervals_exclude_zero_are_filled():
 
 def test_a_run_on_other_data_is_refused(tmp_path):
     runs = [{**row, "facts": {**row["facts"], "data": {"fingerprint": "e" * 64}}} for row in records()]
-    with pytest.raises(InputError, match=r"must be of the data ffff.*, got 'eeee"):
+    with pytest.raises(InputError, match=r"must be ffff.*, the study's, got 'eeee"):
         read_results(folder(tmp_path / "study", runs))
 
 

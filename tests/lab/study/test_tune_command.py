@@ -292,7 +292,7 @@ def test_the_exit_status_tells_which_signal_ended_a_sweep(data, tmp_path, monkey
     monkeypatch.setattr(experiment.Batches, "at", stopped)
     argv = ["study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}", "--over", "train.lr=1e-3"]
     assert main([*argv, "--out", str(tmp_path / "out")]) == 143
-    assert "interrupted; what is done is in" in capsys.readouterr().err
+    assert "interrupted; finished runs are in" in capsys.readouterr().err
 
 
 def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp_path, monkeypatch):

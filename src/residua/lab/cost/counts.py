@@ -45,6 +45,8 @@ def parameters(config: PreTrainedConfig) -> dict[str, int]:
 def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str, float]:
     """Count the matrix products of one token in a training step, forward and backward, in FLOPs.
 
+    The counts by name:
+
     matrices     linear maps of the sublayers and the head, as in the plain residual
     attention    7 T d in each layer if the kernel skips masked pairs: 2 forward, 5 backward
     connections  the maps that the scheme adds

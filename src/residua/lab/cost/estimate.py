@@ -49,7 +49,7 @@ class CostEstimate:
             way: (*(f"{x / size:.2f}" for x in self.memory[way].values()), f"{self.largest_batch_size[way]}")
             for way in ways
         }
-        if len({*cells.values()}) == 1:  # nothing is recomputed, as in a state of one row
+        if len({*cells.values()}) == 1:  # recomputing saves nothing, for example if a state has one row
             cells = {"all": cells[ways[0]]}
         header = [f"{unit} per GPU", *(f"states: {way}" for way in cells)]
         yield Table(header, [*zip([*parts, "largest batch_size"], *cells.values())])

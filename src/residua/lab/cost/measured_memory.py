@@ -62,7 +62,7 @@ def _cuda_peak(make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     step = make(*arguments)
-    step()  # makes the state of the optimiser, and compiles if asked to
+    step()  # makes the optimiser's state, and compiles a model that is to be compiled
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()

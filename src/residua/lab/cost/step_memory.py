@@ -110,7 +110,7 @@ def step_memory(model: ResiduaConfig, train: TrainConfig, share: BatchShard) -> 
     )
     meta = on_meta(model)
     count = meta.num_parameters()
-    muon = sum(x.numel() for x in hidden_matrices(meta)) if train.optimizer == "muon" else 0  # it keeps one moment
+    muon = sum(x.numel() for x in hidden_matrices(meta)) if train.optimizer == "muon" else 0  # Muon keeps one moment
     parts = {
         "weights": 4.0 * count,
         "gradients": 4.0 * count,

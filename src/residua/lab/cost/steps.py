@@ -67,6 +67,8 @@ def measure(
 ) -> list[Record]:
     """Measure the step of every scheme at one size. Return one self-contained record for each.
 
+    The measurements of a scheme:
+
     time     time of a step, in rounds in which all schemes take turns, so that a busy machine slows all alike: process
              time of one thread on the CPU, or device time
     flops    FLOPs per token of the matrix products and of all other arithmetic (`elementwise`)
@@ -129,7 +131,8 @@ def measure_schemes(
 ) -> list[Record]:
     """Measure the step of a run under the plain residual and under each of these schemes, as `measure` does.
 
-    vectors   the memory kept for the backward pass per token and layer, in vectors of the model's width and precision
+    Each record also has `vectors`: the memory kept for the backward pass per token and layer, in units of a vector of
+    the model's width and precision.
 
     Raises:
         InputError: a scheme cannot be built with the sizes of the run.
@@ -180,5 +183,5 @@ def rate(config: RunConfig, model: PreTrainedConfig) -> float:
 
 
 def many_graphs(count: int) -> AbstractContextManager:
-    """Allow `torch.compile` to make `count` graphs of the same code in this context; by default it stops at a few."""
+    """Let `torch.compile` make `count` graphs of the same code while the `with` block runs, and not just a few."""
     return torch._dynamo.config.patch(recompile_limit=4 * count)

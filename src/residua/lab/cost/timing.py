@@ -98,7 +98,7 @@ def process_clock(call: Callable[[], None]) -> float:
 def cuda_clock(call: Callable[[], None], before: Callable[[], Any] = lambda: None) -> float:
     """Measure the time of the work that `call` launches on the current CUDA device.
 
-    It starts when the device is idle, or has finished the work of `before`.
+    The measured time starts when the device is idle, or has finished the work of `before`.
     """
     import torch  # imported here, so that `residua cost --help` needs no torch
 

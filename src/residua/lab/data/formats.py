@@ -116,7 +116,7 @@ def field(row: Any, column: str) -> Any:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """In this context, turn errors of reading a file, or of decoding its text, into InputError."""
+    """Turn errors of the `with` block in reading a file, or in decoding its text, into InputError."""
     try:
         yield
     except UnicodeDecodeError as error:

@@ -23,7 +23,8 @@ def open_hub(source: str, *, text_column: str, sample: str | None) -> Corpus:
     """Open "fineweb-edu" (`sample` picks a part), or "hf:OWNER/NAME[@REVISION][/CONFIG][:SPLIT]".
 
     The revision (a commit, tag or branch; by default the newest) is resolved to a commit once, and every pass reads
-    this commit. Raises InputError if the hub does not have it, RunError if the hub does not answer.
+    this commit. Raises InputError if the hub does not have the data set or the revision, RunError if the hub does
+    not answer.
     """
     options: dict[str, Any] = {"size": 0}
     if source == FINEWEB_EDU:

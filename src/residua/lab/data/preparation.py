@@ -42,14 +42,14 @@ with extra("lab"):
 BPE_TEXT = 100_000_000
 """The approximate size of the text to train a BPE on, in bytes.
 
-From a larger corpus, every n-th document is taken if it is local, and the first documents if it is on the hub.
+From a larger local corpus, every n-th document is taken; from a larger corpus on the hub, the first documents.
 """
 
 DEFAULT_ENTRIES = 2048
 MOST_NAMED = 20
 """The largest number of left-out files that are printed; index.json lists all."""
 NOTABLE = 0.1
-"""If the held-out fraction differs by more than this from the requested one, relative to it, a line says so."""
+"""If the held-out fraction differs from the requested fraction by more than this share of it, a line says so."""
 
 
 def prepare(
@@ -87,8 +87,8 @@ def prepare(
         sample: the sample of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
         split: "documents" assigns each document by its own hash. "share" holds out the documents with the smallest
             hashes until their bytes are the requested fraction, and cuts a document that is too long. The default is
-            "documents" for the hub, for more than a million documents, and if it comes within a quarter of the
-            fraction; otherwise "share".
+            "documents" for the hub, for more than a million documents, and if the held-out part comes within a
+            quarter of the fraction; otherwise "share".
         longest_document: the longest document, in characters; a longer one is cut at a blank line or a line end. 0 cuts
             none. By default 8192 in text files, and 0 elsewhere.
         progress: report progress on standard error.
@@ -181,9 +181,9 @@ def _remarks(data: PreparedData, corpus: Corpus) -> Iterator[str]:
     asked, held_out = facts["validation_fraction"], facts["validation_tokens"] / facts["tokens"]
     if abs(held_out - asked) > NOTABLE * asked:
         advice = "; --split share comes closer" if facts["split"] == "documents" and corpus.local else ""
-        yield f"{held_out:.3g} of the tokens are held out, {asked:.3g} were asked{advice}"
+        yield f"{held_out:.3g} of the tokens are held out, {asked:.3g} were asked for{advice}"
     if lost := facts["lost_share"]:
-        yield f"the tokenizer loses {max(lost, 1e-4):.2%} of the text, so that bits per byte of it mean nothing"
+        yield f"the tokenizer loses {max(lost, 1e-4):.2%} of the text, so its bits per byte mean nothing"
 
 
 def _content_hash(tokenizer: PreTrainedTokenizerFast) -> str:

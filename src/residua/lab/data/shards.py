@@ -207,7 +207,7 @@ class PreparedData:
         for path, sha256, _ in self._files():
             if file_sha256(path) != sha256:
                 raise InputError(
-                    f"{path} was edited or damaged, its sha256 is not the one in index.json; prepare the data again"
+                    f"{path} was edited or damaged: its sha256 is not the one in index.json; prepare the data again"
                 )
 
     def _files(self) -> list[tuple[Path, str, int]]:

@@ -25,7 +25,9 @@ END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
 """256 bytes and the end of text."""
 LARGEST_BPE = 1_000_000
-"""Larger than any tokenizer in use. The trainer allocates the whole vocabulary, and aborts the process if it cannot."""
+"""The largest vocabulary to train, larger than that of any tokenizer in use.
+
+The trainer allocates the whole vocabulary, and aborts the process if it cannot."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -115,8 +115,8 @@ def _read_progress(folder: Path, plan: dict[str, Any]) -> tuple[Mapping[Split, S
     if different_keys:
         changes = ", ".join(f"{key} was {old_plan.get(key)} and is {plan.get(key)} now" for key in different_keys)
         raise InputError(
-            f"{folder} holds an unfinished preparation of other settings or another text: {changes}; give the earlier "
-            "ones to continue it, or remove that folder"
+            f"{folder} holds an unfinished preparation with other settings or of another text: {changes}; give the "
+            "earlier ones to continue that preparation, or remove the folder"
         )
     return saved, lost
 

@@ -16,7 +16,7 @@ LOSSLESS = ("bpe", "byte", "gpt2")
 
 
 def decides_measure(key: str) -> bool:
-    """Return whether a key of the configuration determines how a loss is measured, and not only its value."""
+    """Return whether a key of the configuration determines how a loss is measured, not only its value."""
     return key in MEASURE_KEYS or key.startswith("data.")
 
 
@@ -85,14 +85,14 @@ def judged(ours: Measurement, theirs: Measurement) -> Verdict:
     reasons, other_tokenizer = [], differ("tokenizer")
     if differ("window"):
         reasons.append(
-            f"contexts of other lengths ({ours.window} and {theirs.window} tokens): a longer one lowers a loss"
+            f"contexts of different lengths ({ours.window} and {theirs.window} tokens): a longer one lowers the loss"
         )
     if differ("masks"):
-        reasons.append("one validation with document masks and one without: a masked document sees less before it")
+        reasons.append("one validation with document masks and one without: a masked document has less context")
     if differ("text"):
-        reasons.append("different data: other held-out texts")
+        reasons.append("different held-out texts")
     elif other_tokenizer and not (ours.lossless and theirs.lossless):
-        reasons.append("other tokenizers, and one of them may lose text, so bits per byte mislead")
+        reasons.append("different tokenizers, and one of them may lose text, so bits per byte mislead")
     marks = [f"{ours.precision} and {theirs.precision} arithmetic"] if differ("precision") else []
     marks += [f"{ours.tokens:,} and {theirs.tokens:,} training tokens"] if differ("tokens") else []
     unit: Unit = "bits per byte" if other_tokenizer else "nats per token"

@@ -209,7 +209,7 @@ class Comparison:
         return "–" if final is None else _estimate_text(final[1], "+.4f") + STAR * (len(self.ends(row)) > 1)
 
     def ends(self, row: Row) -> set[int]:
-        """Return the numbers of tokens at which the compared runs of a row and the baseline end; empty without any."""
+        """Return the numbers of tokens at which the compared runs of a row and the baseline end; empty if none are."""
         if self.final_difference(row) is None:
             return set()
         return {run.validation[-1].tokens for side in row.shared(self.baseline) for run in side.values()}

@@ -39,7 +39,7 @@ def complete(
     Only the arguments matter; the model's own generation_config has no effect.
 
     Args:
-        model: a causal language model of transformers.
+        model: a transformers causal language model.
         tokenizer: the tokenizer that the model was trained with.
         prompt: the text to continue; "" starts a new document, after an end-of-text token.
         max_new_tokens: the upper limit; None for 200, or fewer if the model's context is shorter.
@@ -56,7 +56,7 @@ def complete(
     """
     tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
     if None in tokens:
-        raise InputError("prompt must be a text, since this tokenizer has no end-of-text token, got an empty one")
+        raise InputError("prompt must not be empty, since this tokenizer has no end-of-text token to start from")
     context = context_of(model) or sys.maxsize
     room = context - len(tokens)
     if max_new_tokens is None:
@@ -95,7 +95,7 @@ def complete(
 
 @contextmanager
 def _alone(model: "GenerationMixin") -> Iterator[None]:
-    """Replace the model's generation_config by defaults in this context, because `generate` would read it too."""
+    """Replace the model's generation_config by defaults while the `with` block runs; `generate` would read it too."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

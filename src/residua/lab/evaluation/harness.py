@@ -116,8 +116,7 @@ def score(
     Args:
         name: the name of the model in tables.
         tasks: names of tasks, groups or tags; "paper" means the paper's eight. A group with an aggregate gets one
-        score;
-            any other group or tag gets a score for each of its tasks.
+            score; any other group or tag gets a score for each of its tasks.
         num_fewshot: number of solved examples before each question.
         batch_size: requests per batch; affects results only by rounding.
         include_path: a folder with your own task files. If it has every requested task, no others are loaded, and the

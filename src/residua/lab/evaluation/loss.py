@@ -15,10 +15,10 @@ from residua.models.evaluating import evaluating
 
 IGNORED_LABEL = -100
 COPYING = 1.5
-"""The threshold in nats by which a model that looks up earlier pairs predicts repeated labels better than others.
+"""A model looks up earlier pairs if its loss is lower on repeated labels than on all others by at least this, in nats.
 
-At the end of the runs in resbench/records/main/repeats.jsonl, models that do so are better by 1.9 or more, the others
-by 0.8."""
+At the end of the runs in resbench/records/main/repeats.jsonl, this difference is 1.9 or more for models that do so, and
+0.8 for all other models."""
 
 
 def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> Tensor:
@@ -102,7 +102,7 @@ def held_out_loss(
     Raises:
         InputError: `batches` has no labels.
     """
-    measured = []  # for each batch: nats and number of all labels, and of repeated ones
+    measured = []  # for each batch: the nats and the number of all labels, and those of repeated labels
     with evaluating(model):
         for inputs, labels, losses in _label_losses(model, batches, end_of_text):
             again = repeated(inputs, labels, end_of_text)

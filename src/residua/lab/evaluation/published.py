@@ -38,7 +38,8 @@ PARAMETERS = {"small": "124M", "medium": "353M"}
 class PublishedModel(NamedTuple):
     """A published model: its final validation loss, the cost of its run, and its loss by billions of tokens.
 
-    A number that is not in the paper is None, and a curve is empty. Tokens per second are for four H200 GPUs.
+    A number that is not in the paper is None; a curve that is not in the paper is empty. Tokens per second are for four
+    H200 GPUs.
     """
 
     size: str

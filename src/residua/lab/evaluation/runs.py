@@ -52,8 +52,8 @@ class Run:
     Only for a folder:
 
     settings            the resolved configuration by dotted key, without the seed and `LOGGING_KEYS`. If facts.json has
-                        the fingerprint of the data, it replaces the data keys, so that the location of the data does
-                        not matter; nor does the location of a base
+                        the fingerprint of the data, the fingerprint replaces the data keys, so that the location of
+                        the data does not matter; nor does the location of a base
     tokens_per_second   the median of the logged speeds
 
     Only for a record:
@@ -111,7 +111,7 @@ class Run:
             settings = {key: value for key, value in settings.items() if not key.startswith("data.")}
             settings["data"] = fingerprint
         if before := [row["steps_before"] for row in facts.get("resumed", []) if "steps_before" in row]:
-            # A run that was extended after its last step; its learning rates differ from those of a run of this length.
+            # This run was extended after its last step, so its learning rates are not those of a run of this length.
             settings["train.steps"] = ", then ".join(dict.fromkeys(map(str, [*before, settings.get("train.steps")])))
         if settings.get("model.base_sha256") is not None:
             settings.pop("model.base", None)
@@ -122,7 +122,10 @@ class Run:
         for row in (row for row in rows if any(name in row for name in names)):
             for place in ("tokens", "seconds"):
                 require(
-                    fits(row.get(place), float), f"{run.metrics}: {place}", "a number next to a loss", row.get(place)
+                    fits(row.get(place), float),
+                    f"{run.metrics}: {place}",
+                    "a number in rows with a loss",
+                    row.get(place),
                 )
         validation, bits, training, repeated, other = (_points(rows, name) for name in names)
         name = _name(settings["model.connection"])
@@ -183,7 +186,7 @@ class Run:
 
     @property
     def stopped(self) -> tuple[int, int] | None:
-        """The last step and the number of planned steps, if the run has not reached it; otherwise None."""
+        """The last step and the number of planned steps; None if the run has taken all of them, or none are known."""
         planned = self.settings.get("train.steps")
         return (self.steps, planned) if isinstance(planned, int) and self.steps < planned else None
 
@@ -297,10 +300,10 @@ class Row:
 
 def _name(connection: Any) -> str:
     """Return the common name of a connection in a configuration, without options that have their defaults."""
-    if isinstance(connection, Mapping) and "scheme" in connection:  # every option is there, as in a converted model
+    if isinstance(connection, Mapping) and "scheme" in connection:  # with all options, as in a converted model
         from residua.connections.registry import name_of, resolve  # imported here because it loads torch
 
-        with suppress(TypeError, ValueError):  # nothing installed has it
+        with suppress(TypeError, ValueError):  # no installed package has this scheme
             return name_of(resolve(connection))
     return label(connection if isinstance(connection, Mapping) else str(connection))
 

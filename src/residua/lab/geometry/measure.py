@@ -55,7 +55,7 @@ class SquaredErrors(NamedTuple):
 
 
 class Position0(NamedTuple):
-    """Whether a model is below the floor at position 0 of the gyroscope; the floor; the difference, with its error.
+    """The result of `position0`: whether the model leaks, the floor, and a difference with its standard error.
 
     The difference to the best causal prediction E R x_0 is taken trajectory by trajectory, which removes most of the
     noise. For a causal model its expectation is not negative.

@@ -158,7 +158,8 @@ class RegressionModel(nn.Module):
         """Return predictions of the shape of x: (batch, seq, features) with at most `length` positions.
 
         states: a list that collects the residual state before the first sublayer and after each. coefficients: a list
-        that collects the coefficients of every connection. A sequence of one token counts as a whole sequence.
+        that collects the coefficients of every connection. A single token is treated as a complete sequence, not as a
+        generation step that needs a memory.
         """
         h = self.input(x) + self.positions.weight[: x.shape[1]]
         state = h.unflatten(-1, (-1, self.dim)) if self.expand is None else self.expand(h, whole_sequence(self.expand))

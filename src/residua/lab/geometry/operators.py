@@ -97,8 +97,8 @@ class Hybrid(Rotation):
 class SkewCayley(Operator):
     """Y x, with Y a Cayley map of the skew matrix W = S - S^T, where S is computed from x.
 
-    mode: "identity", the iteration starts from Y = I, as in the published experiment; "linear", from Y = I + alpha W,
-    as in JPmHC; "exact", by a linear solve.
+    mode: "identity" iterates from Y = I, as in the published experiment; "linear" iterates from Y = I + alpha W, as in
+    JPmHC; "exact" solves a linear system.
     """
 
     def __init__(self, mode: str = "identity", alpha: float = 0.1):

@@ -2,7 +2,7 @@
 
 A record is a dict that JSON can hold. A run (`study.train`, `study.train_operator`) writes one of kind "run":
 
-    task, model, label, seed    label: the name in tables; seed: of weights and batches (the data's is the task's)
+    task, model, label, seed    label: the name in tables; seed: the seed of weights and batches, not of the data
     parameters                  the number of parameters of the model, including the wrapper
     loss, best_loss             mean squared error on the whole validation set, at the end and the lowest in between
     curve, gates                [[step, validation loss], ...], and the same for the mean "gamma" and "beta"

@@ -99,7 +99,7 @@ def _shifted(points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gyroscope(task: Task, num: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw a rotation per trajectory in the plane of axes i < j: i uniform over all but the last axis, j over the rest.
+    """Draw a rotation per trajectory in the plane of axes i < j: i uniform over all but the last, j over those after i.
 
     As published, planes are not equally likely: of 16 axes, the last is in 22 % of the planes and the first in 6.7 %.
     """

@@ -45,12 +45,12 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
     norm such that its readout is this value: for a linear readout the pseudo-inverse times the difference, otherwise
     Newton steps of this kind. Otherwise the state stays the same, bit for bit. A module without hooks costs nothing.
 
-    Values can be written back under `torch.no_grad()`; with gradients only if the state itself is the readout. Inside
-    the context the modules are also the submodule `boundaries` of the model.
+    Values can be written back under `torch.no_grad()`; with gradients only if the state itself is the readout. While
+    the `with` block runs, the modules are also the submodule `boundaries` of the model.
 
     Raises:
-        InputError: the model is of another kind. In a forward pass: the readout reads earlier tokens and rows are
-            padded, packed or continued from a cache; or no state near the current one has the wanted readout.
+        InputError: the model is neither ours nor converted. In a forward pass: the readout reads earlier tokens and
+            rows are padded, packed or continued from a cache; or no state near the current one has the wanted readout.
     """
     subject = Subject.of(model)
     names = [name.replace(".", " ") for name in ("embedding", *subject.sublayers)]
@@ -91,7 +91,7 @@ def _whole_rows(given: dict[str, Any]) -> bool:
 
 
 class _Passed(StandIn):
-    """A stand-in that visits the boundary before the connection's read and that after its write (None: not here)."""
+    """A stand-in that visits the boundary before the connection's read and that after its write; None for neither."""
 
     def __init__(self, connection: Any, before: nn.Module | None, after: nn.Module | None, collapse: nn.Module):
         super().__init__(connection)
@@ -219,8 +219,8 @@ class Lens:
 def logit_lens(model: nn.Module, tokens: Sequence[int] | Tensor, *, top: int = 5) -> Lens:
     """Return the logit lens of a text: the predictions of the model's last norm and head from every boundary's readout.
 
-    At the last boundary these are the model's own predictions. Raises InputError for a model of another kind or without
-    a head.
+    At the last boundary these are the model's own predictions. Raises InputError for a model that is
+    neither ours nor converted, or has no head.
     """
     subject = Subject.of(model)
     require(subject.head, "the model of a lens", "one with a language-model head", type(model).__name__)

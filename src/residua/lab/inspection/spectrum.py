@@ -15,8 +15,9 @@ from residua.ops import compose
 class Products(NamedTuple):
     """Results for the product M = M_l ... M_0 of shortcuts, for every l: (S, P) each.
 
-    determinant; singular_max, singular_min; defect: the spectral norm of M^T M - I, which is 0 for an isometry.
-    singular_values: (P, r), of the product of all S shortcuts.
+    determinant: that of M. singular_max, singular_min: the largest and the smallest singular value of M. defect: the
+    spectral norm of M^T M - I, which is 0 for an isometry. singular_values: (P, r), those of the product of all S
+    shortcuts.
     """
 
     determinant: Tensor
@@ -39,7 +40,7 @@ def rank_one_products(k: Tensor, beta: Tensor) -> Products:
     sublayers, _, dim = k.shape
     directions = k.transpose(0, 1)
     triangle = torch.linalg.qr(directions.mT, mode="r").R  # (P, r, S), upper triangular: column l uses rows up to l
-    steps = compose(directions, beta.T).t  # the leading blocks are the T of the first writes
+    steps = compose(directions, beta.T).t  # the leading l x l block is T for the first l writes
     largest, smallest, defect, values = [], [], [], None
     for count in range(1, sublayers + 1):
         size = min(count, dim)

@@ -31,7 +31,7 @@ ALL_COPIES = (
 
 
 class TraceCheck(NamedTuple):
-    """A statement about a trace. It holds unless there are `warnings`, a sentence each."""
+    """A statement about a trace. It holds unless there are `warnings`, which are sentences."""
 
     holds: str
     warnings: Sequence[str]

@@ -93,8 +93,8 @@ class Trace:
     def regimes(self, identity: float = 0.5, reflection: float = 1.5) -> Tensor:
         """Return the fractions of tokens in four ranges of beta, (S, 4).
 
-        beta < -identity, which enlarges the component along k; from there up to identity; from identity to reflection;
-        beta > reflection.
+        The ranges are beta < -identity, which enlarges the component along k; -identity to identity; identity to
+        reflection; and beta > reflection.
 
         Raises:
             InputError: the scheme has no beta.

@@ -45,7 +45,7 @@ class StandIn:
 
 @contextmanager
 def replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """Use the stand-ins in place of their connections in this context, in any model."""
+    """Use the stand-ins in place of their connections while the `with` block runs, in any model."""
     try:
         for stand_in in stand_ins:
             vars(stand_in.connection).update(read=stand_in.read, write=stand_in.write)
@@ -77,8 +77,8 @@ class Watched(StandIn):
     def write(self, y: Tensor, carry: Carry) -> State:
         if self._read is None:
             raise InputError(
-                "trace needs one output for every read, and a layer of this model adds two, attention and MLP in "
-                "parallel, one after the other"
+                "trace needs one output for every read, but a layer of this model adds two for one read, those of "
+                "attention and of the MLP, which run in parallel"
             )
         (before, normed, x), self._read = self._read, None
         after = self.inner_write(y, carry)
@@ -93,8 +93,8 @@ def watching(stream: Stream, record: Callable[[ConnectionRecord], None]) -> Abst
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """In this context, run modules that were compiled in place without compilation; compiled code skips `record`."""
-    # Skipped if nothing is compiled, because it loads the compiler, which takes seconds.
+    """Run modules that were compiled in place as plain code in the `with` block; compiled code skips `record`."""
+    # Do nothing if no module is compiled, because set_stance loads the compiler, which takes seconds.
     if all(module._compiled_call_impl is None for module in model.modules()):
         yield
         return

@@ -44,7 +44,7 @@ def queue() -> dict[str, QueuedJob] | None:
     Raises:
         OSError, RuntimeError: Slurm does not answer.
     """
-    if _lacks("squeue", "the ends of jobs are seen in their files; one that was killed or cancelled is waited for"):
+    if _lacks("squeue", "the end of a job is seen only in its files, so a killed or cancelled job is waited for"):
         return None
     options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T|%r|%o"]
     rows = (line.strip().split("|", 3) for line in _answer("squeue", *options).splitlines())
@@ -52,13 +52,11 @@ def queue() -> dict[str, QueuedJob] | None:
 
 
 def state_in_accounts(number: str) -> str | None:
-    """Return the state of a job that left the queue, from accounting; None without accounting, which is said once."""
+    """Return the state of a job that left the queue, from accounting; None without accounting, as one line says."""
     try:
         states = _answer("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}")
     except (OSError, RuntimeError) as error:
-        say_once(
-            f"sacct does not answer ({first_line(error)}); what became of jobs is seen in their files and in squeue"
-        )
+        say_once(f"sacct does not answer ({first_line(error)}); the ends of jobs are seen in their files and in squeue")
         return None
     return next(iter(states.split("\n")), "").strip() or None
 
@@ -125,7 +123,7 @@ def cancel(numbers: Sequence[str]) -> dict[str, Exception]:
 
 
 def _lacks(command: str, so: str) -> bool:
-    """Return whether this machine has no such command; the user is told once what follows."""
+    """Return whether this machine lacks a command; tell the user once, with the consequence `so`."""
     if shutil.which(command) is not None:
         return False
     say_once(f"no {command} on this machine: {so}")

@@ -140,7 +140,7 @@ def open_runs(
     Raises:
         InputError: another process holds the folder, its runs have other settings, it holds other files, or it cannot
             be written.
-        KeyboardInterrupt: raised in the context; the message names the folder of the finished runs.
+        KeyboardInterrupt: the `with` block was interrupted; the message names the folder of the finished runs.
     """
     path = Path(folder)
     records, settings_file = path / "records.jsonl", path / "settings.json"
@@ -148,7 +148,7 @@ def open_runs(
         if settings_file.exists():
             refuse_changes(read_object(settings_file), settings, settings_file, free=free)
         elif records.exists() and records.stat().st_size:
-            raise InputError(f"{path}: its records have no settings.json beside them; choose another with --out")
+            raise InputError(f"{path}: its records have no settings.json beside them; choose another folder with --out")
         with Records(records, lambda record: record.get("key"), places=path / "runs", drop=not keep) as open_records:
             with writable(path):
                 write_text(settings_file, json.dumps(settings, indent=1) + "\n")
@@ -158,7 +158,7 @@ def open_runs(
             try:
                 yield open_records
             except KeyboardInterrupt:
-                message = f"interrupted; what is done is in {folder}, the same command resumes there"
+                message = f"interrupted; finished runs are in {folder}, and the same command resumes there"
                 raise KeyboardInterrupt(message) from None
 
 

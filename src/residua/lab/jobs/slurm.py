@@ -144,7 +144,8 @@ def _require_time_to_work(minutes: int, warning: int) -> None:
     """Raise InputError for a time limit at which jobs would get the signal as soon as they begin. 0 is no limit."""
     least = -(-(warning + EARLY_SECONDS + LEAST_SECONDS) // 60)
     need = (
-        f"0, no limit, or at least {least} (minutes: Slurm warns a job {warning} to {warning + EARLY_SECONDS} s before)"
+        f"0 (no limit) or at least {least} minutes, as Slurm warns a job {warning} to {warning + EARLY_SECONDS} s "
+        "before its limit"
     )
     require(minutes == 0 or minutes >= least, "--slurm time", need, minutes)
 
@@ -227,7 +228,7 @@ class _Queue:
             self._cancel_unknown()
         if failures:
             why = first_line(next(iter(failures.values())))
-            say(f"jobs that could not be cancelled, which the same command takes up: {_spans(failures)} ({why})")
+            say(f"jobs that could not be cancelled: {_spans(failures)} ({why}); the same command takes them up again")
 
     def _jobs_of_earlier_commands(self) -> dict[str, tuple[str, bool]]:
         """Return the number of each run's job, and whether it is in this cluster's queue and belongs to this folder.

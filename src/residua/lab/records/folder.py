@@ -111,7 +111,7 @@ def hold(
         with writable(path):
             path.mkdir(parents=True, exist_ok=True)
             if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
-                raise InputError(f"{path}: must be a new or empty folder, got one with other files in it; {hint}")
+                raise InputError(f"{path} must be a new or empty folder, got one with other files in it; {hint}")
             lock = filelock.FileLock(path / LOCK)  # FileLock follows no link
             lease_file = unlinked(path / LEASE)
             lease = filelock.SoftFileLease(lease_file, lease_duration=LEASE_SECONDS)
@@ -149,9 +149,9 @@ def _holder_is_dead(lease: Any) -> bool:
 
 @contextmanager
 def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[None]:
-    """Turn an OSError in this context into an InputError: `path` was expected to be `what`.
+    """Turn an OSError of the `with` block into an InputError: `path` cannot be used as `what`.
 
-    If the disk is full or damaged, raise RunError.
+    If the disk is full or damaged, it becomes a RunError.
     """
     try:
         yield
@@ -159,7 +159,7 @@ def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[N
         reason = error.strerror or error
         if error.errno in DISK:
             raise RunError(f"{path}: cannot write: {reason}; free space or repair the disk, then continue") from error
-        raise InputError(f"{path} must be {what}, got: {reason}") from error
+        raise InputError(f"{path} cannot be used as {what}: {reason}") from error
 
 
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the rows of a run: each has its step, and numbers or null under other names.
 
     Raises:
-        InputError: a row has other values, or `read` raises it.
+        InputError: a row has other values, or `read` raises this error.
     """
     rows = read(path)
     for row in rows:
@@ -73,7 +73,7 @@ def _written_lines(path: Path) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise InputError(f"{path} must be a file of JSON lines, got: {error.strerror or error}") from error
+        raise InputError(f"{path} cannot be read as JSON lines: {error.strerror or error}") from error
 
 
 def finite(value: Any) -> Any:

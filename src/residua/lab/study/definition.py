@@ -352,7 +352,7 @@ def load_study(source: str) -> Study:
         nearest = did_you_mean(source, ["resbench"])
         raise InputError(f"the study must be resbench or a YAML file, got {source!r}{nearest}")
     study = read_study(parse_yaml(text, source), source)
-    # Only here, because the report of a folder must not need the packages with its schemes.
+    # Names are checked only here, because a report of a folder must not need the packages that have its schemes.
     try:
         return _checked(study)
     except InputError as error:

@@ -3,7 +3,7 @@
 The folder of a study contains
 
     study.json       the study, with the schemes and sizes of all calls, so that none is lost from the report
-    settings.json    the title and the fingerprint of the data; others are refused
+    settings.json    the title and the fingerprint of the data; a call with another title or other data is refused
     records.jsonl    one line for every finished run
     costs.jsonl      one line for the cost of a step of each scheme at each size
     runs/            the state of unfinished runs
@@ -214,7 +214,7 @@ def open_study(
     study = study or recorded
     plan = Plan(study, study.data(data), sizes)
     fingerprint = read_object(out / "settings.json").get("data")
-    require(fingerprint == plan.facts["fingerprint"], "--data", f"the data of {out}", plan.data)
+    require(fingerprint == plan.facts["fingerprint"], "--data", f"the data that {out} was begun with", plan.data)
     joined(plan.study, out)
     return plan, read_runs(out / "records.jsonl", fingerprint)
 
@@ -261,7 +261,7 @@ def train_point(
     if "bits_per_byte" in result:
         names = (*names, "bits_per_byte")
     facts = read_object(folder.facts)
-    facts.get("data", {}).pop("place", None)  # in this folder, which will be removed
+    facts.get("data", {}).pop("place", None)  # the data are in this folder, which will be removed
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
     record |= finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
     for prefix in ("", "further_"):

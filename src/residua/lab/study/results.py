@@ -208,7 +208,7 @@ class Answer(NamedTuple):
     """The answer to one comparison of a question at one size.
 
     difference   the loss of `scheme` minus the loss of `to`
-    waiting      those of the two that are unfinished
+    waiting      the schemes of the two that are unfinished
     missing      the reason why there is no difference although both are finished; otherwise None
     """
 
@@ -281,8 +281,8 @@ def read_runs(path: Path, data: str | None) -> list[Record]:
     rows = read_records(path, RunRecord, "records of a study's runs")
     for row in rows:
         fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
-        name = f"{path}: the run {shown(row['key'])}"
-        require(data is None or fingerprint == data, name, f"of the data {data}", fingerprint)
+        name = f"{path}: the fingerprint of the data of the run {shown(row['key'])}"
+        require(data is None or fingerprint == data, name, f"{data}, the study's", fingerprint)
     return rows
 
 

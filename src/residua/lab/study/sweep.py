@@ -158,7 +158,7 @@ class Outcome:
         """Whether all finite losses can be compared, see `comparable.common_unit`."""
         verdict = common_unit(row.measure for row in self.finite)
         if verdict.unit == "bits per byte" and not all(row.whole_loss("bits per byte") for row in self.finite):
-            return verdict._replace(unit=None, reasons=("other tokenizers, and records that do not say bits per byte",))
+            return verdict._replace(unit=None, reasons=("different tokenizers, and records without bits per byte",))
         return verdict
 
     @property
@@ -212,7 +212,7 @@ class Outcome:
             notes.append("the tokenizers differ, so points are ranked by bits per byte of the same held-out text")
         if self.finite and (marks := self.verdict.marks):
             notes.append(
-                f"points differ in more than what is tuned, which moves the loss by itself: {'; '.join(marks)}"
+                f"points differ in more than the tuned keys, which changes the loss by itself: {'; '.join(marks)}"
             )
         if self.best and len(self.best.runs) == 1 and len(self.rows) > 1:
             notes.append("one seed each: the noise is not measured; try --seeds 3")

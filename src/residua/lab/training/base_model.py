@@ -1,6 +1,6 @@
 """A model to train on: the folder that `model.base` names in a training configuration.
 
-The model is one of transformers, plain or converted, or one of ours: an export, or the newest checkpoint of a run.
+It is a transformers model, plain or converted, or one of ours: an export, or the newest checkpoint of a run.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def base_sha256(folder: Path) -> str:
     except OSError as error:
         reason = error.strerror or error
         raise InputError(
-            f"model.base must be a folder with a model of transformers, an export or a run, got {folder}: {reason}"
+            f"model.base: {folder} cannot be read: {reason}; give a transformers model, an export or a run"
         ) from error
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
@@ -105,7 +105,7 @@ def open_base(
     scheme = model.config.scheme if ours else conversion_of(model).scheme
     if scheme not in _starts(connection):
         raise InputError(
-            f"model.connection must be null, since the base has a connection already, {json.dumps(describe(scheme))}, "
+            f"model.connection must be null, since the base already has the connection {json.dumps(describe(scheme))}, "
             f"got {connection!r}; leave it out, or give the plain model as model.base"
         )
     if ours:  # its loss takes aligned labels and includes the penalty

@@ -164,7 +164,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         except OSError as error:
             raise InputError(f"{path}: cannot read {name}: {error.strerror or error}") from error
         if not whole:
-            raise InputError(f"{path}: {name} was cut short or changed, its sha256 is not the one in {MANIFEST}")
+            raise InputError(f"{path}: {name} was cut short or changed: its sha256 is not the one in {MANIFEST}")
     return checkpoint
 
 

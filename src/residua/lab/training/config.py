@@ -87,7 +87,7 @@ class BaseModelConfig:
     """
 
     base: str = field(
-        metadata={"help": "folder of a model of transformers, plain or converted, an export or a run, to train on"}
+        metadata={"help": "folder of the model to train on: a transformers model (plain or converted), export or run"}
     )
     base_sha256: str | None = setting(
         None, "digest of the base's weights and config.json; null to accept the base as it is, and record its digest"
@@ -183,7 +183,7 @@ class TrainConfig:
     tensorboard: bool = setting(True, "write TensorBoard events too")
     wandb: str | None = setting(None, "Weights & Biases project that also gets the rows; needs the package wandb")
     connections_every: Natural = setting(
-        0, "steps between two rows of connections.jsonl, the gates of schemes that have such; 0 for none"
+        0, "steps between two rows of gates in connections.jsonl, for schemes with gates; 0 for no rows"
     )
 
     def __post_init__(self) -> None:
@@ -213,7 +213,7 @@ class RunConfig:
     def _check_base(self, model: BaseModelConfig) -> None:
         _ = model.scheme  # raises for an unknown scheme
         is_new = self.data.path is None and self.data.tokenizer in ("bpe", "byte")
-        require(not is_new, "data.tokenizer", "the folder of model.base, whose tokenizer it is", self.data.tokenizer)
+        require(not is_new, "data.tokenizer", "the folder of model.base, for its tokenizer", self.data.tokenizer)
 
     def _check_model(self, model: ModelConfig) -> None:
         longest = model.max_position_embeddings
@@ -228,7 +228,7 @@ class RunConfig:
     def from_scratch(self) -> ModelConfig:
         """The section `model`, for code that needs a model from scratch. Raises InputError if the model has a base."""
         if isinstance(self.model, BaseModelConfig):
-            raise InputError(f"model.base must be a model from scratch here, got the base {shown(self.model.base)}")
+            raise InputError(f"model.base must be left out for a model from scratch, got {shown(self.model.base)}")
         return self.model
 
     def to_yaml(self) -> str:
@@ -347,7 +347,7 @@ def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, A
             fitted.append(f"{name} {train[name]}")
     if fitted:
         of = ", ".join(dict.fromkeys(map(str, wholes.values())))
-        say_once(f"train.steps is {train['steps']}, {of} in the recipe; the same shares of it: {', '.join(fitted)}")
+        say_once(f"train.steps is {train['steps']}, not {of} as in the recipe; scaled with it: {', '.join(fitted)}")
 
 
 def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:

@@ -73,9 +73,9 @@ class Ranks:
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Raise on all ranks if the body of this context raises on one. Only the first such rank reports its error.
+        """Raise on all ranks if the `with` block raises on one. Only the first such rank reports its error.
 
-        The body must not contain collective operations. Interrupts are not passed on, because each rank gets its own.
+        The block must not contain collective operations. Interrupts are not passed on, because each rank gets its own.
         """
         error = None
         try:

@@ -30,7 +30,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     A folder without training results may be used again. A folder with a run needs `resume`, and the settings of its
     first start, except for `FREE_KEYS`.
 
-    If the body of this context raises InputError before anything is logged or saved, a newly made folder is removed.
+    If the `with` block raises InputError before anything is logged or saved, a newly made folder is removed.
 
     Args:
         settings: the resolved configuration by section: `{"model": {...}, "data": {...}, "train": {...}}`.
@@ -59,7 +59,7 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         with writable(run.path):
             if steps or not run.checkpoints.is_symlink():
                 remove_partials(run.checkpoints)
-            if not resume:  # `RunState.restore` writes those of a resumed run, once it has checked them
+            if not resume:  # `RunState.restore` checks and writes the settings of a resumed run
                 write_text(run.config, write_yaml(dict(settings)))
         try:
             yield run
@@ -81,8 +81,8 @@ def _expect_own_checkpoints(run: RunFolder) -> None:
     if run.checkpoints.is_symlink() and str(run.path.resolve()) not in runs_of_checkpoints(run.path):
         raise InputError(
             f"{run.checkpoints} must be checkpoints of this run, got a link to {run.checkpoints.resolve()}, in "
-            f"which no manifest.json has {run.path.resolve()} as its run; if they are, move them to the place of the "
-            "link"
+            f"which no manifest.json has {run.path.resolve()} as its run; if they are this run's, move them to the "
+            "place of the link"
         )
 
 

@@ -188,7 +188,7 @@ def pick_device(name: str, option: str = "train.device") -> torch.device:
 def _stop_signals(*, twice: bool) -> Iterator[list[int]]:
     """Yield a list that receives the number of each signal in `STOPPING`.
 
-    twice: whether a second Ctrl-C or SIGTERM ends the process at once. Not under torchrun, which repeats signals that
+    twice: whether a second Ctrl-C or SIGTERM ends the process at once. False under torchrun, which repeats signals that
     the terminal has already sent, and has its own timeout. Ignored signals, such as SIGHUP under nohup, stay ignored.
     """
     stop: list[int] = []

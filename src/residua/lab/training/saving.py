@@ -37,8 +37,8 @@ class RunState:
     """The files of a run; only the first rank writes them. newest: the newest complete checkpoint, if any.
 
     parent: metadata of the model from whose weights the run begins, if any.
-    facts: metadata of the data. Checkpoints hold their fingerprints among the settings, and also the optimizer's weight
-        decays that differ from `train.weight_decay`, as under muP.
+    facts: metadata of the data. Checkpoints hold the fingerprints in them among the settings, and also the optimizer's
+        weight decays that differ from `train.weight_decay`, as under muP.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RunState:
         self.run, self._config, self._step, self._facts = run, config, take_step, facts
         self._ranks = take_step.ranks
         self._settings = flatten(run.settings) | {f"data.{name}": facts[name] for name in FINGERPRINTS if name in facts}
-        # Earlier versions derived these values from the settings differently, and a run keeps its own.
+        # Earlier versions derived these values from the settings differently, and a run keeps its first values.
         decays = {group["weight_decay"] for group in take_step.optimizer.param_groups} - {0.0, config.weight_decay}
         if decays:
             self._settings["optimizer.weight_decay"] = sorted(decays)
@@ -120,7 +120,7 @@ class RunState:
 
     @contextmanager
     def logging(self, *, gates: bool, progress: bool | Callable[[int], None]) -> Iterator[None]:
-        """Write the facts, and open the log in this context. gates, progress: as in `RunLog`."""
+        """Write the facts, and keep the log open while the `with` block runs. gates, progress: as in `RunLog`."""
         if not self._ranks.first:
             yield
             return
@@ -154,7 +154,7 @@ class RunState:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Turn an OSError in this context into a RunError that names the last good checkpoint."""
+        """Turn an OSError of the `with` block into a RunError that names the last good checkpoint."""
         try:
             yield
         except OSError as error:
