@@ -261,7 +261,7 @@ def train_point(
     if "bits_per_byte" in result:
         names = (*names, "bits_per_byte")
     facts = read_object(folder.facts)
-    facts.get("data", {}).pop("place", None)  # the data are in this folder, which will be removed
+    facts.get("data", {}).pop("place", None)  # relative to this folder, which will be removed
     curve = [[row["step"], row["val_loss"]] for row in rows if "val_loss" in row]
     record |= finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
     for prefix in ("", "further_"):
