@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -408,6 +409,24 @@ def test_reentrant_checkpoints_which_would_lose_gradients_are_refused():
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     model(IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_reentrant_checkpoint_of_a_training_loop_is_refused(first):
+    """The embedding and the layers before the last would have no gradient, without a word."""
+    model = converted(PLAIN).train()
+    for layer in model.get_decoder().layers[first:]:
+
+        def checkpointed(x, run=layer.forward, **options):
+            return checkpoint(functools.partial(run, **options), x, use_reentrant=True)
+
+        layer.forward = checkpointed
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        model(IDS, use_cache=False)
+    for layer in model.get_decoder().layers[first:]:
+        del layer.forward
+    with torch.no_grad():
+        assert model(inputs_embeds=model.get_input_embeddings()(IDS).requires_grad_()).logits.isfinite().all()
 
 
 def test_hidden_states_pass_through_the_readout():

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from residua.connections import Carry, Connection, Memory
 from residua.connections.base import State, WideParts
@@ -475,12 +475,30 @@ class ConvertedLayer(Holder):
         name = "" if args else next((name for name in INPUTS if name in kwargs), None)
         if name is None:
             raise UnknownUse(f"is handed its residual neither first nor by one of the names {', '.join(INPUTS)}")
-        flow = stream.flow_of(args[0] if args else kwargs[name], memories, checkpointed=checkpointed)
+        incoming = args[0] if args else kwargs[name]
+        expect_no_reentrant_checkpoint(incoming)
+        flow = stream.flow_of(incoming, memories, checkpointed=checkpointed)
         if args:
             args = (flow, *args[1:])
         else:
             kwargs[name] = flow
         return stream.output_of(super().forward(*args, **kwargs), memories)  # type: ignore[misc]
+
+
+def expect_no_reentrant_checkpoint(incoming: Tensor | Flow) -> None:
+    """Raise ValueError for a layer inside a reentrant checkpoint, which passes no gradient to a state.
+
+    A model's own checkpoints are refused earlier; those in a training loop are only seen here.
+    """
+    first = incoming._leaf if isinstance(incoming, Flow) else incoming
+    if torch.is_grad_enabled() or not first.requires_grad or torch.compiler.is_compiling():
+        return
+    checkpointing = CheckpointFunction.forward.__code__
+    if any(frame.f_code is checkpointing for frame, _ in traceback.walk_stack(None)):
+        raise ValueError(
+            "checkpoint must get use_reentrant=False around a layer of a converted model, got True, with which layers "
+            "before the last would get no gradient"
+        )
 
 
 def keywords_of(layer: nn.Module) -> frozenset[str]:
