@@ -39,7 +39,7 @@ def inputs_of(example: SimpleNamespace, name: str) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_with_the_plain_residual_a_network_is_the_plain_one(name, training, example):
+def test_with_the_plain_residual_a_network_is_unchanged(name, training, example):
     """Outputs, buffers and the gradients of all parameters, to the last bit."""
     plain = plain_network(example, name)
     ours = example.NETWORKS[name][1](plain, residua.Residual())
@@ -114,7 +114,7 @@ def kind_of_start(preset: str) -> str:
 
 
 def test_the_page_says_which_presets_start_as_the_identity():
-    """Where the gates of adaLN-Zero are 0."""
+    """They do so if the gates of adaLN-Zero are 0."""
     page = (ROOT / "docs" / "any-network.md").read_text(encoding="utf-8")
     table = page.split("| result | presets |\n|---|---|\n")[1].split("\n\n")[0]
     rows = (line.strip("| ").split(" | ") for line in table.splitlines())

@@ -79,7 +79,7 @@ def test_the_python_of_a_page_runs(page, start, tmp_path):
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_the_notebook_installs_a_wheel_where_residua_is_missing(tmp_path):
-    """Its first cell and the model, in an environment with our packages and without residua; no network is used."""
+    """Its first cell and the model run in an environment with our packages but without residua or a network."""
     folder, python = tmp_path / "notebook", tmp_path / "env/bin/python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     (place,) = (tmp_path / "env").glob("lib/*/site-packages")

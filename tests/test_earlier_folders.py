@@ -26,13 +26,13 @@ TOKENS = torch.arange(12).reshape(1, 12)
 
 
 @pytest.mark.parametrize("name", LOGITS)
-def test_a_model_opens_and_computes_what_it_did(name):
+def test_a_model_of_an_earlier_version_computes_the_same_logits(name):
     logits = residua.load(EARLIER / name)(TOKENS).logits.flatten()
     torch.testing.assert_close(logits[-8:], torch.tensor(LOGITS[name]))
 
 
 @pytest.mark.parametrize("name", ["edelta-stream", "mudd"])
-def test_a_connection_opens_on_its_model(name):
+def test_a_connection_of_an_earlier_version_opens_on_its_model(name):
     expected = residua.load(EARLIER / name)
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     base = LlamaForCausalLM(LlamaConfig(vocab_size=16, max_position_embeddings=32, **sizes))
@@ -41,7 +41,7 @@ def test_a_connection_opens_on_its_model(name):
     torch.testing.assert_close(logits, expected(TOKENS).logits)
 
 
-def test_a_run_opens_and_goes_on(tmp_path, capsys):
+def test_a_run_of_an_earlier_version_opens_and_resumes(tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(EARLIER / "run", run)
     assert open_run(run).config.model.connection == "ddl:start=authors"
@@ -51,7 +51,7 @@ def test_a_run_opens_and_goes_on(tmp_path, capsys):
     assert "init=" not in capsys.readouterr().out
 
 
-def test_a_run_has_the_key_that_its_record_got_before():
+def test_a_run_has_the_key_that_earlier_versions_gave_its_record():
     for connection in ("ddl:init=authors", "ddl:start=authors"):
         config = load_config("tiny", {"model.connection": connection, "train.steps": 100})
         assert (
@@ -85,7 +85,7 @@ def test_a_run_has_the_key_that_its_record_got_before():
         ("lambdas+tc", "lambdas+tc"),
     ],
 )
-def test_each_spelling_means_the_same(before, now):
+def test_old_and_new_spellings_are_equivalent(before, now):
     assert residua.resolve(before) == residua.resolve(now)
     assert names.today(before) == now
     assert names.recorded(now) == names.recorded(before) == before

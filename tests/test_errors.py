@@ -17,7 +17,7 @@ def test_a_package_of_the_extra_is_named_with_the_command_that_installs_it(name,
 
 @pytest.mark.parametrize("package", ["regex", "transformers.cache_utils", "residua.absent", None])
 def test_an_error_inside_an_installed_package_comes_through(package):
-    """What a package of the extra misses itself is not the extra's, nor is a part that another version of it has."""
+    """If a package of the extra lacks something itself, or a part that another version has, its own error is raised."""
     error = ModuleNotFoundError(f"No module named {package!r}", name=package)
     with pytest.raises(ModuleNotFoundError) as caught, extra("lab"):
         raise error
@@ -34,7 +34,7 @@ class Lamp:
         check_types(self)
 
 
-def test_a_mapping_becomes_an_object():
+def test_a_mapping_is_converted_to_an_object():
     assert decoded({"watts": 5, "height": 2}, Lamp) == Lamp(5, height=2)
 
 
@@ -51,7 +51,7 @@ def test_a_mapping_becomes_an_object():
         ({"watts": 1, "height": -1}, "room.lamp.height must be a positive number, got -1"),
     ],
 )
-def test_a_wrong_mapping_is_one_line_with_the_dotted_key(document, message):
+def test_a_wrong_mapping_gives_one_line_with_the_dotted_key(document, message):
     with pytest.raises(InputError) as error:
         decoded(document, Lamp, "room.lamp")
     assert str(error.value) == message

@@ -41,7 +41,7 @@ def test_a_network_of_another_kind_learns_with_every_scheme(name, words, capsys)
     assert min(shares) > 50  # a guess is right in one of three
 
 
-def test_a_module_of_ones_own_is_checked(capsys):
+def test_a_users_module_is_checked(capsys):
     out = printed("check_module.py", capsys)
     wrong, right = out.split("parameters: passed", 1)
     assert "1 of 8 checks failed (specification 1.3)\n  forward: the mixer is transposed: agrees with H_res^T" in wrong
@@ -49,7 +49,7 @@ def test_a_module_of_ones_own_is_checked(capsys):
 
 
 @pytest.mark.slow
-def test_a_scheme_of_ones_own_starts_as_the_plain_residual_and_trains(capsys, monkeypatch):
+def test_a_users_scheme_starts_as_the_plain_residual_and_trains(capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "custom_scheme")
     for table in ("SCHEMES", "PRESETS"):  # other tests find the names as they were
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
@@ -66,7 +66,7 @@ def test_the_scheme_that_people_copy_keeps_the_contract():
 
 @pytest.mark.processes
 def test_a_scheme_of_an_installed_package_is_found_by_its_name(tmp_path):
-    """As pip leaves it: the module, and the entry points that its pyproject.toml declares."""
+    """The test writes the same files as pip: the module and the entry points declared in pyproject.toml."""
     project = (EXAMPLES / "custom_scheme" / "pyproject.toml").read_text(encoding="utf-8")
     declared = re.search(r'^\[project.entry-points."(residua.schemes)"\]\n(\w+) = "([\w:]+)"$', project, re.MULTILINE)
     shutil.copy(EXAMPLES / "custom_scheme" / "momentum_residual.py", tmp_path)

@@ -49,7 +49,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_scheme"
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_no_command_warns_of_what_will_be_removed(tmp_path):
+def test_no_command_gives_a_deprecation_warning(tmp_path):
     texts = write_texts(tmp_path / "texts")
     strict = [f"error::{kind}" for kind in ("FutureWarning", "DeprecationWarning")]
     # Of processes that a command starts, too.
@@ -60,8 +60,8 @@ def test_no_command_warns_of_what_will_be_removed(tmp_path):
 @pytest.mark.parametrize(
     ("chosen", "expected"), [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
 )
-def test_idle_threads_soon_sleep_unless_asked_otherwise(chosen, expected):
-    """It counts only if it is set before PyTorch is loaded."""
+def test_idle_threads_sleep_soon_unless_the_user_sets_otherwise(chosen, expected):
+    """The setting must be made before PyTorch is loaded."""
     code = "import os, sys, residua.__main__; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     environment = {
         name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

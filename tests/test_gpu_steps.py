@@ -35,7 +35,7 @@ def results(place):
 
 
 @pytest.mark.processes
-def test_steps_pass_fail_and_time_out_each_by_itself(gpu, place, capsys):
+def test_each_step_passes_fails_or_times_out_separately(gpu, place, capsys):
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     steps = [
         step(gpu, "first", "print('all well')"),
@@ -60,7 +60,7 @@ def test_steps_pass_fail_and_time_out_each_by_itself(gpu, place, capsys):
 
 
 @pytest.mark.processes
-def test_the_time_of_all_steps_is_kept(gpu, place, capsys, monkeypatch):
+def test_the_time_of_all_steps_is_limited(gpu, place, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "SHORTEST", 1.0)
     steps = [step(gpu, name, "import time; time.sleep(60)") for name in "abc"]
     gpu.run(place, steps, 2.5)
@@ -83,7 +83,7 @@ def test_tests_are_counted_and_named(gpu, tmp_path):
 
 
 @pytest.mark.parametrize("dry", [False, True])
-def test_every_benchmark_is_one_that_its_command_takes(dry, gpu, tmp_path, monkeypatch):
+def test_every_benchmark_is_accepted_by_its_command(dry, gpu, tmp_path, monkeypatch):
     place = gpu.Place(tmp_path, dry)
     steps = gpu.steps(place)
     assert len({step.name for step in steps}) == len(steps)
@@ -130,7 +130,7 @@ def test_questions_come_first_in_their_order_and_checks_before_single_operations
 
 
 @pytest.mark.processes
-def test_processes_beside_a_step_end_with_it(gpu, place, tmp_path):
+def test_processes_started_by_a_step_end_with_it(gpu, place, tmp_path):
     mark = tmp_path / "mark"
     wait = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.05)"
     beside = f"touch {mark}; sleep 600"
@@ -156,7 +156,7 @@ def test_every_question_is_tried_on_a_cpu(gpu, tmp_path, capsys):
     assert "[1/" not in capsys.readouterr().out
 
 
-def test_the_text_travels_packed_and_is_refused_if_too_large(gpu, tmp_path, capsys, monkeypatch):
+def test_the_text_is_sent_compressed_and_refused_if_too_large(gpu, tmp_path, capsys, monkeypatch):
     for name in gpu.TEXTS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.json").write_text(name)
@@ -192,7 +192,7 @@ def test_the_faster_implementation_is_named(gpu, place):
 
 @pytest.mark.processes
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
-def test_a_dry_run_measures_and_goes_on_where_it_ended(gpu, tmp_path, capsys):
+def test_a_dry_run_measures_and_resumes_where_it_ended(gpu, tmp_path, capsys):
     argv = ["--dry-run", "--out", str(tmp_path), "--only", "ops sinkhorn"]
     assert gpu.main(argv) == 0
     assert "auto should choose" in capsys.readouterr().out
@@ -203,7 +203,7 @@ def test_a_dry_run_measures_and_goes_on_where_it_ended(gpu, tmp_path, capsys):
     assert "[1/" not in capsys.readouterr().out
 
 
-def test_without_a_gpu_it_says_so(gpu, capsys, monkeypatch):
+def test_without_a_gpu_the_script_gives_one_line(gpu, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu.main([]) == 2
     assert "needs a machine with a CUDA device, found none; --dry-run" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def record(guards):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["models", "generation", "converted"])
-def test_numbers_are_the_recorded_ones(guards, record, part):
+def test_the_numbers_equal_the_recorded_ones(guards, record, part):
     numbers = guards.numbers(part)
     assert numbers.keys() == record[part].keys()
     for name, values in numbers.items():

@@ -34,7 +34,7 @@ def loaded_by(statement: str, after: str = "") -> set[str]:
     return set(run_python(code)[0].split())
 
 
-def test_importing_residua_loads_nothing_until_it_is_asked():
+def test_importing_residua_loads_submodules_only_on_demand():
     unasked = "import residua, residua.connections, residua.lab.training; dir(residua); residua.__version__"
     assert "torch" not in loaded_by(unasked)
 
@@ -104,7 +104,7 @@ def test_the_help_of_a_command_loads_neither_torch_nor_transformers():
 
 
 @pytest.mark.processes
-def test_residua_imports_beside_a_transformers_that_the_lab_does_not_take():
+def test_residua_imports_with_a_transformers_that_the_lab_does_not_support():
     code = (
         "import sys, types\n"
         "sys.modules['transformers'] = types.ModuleType('transformers')\n"
@@ -115,7 +115,7 @@ def test_residua_imports_beside_a_transformers_that_the_lab_does_not_take():
 
 
 @pytest.mark.processes
-def test_the_models_need_no_device_package_and_auto_classes_know_them_where_transformers_was_imported_first():
+def test_models_need_no_device_package_and_register_if_transformers_was_imported_first():
     """triton and causal_conv1d are for some machines; the models, and all that they import, do without."""
     code = (
         "import sys\n"

@@ -26,7 +26,7 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_the_version_stands_in_one_place():
+def test_the_version_is_defined_in_one_place():
     found = project()
     assert "version" in found["project"]["dynamic"]
     source = (ROOT / found["tool"]["hatch"]["version"]["path"]).read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ def test_one_package_has_the_same_bound_in_every_extra():
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_the_lock_has_everything_that_we_install_and_all_that_this_needs(python):
+def test_the_lock_has_all_that_we_install_and_all_its_requirements(python):
     """Every requirement but those that nothing installs or that a lock of its own has, and those of packages installed
     as locked."""
     pins = locked(python)
@@ -128,12 +128,12 @@ def test_the_upper_bound_of_transformers_is_the_newest_minor_that_is_locked():
     assert (major, minor) == residua.models.TESTED
 
 
-def test_the_extra_for_vllm_takes_the_minor_releases_that_were_tested():
+def test_the_extra_for_vllm_allows_the_tested_minor_releases():
     (major, oldest), (_, newest) = residua.engines.vllm.TESTED
     assert str(requirements()["vllm"].specifier) == f"<{major}.{newest + 1},>={major}.{oldest}"
 
 
-def test_a_transformers_newer_than_tested_is_said_in_one_line(caplog):
+def test_a_transformers_newer_than_tested_gives_one_line(caplog):
     """Once per process, as `residua.models` does it when it is imported."""
     major, minor = residua.models.TESTED
     for version in (f"{major}.{minor}.9", f"{major}.{minor - 1}.0", f"{major - 1}.99"):

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "examples/production.py"
 
 
 @pytest.mark.slow
-def test_the_connections_are_trained_and_nothing_else(tmp_path, capsys):
+def test_only_the_connections_are_trained(tmp_path, capsys):
     example, out = runpy.run_path(str(SCRIPT)), tmp_path / "out"
     base = example["tiny_base"](tmp_path / "base")
     example["main"](base, SCRIPT, out)

@@ -31,8 +31,8 @@ KEPT = {
     "models/test_causality_and_padding.py::test_padding_equals_no_padding",
     "models/test_conformance.py::test_float64",
     "models/test_generation.py::test_greedy",
-    "models/test_saving.py::test_saved_and_loaded",
-    "testing/test_check_module.py::test_a_right_module_passes_everything",
+    "models/test_saving.py::test_a_saved_model_loads_with_the_same_logits",
+    "testing/test_check_module.py::test_a_correct_module_passes_every_check",
 }
 
 

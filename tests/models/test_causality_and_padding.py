@@ -223,7 +223,8 @@ CU_SEQ_LENS = torch.tensor([0, 5, 6, 9], dtype=torch.int32)
 
 @pytest.mark.parametrize("name", [*KINDS, "edelta-cumulative", "edelta-stream-cumulative"])
 def test_packed_documents_equal_separate_documents(name):
-    """However they are told: by positions, by numbers or by borders. Losses, gradients and hidden states too."""
+    """The borders may be given by positions, by numbers or by lengths. Losses, gradients and hidden states are
+    compared, too."""
     model, packed = tiny_model(name).train(), prompt(1, 9)
 
     def gradients(hidden):

@@ -20,13 +20,13 @@ def test_without_mup_every_parameter_learns_at_the_same_rate():
     assert set(learning_rate_factors(model(mup=False)).values()) == {1.0}
 
 
-def test_at_the_base_width_it_is_the_identity():
+def test_mup_is_the_identity_at_the_base_width():
     built = model()
     assert set(learning_rate_factors(model(mup_base_width=built.config.hidden_size)).values()) == {1.0}
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_matrices_that_read_the_width_are_scaled_and_nothing_else(tied):
+def test_only_matrices_that_read_the_width_are_scaled(tied):
     built = model({"preset": "ddl-tc", "beta_head": "mlp"}, tie_word_embeddings=tied)
     factors = learning_rate_factors(built)
     assert factors.keys() == dict(built.named_parameters()).keys()

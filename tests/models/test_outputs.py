@@ -30,7 +30,7 @@ def test_a_plain_call_returns_the_logits_of_every_position():
 
 @torch.no_grad()
 @every_preset
-def test_states_and_hidden_states(name):
+def test_states_and_hidden_states_are_returned(name):
     """States before the first and after every layer, as the scheme keeps them. Hidden states as every decoder of
     transformers returns them: embeddings, the scheme's readout after all layers but the last, the normalised end."""
     model, ids = tiny_model(name), prompt(2, 5)
@@ -52,7 +52,7 @@ def test_states_and_hidden_states(name):
 
 @torch.no_grad()
 @every_preset
-def test_hidden_states_while_decoding(name):
+def test_hidden_states_are_right_while_decoding(name):
     """The readout after every layer looks back at its own earlier tokens, in padded rows too."""
     model = tiny_model(name)
     ids, mask = left_padded([prompt(6, seed=1), prompt(3, seed=2)])
@@ -70,8 +70,9 @@ def test_hidden_states_while_decoding(name):
 
 
 @torch.no_grad()
-def test_hidden_states_with_a_cache_that_began_without():
-    """A readout that looks back would lack the tokens before: an error. Once begun, readouts go on unasked."""
+def test_hidden_states_are_refused_for_a_cache_that_began_without_them():
+    """A readout that looks back would lack the earlier tokens. Once begun, readouts continue without being
+    requested."""
     model, ids = tiny_model("ddl-tc"), prompt(2, 6)
     cache = model(ids[:, :4], use_cache=True)[CACHE]
     with pytest.raises(ValueError, match=r"output_hidden_states must be True from the first token on"):
@@ -91,7 +92,7 @@ def test_hidden_states_with_a_cache_that_began_without():
 
 
 @torch.no_grad()
-def test_some_hidden_states_only():
+def test_selected_hidden_states_can_be_requested():
     model, ids = tiny_model("ddl-tc"), prompt(2, 5)
     full = model(ids, output_hidden_states=True).hidden_states
     for wanted, expected in ((1, [1]), (-1, [2]), ([0, -2, 7], [0, 1]), (0, [0])):
@@ -102,7 +103,7 @@ def test_some_hidden_states_only():
 
 
 @torch.no_grad()
-def test_attention_weights():
+def test_attention_weights_are_returned():
     model, ids = tiny_model("ddl-tc"), prompt(2, 5)
     expected = model(ids).logits
     assert model(ids, output_attentions=True).attentions == (), "sdpa computes none, and warns"
@@ -119,7 +120,7 @@ def test_attention_weights():
 
 
 @torch.no_grad()
-def test_embeddings_instead_of_ids():
+def test_embeddings_can_replace_ids():
     model, ids = tiny_model("ddl-tc"), prompt(2, 5)
     embeddings = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeddings).logits, model(ids).logits)
@@ -129,7 +130,7 @@ def test_embeddings_instead_of_ids():
 
 
 @torch.no_grad()
-def test_some_logits_only():
+def test_selected_logits_can_be_requested():
     model, ids = tiny_model("ddl-cc"), prompt(2, 5)
     full = model(ids).logits
     assert_close(model(ids, logits_to_keep=2).logits, full[:, -2:])
@@ -137,7 +138,7 @@ def test_some_logits_only():
     assert torch.equal(model(ids, logits_to_keep=0).logits, full)
 
 
-def test_labels_are_shifted_inside_and_minus_100_does_not_count():
+def test_labels_are_shifted_inside_and_minus_100_is_ignored():
     """labels = input_ids trains the next token, as every trainer of transformers expects."""
     model, ids = tiny_model("ddl-tc"), prompt(2, 6)
     labels = ids.clone()
@@ -156,7 +157,7 @@ def test_labels_are_shifted_inside_and_minus_100_does_not_count():
     assert_close(model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss, manual * len(pairs) / 7)
 
 
-def test_the_loss_is_float32_at_least():
+def test_the_loss_is_at_least_float32():
     model, ids = tiny_model(dtype=torch.bfloat16), prompt(2, 6)
     out = model(ids, labels=ids)
     assert out.loss.dtype == torch.float32
@@ -167,7 +168,7 @@ def test_the_loss_is_float32_at_least():
 @pytest.mark.parametrize(
     ("name", "implementation"), [("ddl-tc", "eager"), *((name, "sdpa") for name in ("ddl-ec", "edelta", "mudd"))]
 )
-def test_float64_from_end_to_end(name, implementation):
+def test_a_float64_model_computes_in_float64_from_end_to_end(name, implementation):
     """Norms, gates, rotary tables, masks, logits and the loss, and back; what is in a stream is the contract's."""
     model, ids = tiny_model(name, mup=True, attention_output_gate=True), prompt(2, 5)
     model.set_attn_implementation(implementation)
@@ -178,7 +179,7 @@ def test_float64_from_end_to_end(name, implementation):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "dtype"), [("ddl-tc", torch.float16), *((name, torch.bfloat16) for name in PRESETS)])
-def test_narrow_models(name, dtype):
+def test_narrow_models_are_near_float64(name, dtype):
     """Logits come in the model's dtype and near those of float64, also from a padded batch and from the cache.
     Perturbed less than elsewhere: far from their start, nets of gates amplify what the embedding alone loses."""
     model = tiny_model(name, dtype, scale=0.1)
@@ -196,7 +197,7 @@ def test_narrow_models(name, dtype):
 
 
 @every_preset
-def test_autocast_trains_float32_parameters(name):
+def test_autocast_gives_float32_gradients(name):
     model, ids = tiny_model(name, torch.float32, scale=0.1).train(), prompt(2, 6)
     exact = model(ids, labels=ids).loss
     with torch.autocast("cpu", torch.bfloat16):
@@ -239,7 +240,7 @@ def test_training_mode_changes_nothing_but_the_cache():
 
 
 @torch.no_grad()
-def test_resized_vocabulary():
+def test_a_vocabulary_can_be_resized():
     """More rows for new tokens, head and embedding still one tensor; the old tokens keep their logits."""
     model, ids = tiny_model("ddl-ec"), prompt(2, 5)
     expected = model(ids).logits

@@ -25,13 +25,13 @@ def count(connection, **options) -> int:
 
 @pytest.mark.parametrize("size", ["small", pytest.param("medium", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COUNTS)
-def test_the_papers_counts(name, size):
+def test_parameter_counts_are_those_of_the_paper(name, size):
     connection = {"preset": "ddl", "beta_head": "mlp"} if name == "two-layer gate" else name
     assert count(connection, **SIZES[size]) == COUNTS[name][size]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_model_is_its_backbone_and_its_stream(name):
+def test_the_parameters_of_a_model_are_those_of_its_backbone_and_stream(name):
     """At any size: what a scheme adds to the plain model is what its stream holds beyond the plain norms."""
     options = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
     stream = sum(parameter.numel() for parameter in PRESETS[name].build(16, 6).parameters())
@@ -39,7 +39,7 @@ def test_a_model_is_its_backbone_and_its_stream(name):
     assert count(PRESETS[name], **options) - count("residual", **options) == stream - norms
 
 
-def test_options_of_the_backbone():
+def test_options_of_the_backbone_add_the_expected_parameters():
     options = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
     plain = count("residual", **options)
     assert count("residual", tie_word_embeddings=False, **options) - plain == 48 * 16

@@ -28,7 +28,7 @@ def test_training_adds_the_penalty_of_every_connection(name):
 
 
 @pytest.mark.parametrize("name", ["edelta", "edelta-stream"])
-def test_padding_has_no_share(name):
+def test_padding_has_no_share_of_the_penalty(name):
     model, ids = tiny_model(name).train(), prompt(1, 6)
     padded, mask = left_padded([prompt(16, seed=1), ids[0]])
     alone = [model(row, labels=row) for row in (padded[:1], ids)]
@@ -41,8 +41,8 @@ def test_padding_has_no_share(name):
     assert_close(out.loss, alone[1].loss)
 
 
-def test_a_scalar_is_added_as_it_is():
-    """As a scheme may have it that knows no tokens: a penalty of its weights."""
+def test_a_scalar_penalty_is_added_unchanged():
+    """A scheme may have a penalty of its weights, which does not depend on tokens."""
     mask, scalar = torch.tensor([[False, True], [True, True]]), torch.tensor(0.3)
     tokens = torch.tensor([[9.0, 1.0], [2.0, 3.0]])
     assert total_penalty([], mask) is None
@@ -51,7 +51,7 @@ def test_a_scalar_is_added_as_it_is():
     assert_close(total_penalty([scalar, tokens, torch.tensor([[1.0], [4.0]])], mask), torch.tensor(0.3 + 2 + 3))
 
 
-def test_evaluation_knows_no_penalty():
+def test_evaluation_adds_no_penalty():
     model, ids = tiny_model("edelta"), prompt(2, 6)
     out = model(ids, labels=ids)
     assert out.penalty is None
@@ -59,7 +59,7 @@ def test_evaluation_knows_no_penalty():
     assert tiny_model("ddl").train()(ids, labels=ids).penalty is None
 
 
-def test_micro_batches_weigh_by_their_tokens():
+def test_micro_batches_are_weighted_by_their_tokens():
     """Two rows of different length, together and one by one: the shares of language loss and penalty add up."""
     model, rows = tiny_model("edelta").train(), [prompt(1, 6, seed=1), prompt(1, 3, seed=2)]
     count = 5 + 2

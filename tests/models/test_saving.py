@@ -37,8 +37,8 @@ def same(model: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_saved_and_loaded(name, tmp_path):
-    """Whole, and the trunk alone; in evaluation mode, with the same logits."""
+def test_a_saved_model_loads_with_the_same_logits(name, tmp_path):
+    """The whole model and only its trunk, in evaluation mode."""
     model, ids = tiny_model(name, torch.float32), prompt(2, 5)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
@@ -70,7 +70,7 @@ def test_tied_weights_are_stored_once(tmp_path):
     same(ResiduaForCausalLM.from_pretrained(tmp_path / "separate"), separate)
 
 
-def test_a_whole_model_from_a_checkpoint_of_the_trunk(tmp_path):
+def test_a_whole_model_loads_from_a_checkpoint_of_the_trunk(tmp_path):
     """With a tied head nothing is missing."""
     model = tiny_model("ddl-tc", torch.float32)
     model.model.save_pretrained(tmp_path)
@@ -103,7 +103,7 @@ def test_missing_parameters_start_as_declared(name, tmp_path):
     ("name", "dtype"),
     [*((name, torch.bfloat16) for name in [*PRESETS, "phi-attention"]), ("ddl-ec", torch.float64)],
 )
-def test_loading_in_another_dtype(name, dtype, tmp_path):
+def test_a_model_loads_in_another_dtype(name, dtype, tmp_path):
     model, ids = tiny_model(name, torch.float32), prompt(2, 5)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
@@ -118,8 +118,8 @@ def test_loading_in_another_dtype(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ddl-ec", "token-dv3-k2-separate", "phi-attention"])
-def test_copies_and_pickles(name):
-    """Both are models of their own, in which a compressor is still one for two sublayers."""
+def test_copies_and_pickles_are_independent_models(name):
+    """In each of them, two sublayers still share one compressor."""
     model, ids = tiny_model(name), prompt(2, 5)
     expected = model(ids).logits.detach()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -175,7 +175,7 @@ def test_the_configuration_survives_saving(name, tmp_path):
 
 
 def test_a_checkpoint_of_another_scheme_is_reported(tmp_path):
-    """Neither silently dropped nor silently half used."""
+    """It is neither silently dropped nor silently used in part."""
     tiny_model("ddl-cc-ec", torch.float32).save_pretrained(tmp_path)
     _, report = ResiduaForCausalLM.from_pretrained(tmp_path, config=tiny_config("ddl-cc"), output_loading_info=True)
     assert set(report["unexpected_keys"]) == {"model.stream.expand.taps"}

@@ -33,7 +33,7 @@ def cut_into_heads(rank, cases):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_plan_for_tensor_parallelism(start, tmp_path):
+def test_the_plan_for_tensor_parallelism_gives_the_same_gradients(start, tmp_path):
     """Each of two ranks computes some heads and rows, and has all connections: same logits, same gradients."""
     models = {
         "ours": (tiny_model("ddl-tc", num_hidden_layers=1, attention_output_gate=True), prompt(2, 7)),

@@ -42,14 +42,14 @@ def llama(case):
     return transformers_testers.run(case(LlamaConfig, LlamaModel, LlamaForCausalLM))
 
 
-def test_llama_passes(llama):
-    """The yardstick: what Llama fails here is no fault of a model."""
+def test_llama_passes_the_testers_of_transformers(llama):
+    """A test that fails for Llama here would not count against a model."""
     assert llama.testsRun > 100
     assert llama.failed == {}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_passes(case, llama, preset):
+def test_every_preset_passes_the_testers_of_transformers(case, llama, preset):
     class Case(case(ResiduaConfig, ResiduaModel, ResiduaForCausalLM, connection=preset)):
         def _check_past_key_values_for_generate(self, batch_size, cache, length, config):
             """The memory of the stream is one layer more, whose states differ in size from part to part."""

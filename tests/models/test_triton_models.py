@@ -63,7 +63,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", some(KERNELS, CALLS.get))
-def test_losses_and_gradients_are_those_of_the_reference_and_the_kernels_really_run(name):
+def test_kernels_run_and_give_the_losses_and_gradients_of_the_reference(name):
     ours, theirs = step(KERNELS[name]), step(replace(KERNELS[name], implementation="reference"))
     for a, b in zip(ours.numbers, theirs.numbers, strict=True):
         assert_close(a, b, factor=2)  # two orders of summation, through two layers

@@ -76,7 +76,7 @@ def test_leading_axes_are_independent(leading):
         assert torch.equal(other, causal_read(flat_streams[i], taps))
 
 
-def test_memory_layout_means_nothing():
+def test_the_memory_layout_changes_no_number():
     g = generator(0)
     x, streams = normal(g, 6, 5, 2).permute(2, 1, 0), normal(g, 6, 4, 5, 2).permute(3, 2, 1, 0)
     taps = normal(g, 6, 4, 3).permute(2, 1, 0)
@@ -85,7 +85,7 @@ def test_memory_layout_means_nothing():
 
 
 @pytest.mark.parametrize("leading", [(0, 3), (2, 0)])
-def test_empty_batch_and_no_tokens(leading):
+def test_an_empty_batch_and_no_tokens_are_allowed(leading):
     taps = torch.ones(4, 3, 5, requires_grad=True)
     for op, rest, result in [(causal_expand, (5,), (3, 5)), (causal_read, (3, 5), (5,))]:
         source = torch.ones(*leading, *rest, requires_grad=True)
@@ -107,7 +107,7 @@ def test_taps_of_another_shape_are_named():
 
 @pytest.mark.parametrize("split", [(7,), (1,) * 7, (2, 5), (3, 1, 1, 2)])
 @pytest.mark.parametrize("kernel", [1, 2, 4, 9])
-def test_reading_on_from_sums_equals_reading_everything(kernel, split):
+def test_reading_from_kept_sums_equals_reading_everything(kernel, split):
     streams, taps = normal(generator(0), 2, 7, 3, 5), normal(generator(1), kernel, 3, 5)
     sums, pieces = None, []
     for piece in streams.split(split, 1):
@@ -119,7 +119,7 @@ def test_reading_on_from_sums_equals_reading_everything(kernel, split):
 
 
 def test_sums_of_every_token_allow_going_back():
-    """Tokens that were only guessed are dropped with their rows; reading goes on from the row that is last then."""
+    """Rejected draft tokens are dropped with their rows; reading continues from the last row that is left."""
     streams, taps = normal(generator(0), 1, 6, 2, 4), normal(generator(1), 4, 2, 4)
     _, rows = causal_read_on(streams[:, :5], taps)
     other, _ = causal_read_on(streams[:, 3:], taps, rows[:, 2:3])
@@ -142,7 +142,7 @@ def test_masked_tokens_are_not_read_and_get_no_gradient():
         causal_read(streams, taps, mask[0])
 
 
-def test_reading_on_wants_taps_of_every_stream():
+def test_reading_from_sums_requires_taps_of_every_stream():
     with pytest.raises(ValueError, match=r"^taps must be \(kernel, streams, dim\) = \(4, 3, 5\), got \(4, 1, 5\)"):
         causal_read_on(torch.ones(2, 6, 3, 5), torch.ones(4, 1, 5))
 

@@ -13,7 +13,7 @@ from support.tolerances import assert_close
 
 
 @given(cases(norms=st.floats(0.0, 3.0)), st.sampled_from([1e-5, 0.3]), st.integers(0, 2**31))
-def test_gradients_of_one_update_from_raw_direction_and_gate_logit(case, eps, seed):
+def test_gradients_of_one_update_reach_the_raw_direction_and_the_gate_logit(case, eps, seed):
     g = generator(seed)
     logit = normal(g, *case.beta.shape)
     grad = normal(g, *case.state.shape)
@@ -50,7 +50,7 @@ def test_write_gradcheck_one_token_through_the_norm_at_zero():
     assert torch.autograd.gradcheck(lambda x, k, v, b: delta_write(x, unit(k, eps=0.3), v, b), arguments)
 
 
-def test_empty_batch_and_no_tokens():
+def test_an_empty_batch_and_no_tokens_are_allowed():
     for leading in [(0, 3), (2, 0)]:
         arguments = leaves(*(torch.zeros(*leading, *rest) for rest in [(4, 5), (5,), (4,), ()]))
         written = delta_write(*arguments)

@@ -68,13 +68,13 @@ def test_additive_form_is_the_product_form(case):
 
 
 @given(cases(norms=norms))
-def test_operator_is_the_write_of_nothing(case):
+def test_the_operator_is_the_write_of_a_zero_value(case):
     written = delta_write(case.state, case.k, torch.zeros_like(case.v), case.beta)
     assert_close(written.mT, delta_operator(case.k, case.beta) @ case.state.mT)
 
 
 @given(cases(norms=norms))
-def test_the_sign_of_k_and_v_together_means_nothing(case):
+def test_the_common_sign_of_k_and_v_changes_nothing(case):
     assert torch.equal(delta_write(*case), delta_write(case.state, -case.k, -case.v, case.beta))
 
 
@@ -115,7 +115,7 @@ def test_norm_identity_and_non_expansiveness(case):
 
 
 @given(dims, betas, seeds)
-def test_spectrum(dim, beta, seed):
+def test_the_spectrum_is_the_stated_one(dim, beta, seed):
     operator = delta_operator(direction(generator(seed), dim), scalar(beta))
     assert_close(torch.linalg.eigvalsh(operator), eigenvalues(scalar(beta), dim).sort().values)
     assert_close(torch.linalg.svdvals(operator), singular_values(scalar(beta), dim).sort(descending=True).values)
@@ -123,7 +123,7 @@ def test_spectrum(dim, beta, seed):
 
 
 @given(dims, betas, seeds)
-def test_eigenvectors(dim, beta, seed):
+def test_the_eigenvectors_are_the_stated_ones(dim, beta, seed):
     g = generator(seed)
     k, u = direction(g, dim), normal(g, dim)
     operator = delta_operator(k, scalar(beta))

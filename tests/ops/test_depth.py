@@ -35,7 +35,7 @@ FLA = json.loads(Path(__file__).with_name("attnres-fla.json").read_text(encoding
 
 
 @pytest.mark.parametrize("case", FLA, ids=[f"{len(case['sources'])} sources" for case in FLA])
-def test_the_numbers_of_flash_linear_attention(case):
+def test_the_read_agrees_with_flash_linear_attention(case):
     """Outputs, weights and gradients that its plain implementation of AttnRes computed, in float64."""
     given = {name: torch.tensor(value, dtype=torch.float64) for name, value in case.items()}
     sources, (query, gain) = leaves(*given["sources"]), leaves(given["query"], given["gain"])
@@ -130,7 +130,7 @@ def test_second_derivatives_of_bfloat16_sources():
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_sources_are_weighed_in_float32(dtype, autocast):
-    """Logits or a softmax in the dtype of the sources would be off by 1e-3 and more."""
+    """Logits or a softmax in the dtype of the sources would have errors of 1e-3 and more."""
     sources, query = drawn(0, 5, 16)
     sources = [source.to(dtype) for source in sources]
     query = 3 * query.float()

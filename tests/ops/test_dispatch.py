@@ -22,7 +22,7 @@ OPS = {  # the op, its arguments, and its kernel
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_public_op_runs_its_kernel_where_it_is_asked_to(name, monkeypatch):
+def test_the_public_op_runs_its_kernel_on_request(name, monkeypatch):
     pytest.importorskip("triton")
     op, arguments, place = OPS[name]
     calls = []
@@ -57,7 +57,7 @@ class OnGPU:
         self.shape, self.dtype = shape, dtype
 
 
-def test_auto_takes_kernels_where_they_can_run(monkeypatch):
+def test_auto_uses_kernels_if_they_can_run(monkeypatch):
     launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
     monkeypatch.setattr(launch, "INTERPRETED", False)
     assert choose("auto", OnGPU(1, 2, 4, 8), OnGPU(1, 2), None) == "triton"
@@ -82,7 +82,7 @@ def test_auto_takes_kernels_where_they_can_run(monkeypatch):
         ([OnGPU(2, 4, 8), OnGPU(2, 8, dtype=torch.float64)], TypeError, "dtypes except .*, got 'triton' and torch"),
     ],
 )
-def test_tensors_that_no_kernel_takes_are_an_error(tensors, error, words, monkeypatch):
+def test_tensors_that_no_kernel_accepts_are_an_error(tensors, error, words, monkeypatch):
     launch = pytest.importorskip("residua.ops.kernels.launch", exc_type=ModuleNotFoundError)
     monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(error, match=f"must be 'auto' or 'reference' for {words}"):
@@ -90,7 +90,7 @@ def test_tensors_that_no_kernel_takes_are_an_error(tensors, error, words, monkey
 
 
 @pytest.mark.processes
-def test_a_missing_triton_says_how_to_install_it():
+def test_the_error_for_a_missing_triton_says_how_to_install_it():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\nfrom residua.ops.dispatch import choose\n"

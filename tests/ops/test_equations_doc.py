@@ -39,7 +39,7 @@ def test_every_public_operation_is_listed():
     assert {f"residua.ops.{name}" for name in public} - set(NAMES) == set()
 
 
-def test_the_tables_are_found():
+def test_the_tables_of_the_page_are_found():
     """An edit that hides the rows from the tests above is an error, not a pass."""
     assert len(NAMES) >= 40
     assert len(TESTS) >= 30

@@ -77,7 +77,7 @@ def test_spectrum_and_determinant_of_what_it_does_to_the_state():
     assert_close(torch.linalg.det(matrix), determinant(erase))
 
 
-def test_identity_projection_reflection():
+def test_gates_of_0_1_and_2_give_identity_projection_and_reflection():
     """e = 0 keeps, e = 1 projects, e = 2 reflects; no other e is orthogonal."""
     identity = torch.eye(8).double().expand(2, 3, 8, 8)
     assert torch.equal(operator(0.0, H), identity)
@@ -109,7 +109,7 @@ def test_a_delta_write_is_a_gated_delta_with_one_gate_for_both_halves():
     assert_close(gated_delta(CHANNELS, H, beta[..., None, None], write, eps=0.3), expected)
 
 
-def test_several_one_after_the_other_are_the_composition_in_this_order():
+def test_several_writes_in_sequence_equal_their_composition_in_this_order():
     """X_r = P X_0 + ..., with the T of `compose`, whose v = w |h| / e; in another order they are another map."""
     h, erase, write = normal(2, 3, 3, 8, seed=6), 0.2 + torch.rand(2, 3, 3).double(), normal(2, 3, 3, 5, seed=7)
     state = CHANNELS
@@ -161,7 +161,7 @@ def test_recomputed_states_give_the_same_gradients_to_the_bit(erased, dtype):
 
 
 @pytest.mark.parametrize(("erased", "states"), [(True, 2), (False, 2)])
-def test_of_four_states_one_is_kept(erased, states):
+def test_one_of_four_states_is_kept(erased, states):
     state = CHANNELS.clone().requires_grad_()
     gate, kept = torch.ones(1, 1, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
@@ -183,7 +183,7 @@ def test_of_four_states_one_is_kept(erased, states):
         (lambda: gated_delta(CHANNELS, H, None, torch.ones(1)), ["write must be (..., 5 or 1, groups)", "(1,)"]),
     ],
 )
-def test_wrong_shapes_are_one_clear_line(call, words):
+def test_wrong_shapes_give_one_clear_line(call, words):
     with pytest.raises(ValueError) as raised:
         call()
     assert "\n" not in str(raised.value)

@@ -14,7 +14,7 @@ FIRST = {*{name.partition("-")[0]: name for name in reversed(OPS)}.values()}  # 
 
 
 @pytest.mark.parametrize("name", some(OPS, FIRST.__contains__))
-def test_compiles_into_one_graph(name):
+def test_every_operation_compiles_into_one_graph(name):
     """In bfloat16, which takes every path of float32 and the casts beside it."""
     torch.compiler.reset()
     op, shapes = OPS[name]
@@ -29,7 +29,7 @@ def test_compiles_into_one_graph(name):
 
 
 @pytest.mark.parametrize("name", ["delta_write", "causal_read", "causal_expand", *HYPER])
-def test_compiles_for_any_sequence_length(name):
+def test_operations_compile_for_any_sequence_length(name):
     torch.compiler.reset()
     op, shapes = OPS[name]
     compiled = torch.compile(op, fullgraph=True, backend="eager", dynamic=True)
@@ -43,7 +43,7 @@ def test_compiles_for_any_sequence_length(name):
         assert_close(compiled(*inputs), op(*inputs))
 
 
-def test_numbers_that_vary_between_calls():
+def test_numbers_may_vary_between_calls():
     """dynamo takes an eps that it has met with two values for a variable, and everything for one with `dynamic`."""
     state, k = (normal(generator(i), 2, *shape).requires_grad_() for i, shape in enumerate([(3, 4), (4,)]))
     v, beta = torch.ones(2, 3), torch.ones(2)

@@ -62,7 +62,7 @@ def test_low_precision_is_the_float32_computation_rounded_once(name, dtype):
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("name", ON_STATES)
 def test_a_state_keeps_its_dtype_beside_coefficients_of_another(name, dtypes):
-    """As a low-precision sublayer writes into a float32 stream, and float32 mappings mix one of bfloat16."""
+    """Low-precision sublayers write into float32 streams, and float32 mappings mix bfloat16 streams."""
     state, *others = arguments(*OPS[name][1])
     assert assert_rounded_once(name, [state.to(dtypes[0]), *(x.to(dtypes[1]) for x in others)]).dtype == dtypes[0]
     assert OPS[name][0](state.float(), *others).dtype == torch.float32
@@ -145,7 +145,7 @@ def test_linear_in_float64_and_mixed_dtypes():
     assert torch.autograd.gradcheck(linear_at_least_float32, inputs)
 
 
-def test_at_least_float32():
+def test_at_least_float32_widens_only_narrow_dtypes():
     for dtype in (torch.bfloat16, torch.float16):
         assert at_least_float32(torch.ones(2, dtype=dtype)).dtype == torch.float32
     for dtype in (torch.float32, torch.float64):

@@ -134,7 +134,7 @@ def test_angle_is_from_u_towards_v(n, beta, seed):
 
 
 @given(planes(), st.floats(-3.0, 3.0))
-def test_symmetries(plane, shear):
+def test_the_transform_has_its_symmetries(plane, shear):
     u, v, beta = plane
     q = cayley(u, v, beta)
     assert_close(cayley(u, v, -beta), q.mT)
@@ -252,7 +252,7 @@ def test_steps_converge_to_the_transform_below_t_of_two(t, converges, start):
         assert errors == sorted(errors)
 
 
-def test_steps_written_out():
+def test_the_steps_equal_the_expanded_formula():
     w = normal(generator(0), 2, 3, 3)
     w = w - w.mT
     assert_close(iterative_cayley(w, 0.1, 0), eye(3) + 0.1 * w)
@@ -266,7 +266,7 @@ def test_steps_written_out():
 
 
 @given(sizes, seeds, st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(-1.0, 3.0)), st.integers(1, 4))
-def test_householder(n, seed, beta, d):
+def test_householder_equals_its_definition(n, seed, beta, d):
     g = generator(seed)
     k, x = direction(g, n), normal(g, 2, n, d)
     h = householder(eye(n), k, beta)
@@ -386,7 +386,7 @@ def test_gradient_of_the_penalty(logit):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize(("bias", "moved"), [(0.0, 0), (1e-3, 1), (-1e-3, -1)])
-def test_a_gate_of_one_half_feels_no_penalty_and_is_unstable(optimizer, bias, moved):
+def test_a_gate_of_one_half_gets_no_gradient_and_is_unstable(optimizer, bias, moved):
     """With zero weights and bias the gate stays 1/2 to the bit; the smallest bias decides where it goes."""
     w, b = torch.zeros(8, requires_grad=True), torch.tensor(bias, requires_grad=True)
     x = torch.randn(16, 8, generator=generator(0))
@@ -469,7 +469,7 @@ def test_angle_of_parallel_directions_has_the_gradient_zero(dtype):
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(cayley_angle(*inputs), inputs))
 
 
-def test_one_operator_for_a_sequence_or_for_all():
+def test_one_operator_may_apply_to_a_sequence_or_to_all():
     g = generator(0)
     for n in (4, 5):
         x = normal(g, 2, 3, n, 2)

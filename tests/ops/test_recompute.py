@@ -151,7 +151,7 @@ def test_fractions_of_a_row_are_recomputed_through_views():
     assert [kept_states(chain, every) - outputs for every in (1, 3, 4, 100)] == [WRITES + 1, 4, 3, 1]
 
 
-def test_one_state_in_m_is_kept(write):
+def test_one_of_m_states_is_kept(write):
     chain = Chain(write=write)
     assert kept_states(chain, 1) == (WRITES + 1 if write is not turned else 3 * WRITES + 1)
     assert kept_states(chain, 3) == 4  # of the ten states the first, fourth, seventh and tenth
@@ -180,7 +180,7 @@ def test_a_graph_that_is_kept_can_be_used_again(write):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-def test_a_loss_from_the_middle_of_a_chain(write):
+def test_losses_may_start_in_the_middle_of_a_chain(write):
     """Several losses on states in between, some of which nothing else reads."""
     chain = Chain(write=write)
     found = []
@@ -211,8 +211,8 @@ def test_a_state_changed_in_place_is_noticed(write):
 
 
 @pytest.mark.parametrize("patched", [1, 2, 3])
-def test_a_state_patched_behind_the_back_of_autograd_is_kept(patched, write):
-    """What was done to it under `no_grad`, as when activations are patched, could not be done again."""
+def test_a_state_patched_under_no_grad_is_kept(patched, write):
+    """A change under `no_grad`, as when activations are patched, could not be recomputed."""
 
     def gradients(every):
         chain = Chain()
@@ -229,7 +229,7 @@ def test_a_state_patched_behind_the_back_of_autograd_is_kept(patched, write):
 
 
 def test_saved_tensors_go_through_hooks(write):
-    """What a write keeps is saved by autograd, not beside it, so that it can be offloaded."""
+    """The tensors that a write keeps are saved by autograd, so that they can be offloaded."""
     chain = Chain(write=write)
     expected = chain.gradients(4)
     with torch.autograd.graph.save_on_cpu():
@@ -237,7 +237,7 @@ def test_saved_tensors_go_through_hooks(write):
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, chain.leaves), expected))
 
 
-def test_checkpointed_stretches_of_a_chain(write):
+def test_stretches_of_a_chain_may_be_checkpointed(write):
     """Activation checkpointing hands out each saved tensor once; recomputing asks for tensors of other writes."""
     chain = Chain(write=write)
 
@@ -260,12 +260,12 @@ def test_checkpointed_stretches_of_a_chain(write):
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss(True), chain.leaves), expected))
 
 
-def test_no_gradient_keeps_nothing(write):
+def test_without_gradients_no_tensor_is_kept(write):
     with torch.no_grad():
         assert Chain(write=write).states(4)[-1].grad_fn is None
 
 
-def test_frozen_beginning(write):
+def test_a_frozen_first_state_is_kept(write):
     """A first state without a gradient is kept by the writes and reads that need it."""
     chain = Chain(write=write)
     chain.start.requires_grad_(False)

@@ -65,7 +65,7 @@ def test_derivatives_are_those_of_finite_differences(name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_each_gradient_alone(name):
+def test_each_gradient_can_be_computed_separately(name):
     """A frozen argument (a constant v, a cached state) gets no gradient and changes none of the others."""
     op, shapes = OPS[name]
     inputs = [normal(generator(i), *shape).requires_grad_() for i, shape in enumerate(shapes)]

@@ -125,7 +125,7 @@ def test_large_gradients_of_large_logits_are_exact(form, compiled):
 
 
 @pytest.mark.parametrize("n", range(1, 6))
-def test_permutations_are_all_there_once_identity_first(n):
+def test_each_permutation_occurs_once_and_the_identity_is_first(n):
     matrices = permutations(n)
     assert matrices.shape == (math.factorial(n), n, n)
     assert matrices.dtype == torch.float32
@@ -138,7 +138,7 @@ def test_permutations_are_all_there_once_identity_first(n):
 
 @given(st.integers(1, 5), seeds, st.floats(0.0, 50.0))
 def test_a_mixture_of_permutations_is_doubly_stochastic_exactly(n, seed, scale):
-    """No iteration, no error to converge: only the rounding of the weights, for logits of every size."""
+    """There is no iteration and no error of convergence: only the weights are rounded, for logits of every size."""
     logits = scale * normal(generator(seed), 2, 3, math.factorial(n))
     weights = logits.softmax(-1)
     matrix = permutation_mixture(weights)

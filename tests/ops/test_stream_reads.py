@@ -64,7 +64,7 @@ def test_weights_of_another_shape_are_named():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_one_token_without_other_axes(dtype):
+def test_one_token_needs_no_other_axes(dtype):
     streams, weights = (normal(generator(i), 3, 4).to(dtype).requires_grad_() for i in range(2))
     x = linear_at_least_float32(rms_norm(stream_read(streams, weights), weights[0]), weights)
     x.sum().backward()

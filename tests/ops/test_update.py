@@ -45,7 +45,7 @@ def test_groups_are_updates_of_their_own_features():
         assert_close(whole[..., own], orthogonal_update(X[..., own], H[..., own], gates[..., group : group + 1]))
 
 
-def test_the_size_of_the_state_does_not_matter_to_what_is_written():
+def test_the_size_of_the_state_does_not_change_the_written_vector():
     gate = torch.full((1,), 0.7, dtype=torch.float64)
     assert_close(orthogonal_update(5 * X, H, gate, eps=1e-30) - 5 * X, orthogonal_update(X, H, gate, eps=1e-30) - X)
 
@@ -106,7 +106,7 @@ def test_a_sum_without_scales_is_the_sum_to_the_bit():
         (lambda: scaled_sum((X, H), (None, normal(4))), ["scales must be () or (dim,)"]),
     ],
 )
-def test_wrong_shapes_are_one_clear_line(call, words):
+def test_wrong_shapes_give_one_clear_line(call, words):
     with pytest.raises(ValueError) as raised:
         call()
     assert "\n" not in str(raised.value)

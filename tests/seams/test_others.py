@@ -37,12 +37,12 @@ SEAMS = [
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
-def test_it_has_what_we_use(seam):
+def test_the_package_has_the_names_that_we_use(seam):
     check(seam)
 
 
 def test_accelerate_puts_the_forward_of_its_hooks_into_the_module():
-    """By that we see that a module is not plain, and keep what it makes instead of recomputing it."""
+    """This shows that a module is not plain, so its result is kept instead of recomputed."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     from residua.connections.parts.projection import is_plain

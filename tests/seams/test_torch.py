@@ -57,7 +57,7 @@ SEAMS = [
 @pytest.mark.parametrize(
     "seam", SEAMS, ids=lambda seam: f"{seam.path.partition('.')[2]}-{len(seam.attributes.split())}"
 )
-def test_it_has_what_we_use(seam):
+def test_the_package_has_the_names_that_we_use(seam):
     check(seam)
 
 
@@ -78,7 +78,7 @@ def test_nodes_of_the_graph_have_the_names_by_which_writes_are_followed():
     assert (before.name(), output) == ("MulBackward0", 0)
 
 
-def test_an_activation_checkpoint_is_known_by_its_hook():
+def test_an_activation_checkpoint_is_recognised_by_its_hook():
     """A second module would be replayed for the first, whose weights FSDP2 may have taken away."""
     from residua.ops.recompute import _checkpoint
 
@@ -96,7 +96,7 @@ def test_an_activation_checkpoint_is_known_by_its_hook():
 
 
 def test_the_node_of_a_function_keeps_the_attributes_of_its_context():
-    """A write says with them how it is replayed."""
+    """A write stores in them how it is replayed."""
 
     class Twice(torch.autograd.Function):
         @staticmethod

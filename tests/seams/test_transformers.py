@@ -141,7 +141,7 @@ SEAMS = [
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path.partition(".")[2])
-def test_it_has_what_we_use(seam):
+def test_the_package_has_the_names_that_we_use(seam):
     check(seam)
 
 
@@ -150,7 +150,7 @@ def test_every_name_that_we_import_is_in_the_table():
     assert reached("transformers") - tried <= {seam.path for seam in SEAMS}
 
 
-def test_can_return_tuple_takes_return_dict_away_from_forward():
+def test_can_return_tuple_removes_return_dict_from_the_arguments_of_forward():
     class Model(PreTrainedModel):
         config_class = LlamaConfig
 
@@ -172,7 +172,7 @@ def test_attention_functions_have_the_names_that_we_know():
     assert {"sdpa", "flash_attention_2", "flex_attention"} <= set(interface.valid_keys())
 
 
-def test_our_forwards_take_every_keyword_of_packed_documents():
+def test_our_forwards_accept_every_keyword_of_packed_documents():
     """A keyword that is missing in `PACKED` would be refused."""
     path = "transformers.modeling_flash_attention_utils.FlashAttentionKwargs"
     assert find(path, "data collators hand it to models").__annotations__.keys() <= PACKED

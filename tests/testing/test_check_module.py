@@ -278,13 +278,13 @@ FIRST = "^not one of the known mistakes; the first difference is in "
         lambda case: case[0] == "eps outside the root",
     ),
 )
-def test_a_mistake_that_is_not_known_gets_no_name(bug, words):
+def test_an_unknown_mistake_gets_no_name(bug, words):
     with pytest.raises(CheckFailed, match=FIRST + words):
         checks()["forward"](Block(bug))
 
 
 @pytest.mark.parametrize("eps", some([0.0, 1e-6], bool))
-def test_an_adapter_with_another_eps_is_told_which(eps):
+def test_the_error_for_a_wrong_eps_of_an_adapter_names_the_right_one(eps):
     block = Block()
     block.norm_eps = eps
     with pytest.raises(CheckFailed, match=rf"^agrees with norm_eps=1e-05, the adapter says {eps:.3g}$"):
@@ -470,7 +470,7 @@ def test_a_direction_that_is_rounded_is_found_although_the_state_is_not():
         lambda adapter: isinstance(adapter, Hyper),
     ),
 )
-def test_bfloat16_is_not_blamed_for_a_mistake_that_has_no_name(adapter):
+def test_an_unknown_mistake_is_not_attributed_to_bfloat16(adapter):
     assert "bfloat16" not in failures(adapter)
 
 
@@ -501,7 +501,7 @@ class Narrow(StreamAdapter):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_stack_that_rounds_less_than_ours_is_right_in_bfloat16(name):
+def test_a_stack_that_rounds_less_than_ours_passes_in_bfloat16(name):
     checks()["forward"](Narrow(PRESETS[name]))
 
 
@@ -510,7 +510,7 @@ def test_a_stack_that_rounds_less_than_ours_is_right_in_bfloat16(name):
     "name",
     ["residual", "ddl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddl-tc", "hc", "mhc", "edelta"))],
 )
-def test_a_write_that_moves_too_far_by_a_third_is_wrong_in_bfloat16(name, too_far):
+def test_a_write_that_is_a_third_too_large_fails_in_bfloat16(name, too_far):
     with pytest.raises(CheckFailed, match="largest difference"):
         checks()["forward"](Narrow(PRESETS[name], too_far))
 
@@ -526,14 +526,14 @@ class Steep(Narrow):
 
 
 @pytest.mark.parametrize("name", some(PRESETS, ("residual", "ddl", "mhc").__contains__))
-def test_a_gradient_that_is_a_fifth_too_large_is_wrong_in_bfloat16(name):
+def test_a_gradient_that_is_a_fifth_too_large_fails_in_bfloat16(name):
     checks()["gradients"](Narrow(PRESETS[name]))
     with pytest.raises(CheckFailed, match=r"the gradient of the state, leaf 0 is 1\.[12]\d* times ours$"):
         checks()["gradients"](Steep(PRESETS[name]))
 
 
 @pytest.mark.nightly
-def test_a_second_mistake_is_not_made_up():
+def test_no_second_mistake_is_reported():
     said = failures(Block("writes its input"))
     assert "doubly stochastic" not in said
     assert "look for a factor" not in said
@@ -543,12 +543,12 @@ def test_a_second_mistake_is_not_made_up():
 
 
 @pytest.mark.parametrize("bug", some(["dropout", "remembers"], lambda bug: bug != "dropout"))
-def test_other_numbers_in_a_second_call_are_blamed_for_everything(bug):
+def test_different_results_of_a_second_call_explain_every_failure(bug):
     report = run(checks(), Block(bug))
     assert set(report.failed.values()) == {"a second call gives other numbers"}
 
 
-def test_a_state_that_is_changed_in_place_is_not_called_another_result_of_streaming():
+def test_a_state_changed_in_place_does_not_fail_the_check_of_streaming():
     assert "streaming" in run(checks(), Block("updates the streams in place")).passed
 
 
@@ -628,7 +628,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("adapter", [Block, Hyper, Delta, Depth])
-def test_a_right_module_passes_everything(adapter):
+def test_a_correct_module_passes_every_check(adapter):
     assert list(check_module(adapter()).passed) == list(checks())
 
 
@@ -689,7 +689,7 @@ def test_a_bug_of_a_stack_of_streams_is_named(adapter, words):
         checks()["forward"](adapter)
 
 
-def test_a_right_stack_of_streams_passes():
+def test_a_correct_stack_of_streams_passes():
     for name in ("parameters", "forward", "gradients", "causal", "streaming"):
         checks()[name](Streams())
 
@@ -730,7 +730,7 @@ class OurConnection(ConnectionAdapter):
 
 @pytest.mark.parametrize("adapter", [OurStream, OurConnection])
 @pytest.mark.parametrize("name", residua.connections.PRESETS)
-def test_no_scheme_of_ours_is_accused(name, adapter):
+def test_every_built_in_scheme_passes(name, adapter):
     check_module(adapter(resolve(name)))
 
 
@@ -743,7 +743,7 @@ def test_a_borrowed_part_has_the_values_of_its_owner(name):
     assert {"parameters", "initial_values", "forward", "gradients"} <= {*report.passed}
 
 
-def test_a_module_of_ones_own_may_own_the_part_that_ours_borrows():
+def test_a_users_module_may_own_the_part_that_ours_borrows():
     class Owner(nn.Module):
         def __init__(self, connection):
             super().__init__()
@@ -787,7 +787,7 @@ class Shared(OurStream):
         return module.stream(x, sublayers)
 
 
-def test_a_module_with_two_names_is_left_as_it_was():
+def test_a_module_with_two_names_keeps_its_parameters():
     check_module(Shared(resolve("ddl-tc")))
 
 
@@ -802,13 +802,13 @@ def test_a_parameter_with_two_names_has_one_value():
 
 
 @pytest.mark.parametrize(("name", "count"), [("edelta-stream", 4), ("jpmhc", 12), ("edelta", 12)])
-def test_steep_functions_are_not_called_rounded(name, count):
+def test_steep_functions_are_not_reported_as_rounded(name, count):
     adapter = OurStream(resolve(name))
     adapter.dim, adapter.num_sublayers = 16, count
     checks()["float32_mappings"](adapter)
 
 
-def test_steep_functions_are_compared_to_their_own_rounding():
+def test_steep_functions_are_compared_with_their_own_rounding():
     """The same numbers but for the last digit of the embedding, which 12 sublayers make larger than 1e-10."""
 
     class Rounded(OurStream):
@@ -832,12 +832,12 @@ class Returning(OurConnection):
         return self.result_of(super().connect(module, state, sublayer))
 
 
-def test_a_state_beside_something_else_is_no_state():
+def test_a_tuple_of_a_state_and_another_object_is_not_a_state():
     with pytest.raises(CheckFailed, match=r"must be \[\(2, 6, 8\)\], got \[\(2, 6, 8\), 'NoneType'\]"):
         checks()["forward"](Returning(lambda state: (state, None)))
 
 
-def test_a_list_of_one_state_is_a_state():
+def test_a_list_of_one_state_counts_as_a_state():
     checks()["forward"](Returning(lambda state: [state]))
 
 
@@ -914,7 +914,7 @@ def test_an_option_that_an_adapter_sets_names_one_published_version():
 
 
 @pytest.mark.parametrize("name", ["mhc", "ddl-cc", "attnres-block"])
-def test_no_option_is_named_that_changes_no_number(name):
+def test_an_option_that_changes_no_number_is_not_named(name):
     class Halved(OurStream):
         def forward(self, module, x, sublayers):
             return module(x, sublayers) / 2
@@ -948,12 +948,12 @@ def test_every_kind_of_connection_passes(name, count, dim):
 
 
 @pytest.mark.parametrize("adapter", [OurStream, OurConnection])
-def test_a_scheme_of_the_whole_sequence_is_not_accused_either(adapter):
+def test_a_scheme_of_the_whole_sequence_passes(adapter):
     report = check_module(adapter(PooledHouseholder(context="sequence")))
     assert report.not_checked["streaming"] == "the scheme is not causal"
 
 
-def test_a_scheme_without_parameters_is_not_accused_either():
+def test_a_scheme_without_parameters_passes():
     class Bare(OurConnection):
         owns_norm = False
 
@@ -963,7 +963,7 @@ def test_a_scheme_without_parameters_is_not_accused_either():
     check_module(Bare(Residual()))
 
 
-def test_a_mistake_in_a_scheme_whose_state_has_parts_of_two_shapes_is_no_error_of_ours():
+def test_a_mistake_in_a_scheme_with_a_state_of_two_shapes_is_reported_without_a_crash():
     class Doubled(OurStream):
         def forward(self, module, x, sublayers):
             return 2 * module(x, sublayers)
@@ -1005,12 +1005,12 @@ def without(name: str):
     ],
     ids=["missing", "unknown", "shape", "unused", "ours"],
 )
-def test_a_wrong_adapter_is_told_from_a_wrong_module(parameters, words):
+def test_a_wrong_adapter_is_distinguished_from_a_wrong_module(parameters, words):
     with pytest.raises(CheckFailed, match=words):
         checks()["parameters"](type("Wrong", (Block,), {"parameters": parameters})())
 
 
-def test_an_object_that_is_no_adapter_is_one_clear_line():
+def test_an_object_that_is_not_an_adapter_gives_one_clear_line():
     with pytest.raises(TypeError, match=r"ConnectionAdapter .*StreamAdapter, got HyperBlock"):
         check_module(HyperBlock(4))
     block = Block()
@@ -1023,7 +1023,7 @@ def test_an_object_that_is_no_adapter_is_one_clear_line():
         check_module(block)
 
 
-def test_a_reason_that_several_checks_share_is_one_line():
+def test_a_reason_shared_by_several_checks_is_printed_once():
     class Wrong(Block):
         def parameters(self, ours):
             return {"ln": ours["nrm.weight"]}
@@ -1035,7 +1035,7 @@ def test_a_reason_that_several_checks_share_is_one_line():
     assert reason.startswith("  parameters, initial_values, forward,")
 
 
-def test_a_module_that_is_float32_inside_is_told_so():
+def test_a_module_that_computes_in_float32_gets_advice_on_dtype():
     class Inside(Block):
         def parameters(self, ours):
             return {name: value.float() for name, value in super().parameters(ours).items()}
@@ -1064,7 +1064,7 @@ class Unnormed(HyperBlock):
             return (mix @ streams + post.unsqueeze(-1) * y.unsqueeze(-2)).to(x.dtype).flatten(-2)
 
 
-def test_a_module_without_a_norm_is_compared_before_ours():
+def test_a_module_without_a_norm_is_compared_before_the_norm():
     class Bare(Block):
         owns_norm = False
         module = Unnormed
@@ -1075,7 +1075,7 @@ def test_a_module_without_a_norm_is_compared_before_ours():
     assert list(check_module(Bare()).passed) == list(checks())
 
 
-def test_an_expected_failure_is_no_error():
+def test_an_expected_failure_is_not_an_error():
     reason = "no maximum is subtracted"
     report = check_module(Block("overflows"), expected_failures={"large_logits": reason, "compiles": "not run here"})
     assert "an exp overflows" in report.failed_as_expected["large_logits"]
@@ -1170,7 +1170,7 @@ def run_plugin(pytester, result, mark):
     return pytester.runpytest_inprocess("-p", "residua.testing.plugin", "--strict-markers", "-v")
 
 
-def test_the_plugin_makes_a_test_of_each_check_of_a_module(pytester):
+def test_the_plugin_makes_a_test_for_each_check_of_a_module(pytester):
     result = run_plugin(pytester, "module(state, sublayer)", "Mine()")
     result.assert_outcomes(passed=len(checks()))
     result.stdout.fnmatch_lines(["*::test_mine?Mine-float32_mappings? PASSED*"])

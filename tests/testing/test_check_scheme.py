@@ -66,7 +66,7 @@ def scheme_of(connection: type[Connection], **declared) -> Scheme:
     return Wrong()
 
 
-def test_a_right_scheme_passes_and_the_report_says_what_was_not_checked():
+def test_a_correct_scheme_passes_and_the_report_names_skipped_checks():
     report = check_scheme(scheme_of(Scaled))
     assert report.failed == {}
     assert list(report.not_checked) == ["preserving_is_the_plain_residual"]
@@ -354,7 +354,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("check", "scheme", "words"), WRONG)
-def test_a_check_names_what_is_wrong(check, scheme, words):
+def test_each_failed_check_names_the_mistake(check, scheme, words):
     with pytest.raises((AssertionError, RuntimeError), match=words):  # `check_scheme` reports both alike
         CONTRACT[check](scheme)
 
@@ -363,7 +363,7 @@ def test_every_check_can_fail():
     assert set(CONTRACT) == {check for check, *_ in WRONG}
 
 
-def test_options_must_come_back_from_a_file():
+def test_options_must_survive_a_file():
     @dataclass(frozen=True)
     class Narrow(NestedScheme):
         equation: ClassVar[str] = "g x + F(norm(x))"
@@ -386,7 +386,7 @@ def test_options_must_come_back_from_a_file():
     ],
     ids=lambda scheme: type(scheme).__name__,
 )
-def test_a_right_scheme_passes_whatever_its_options_are(scheme):
+def test_a_correct_scheme_passes_with_any_options(scheme):
     report = check_scheme(scheme)
     assert ("causal" in report.not_checked) == (not scheme.causal)
 
@@ -395,7 +395,7 @@ def test_a_scheme_that_attends_to_earlier_tokens_passes_if_it_asks_which_rows_ar
     assert check_scheme(Look()).failed == {}
 
 
-def test_a_scheme_with_dropout_is_checked_without():
+def test_a_scheme_with_dropout_is_checked_without_dropout():
     assert check_scheme(scheme_of(Drops)).failed == {}
 
 
@@ -479,8 +479,8 @@ def test_compile_is_checked_on_request():
         checks(compiled=True)["compiles"](scheme_of(Breaks))
 
 
-def test_the_numbers_of_the_caller_are_left_alone(monkeypatch):
-    """Also those of a GPU, which `torch.manual_seed` would seed."""
+def test_the_random_state_of_the_caller_is_unchanged(monkeypatch):
+    """This includes that of a GPU, which `torch.manual_seed` would seed."""
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -491,7 +491,7 @@ def test_the_numbers_of_the_caller_are_left_alone(monkeypatch):
     assert seeds == []
 
 
-def test_the_plugin_makes_a_test_of_each_check(pytester, monkeypatch):
+def test_the_plugin_makes_a_test_for_each_check(pytester, monkeypatch):
     for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     register("wrong-for-the-plugin", scheme_of(LooksAhead))
@@ -518,7 +518,7 @@ def test_the_plugin_makes_a_test_of_each_check(pytester, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_fixture_without_a_mark_says_which_marks_there_are(pytester):
+def test_the_fixture_without_a_mark_lists_the_marks(pytester):
     pytester.makepyfile("def test_contract(residua_check): residua_check()")
     result = pytester.runpytest_inprocess("-p", "residua.testing.plugin")
     result.stdout.fnmatch_lines(["*residua_check needs one of the marks*residua_scheme*"])

@@ -22,7 +22,7 @@ every_kernel = pytest.mark.parametrize("name", KERNELS)
 
 
 @every_kernel
-def test_every_number_of_the_results_is_written(name, monkeypatch):
+def test_a_kernel_writes_every_number_of_its_results(name, monkeypatch):
     op, inputs = KERNELS[name]
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).fill_(float("nan")))
@@ -30,7 +30,7 @@ def test_every_number_of_the_results_is_written(name, monkeypatch):
 
 
 @every_kernel
-def test_compiles_into_one_graph(name):
+def test_every_operation_compiles_into_one_graph(name):
     op, inputs = KERNELS[name]
     kernel = partial(op, implementation="triton")
     torch.compiler.reset()

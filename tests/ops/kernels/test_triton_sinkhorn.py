@@ -30,11 +30,11 @@ FEW = {*((shape, torch.float32, 20) for shape in SHAPES), *((SHAPES[2], dtype, 1
 @pytest.mark.parametrize(
     ("shape", "dtype", "iterations"), some(itertools.product(SHAPES, DTYPES, (1, 20)), FEW.__contains__)
 )
-def test_as_good_as_the_plain_definition(shape, dtype, iterations):
+def test_the_kernel_is_as_accurate_as_the_plain_definition(shape, dtype, iterations):
     assert_matrices_as_good(normal(*shape, dtype=dtype), iterations)
 
 
-def test_the_largest_matrices():
+def test_the_largest_matrices_are_supported():
     assert_matrices_as_good(normal(2, 16, 16), 3)
     assert_matrices_as_good(normal(9, 9), 3)
 
@@ -58,7 +58,7 @@ def test_large_logits_stay_finite_and_right(n, iterations):
         assert gradient.isfinite().all()
 
 
-def test_an_entry_that_must_stay_zero():
+def test_an_entry_that_must_be_zero_stays_zero():
     logits = normal(3, 4, 4)
     logits[:, 0, 1] = -torch.inf
     assert_matrices_as_good(logits, 20)
@@ -66,7 +66,7 @@ def test_an_entry_that_must_stay_zero():
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's
-def test_not_a_number_stays_in_its_matrix():
+def test_a_nan_does_not_spread_to_other_matrices():
     logits = normal(3, 4, 4)
     logits[1, 2, 0] = torch.nan
     matrices = kernel(logits)
@@ -74,7 +74,7 @@ def test_not_a_number_stays_in_its_matrix():
     assert matrices[[0, 2]].isfinite().all()
 
 
-def test_logits_and_gradients_of_any_strides():
+def test_logits_and_gradients_may_have_any_strides():
     logits = normal(4, 4, 6).permute(2, 1, 0).requires_grad_()
     expected = kernel(logits.detach().contiguous(), 3)
     assert torch.equal(kernel(logits, 3), expected)
@@ -83,7 +83,7 @@ def test_logits_and_gradients_of_any_strides():
     torch.testing.assert_close(ours, plain)
 
 
-def test_no_numbers():
+def test_an_empty_batch_is_supported():
     for made in results(kernel, [normal(0, 4, 4)]):
         assert made.shape == (0, 4, 4)
 

@@ -61,15 +61,15 @@ CASES = [  # leading axes, streams, dim
         lambda case: case[1] == torch.float32 or case[0] == CASES[1],
     ),
 )
-def test_as_good_as_the_plain_definitions(case, dtype):
+def test_kernels_are_as_accurate_as_the_plain_definitions(case, dtype):
     assert_all_as_good(*arguments(*case, dtype))
 
 
-def test_sixteen_streams_of_one_token_without_leading_axes():
+def test_sixteen_streams_of_one_token_need_no_leading_axes():
     assert_all_as_good(*arguments((), 16, 3))
 
 
-def test_float16_and_mixed_dtypes():
+def test_float16_and_mixed_dtypes_are_supported():
     """Streams in float32 that a low-precision sublayer writes to, and the other way round."""
     x, y, h_res, h_post = arguments((3,), 2, 48)
     half, low = torch.float16, torch.bfloat16
@@ -100,7 +100,7 @@ def test_the_gradient_of_shared_coefficients_in_low_precision_is_rounded_once():
     [((3,), 1), ((5, 3), 5), ((4, 1, 3), 4), ((2, 4, 5, 3), 40), ((2, 1, 1, 3), 2), ((2, 1, 5, 3), 40)],
 )
 def test_shared_coefficients_are_not_copied_for_every_token(shape, rows):
-    """Only those of axes that lie between two others, as in the last case, are."""
+    """A copy is made only if a shared axis lies between two others, as in the last case."""
     leading = (2, 4, 5)
     x = normal(*shape)
     numbers, every, count = kernels._shared(x, leading, 1)
@@ -126,7 +126,7 @@ def test_repeated_and_strided_streams_need_no_copy(monkeypatch):
     assert torch.equal(read(stored, h_post), reads[1])
 
 
-def test_gradients_of_repeated_streams():
+def test_gradients_of_repeated_streams_are_exact():
     def through(op):
         return lambda x, *others: op(x.unsqueeze(-2).expand(2, 3, 4, 5), *others)
 
@@ -135,7 +135,7 @@ def test_gradients_of_repeated_streams():
     assert_as_good(through(write), through(hyper_write), [y, y + 1, h_res, h_post])
 
 
-def test_gradients_with_strides_of_zero_or_with_gaps():
+def test_gradients_may_have_strides_of_zero_or_gaps():
     """The gradient of a sum is one number for all; that of a transposed result has no contiguous rows."""
     x, y, h_res, h_post = (t.requires_grad_() for t in arguments((2, 3), 4, 5))
     for op, plain, inputs in [
@@ -151,7 +151,7 @@ def test_gradients_with_strides_of_zero_or_with_gaps():
 
 
 @pytest.mark.parametrize("leading", [(2, 0), (2,)], ids=["no tokens", "no features"])
-def test_nothing_to_compute_gives_zeros_as_gradients(leading):
+def test_empty_inputs_give_gradients_of_zero(leading):
     x, y, h_res, h_post = arguments(leading, 3, 4 if 0 in leading else 0, own=())
     for op, inputs in [
         (read, (x, h_post)),
@@ -166,7 +166,7 @@ def test_nothing_to_compute_gives_zeros_as_gradients(leading):
             assert not gradient.any()
 
 
-def test_tensors_kept_for_the_backward_pass():
+def test_the_backward_pass_keeps_only_the_expected_tensors():
     x, y, h_res, h_post = (t.requires_grad_() for t in arguments((5,), 4, 48, torch.bfloat16))
 
     def kept(op, *inputs):
