@@ -61,7 +61,7 @@ def run_as_main(code: str, folder: Path) -> None:
     ],
 )
 def test_the_python_of_a_page_runs(page, start, tmp_path):
-    """As printed: one block after the other, in a process that has nothing but them."""
+    """The blocks run as printed, one after the other, in a process that has only their names."""
     code = "\n".join(cells(DOCS / "tutorial.ipynb") if page == "docs/tutorial.md" else blocks(PAGES[page], "python"))
     process = start(run_as_main, code, tmp_path)
     process.join()
@@ -78,7 +78,7 @@ def test_the_python_of_a_page_runs(page, start, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_the_notebook_installs_a_wheel_where_residua_is_missing(tmp_path):
+def test_the_notebook_installs_a_wheel_if_residua_is_missing(tmp_path):
     """Its first cell and the model run in an environment with our packages but without residua or a network."""
     folder, python = tmp_path / "notebook", tmp_path / "env/bin/python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)

@@ -112,7 +112,7 @@ def test_sizes_beyond_the_machine_give_one_line(error, status, said, capsys, mon
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_command_runs_without_stdout_or_stderr(closed, monkeypatch):
-    """As by `2>&-`."""
+    """A shell starts it like this with `2>&-`."""
     monkeypatch.setattr(sys, closed, None)
     assert main(["train", "--config", "nowhere"]) == 2
     assert main(["schemes"]) == 0

@@ -436,7 +436,7 @@ def train_without_a_reader(opened, number, argv):
 
 @pytest.mark.parametrize(("opened", "number"), [(os.pipe, signal.SIGINT), (os.openpty, signal.SIGUSR1)])
 def test_training_continues_after_the_reader_of_its_messages_ends(opened, number, start, prepared, tmp_path):
-    """As in `2>&1 | head`, or in a terminal that is gone while SIGHUP is ignored."""
+    """Examples are `2>&1 | head`, and a terminal that was closed while SIGHUP is ignored."""
     run = tmp_path / "run"
     argv = ["train", "--run", str(run), *SMALL, "--data.path", str(prepared), "--train.steps", "1000"]
     process = start(train_without_a_reader, opened, number, argv)

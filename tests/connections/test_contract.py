@@ -208,7 +208,7 @@ def test_a_sublayer_must_return_a_tensor_of_its_shape():
 
 @pytest.mark.parametrize(("name", "sublayers"), [("mudd", 4), ("attnres-inkling", 12)])
 def test_a_sublayer_that_takes_too_few_inputs_is_named(name, sublayers):
-    """And the option with which the scheme takes it."""
+    """The error also names the option with which the scheme accepts it."""
     x, stream = normal(2, 5, DIM, dtype=torch.float32), PRESETS[name].build(DIM, sublayers)
 
     def attend(x):

@@ -132,7 +132,7 @@ with open(sys.argv[2], "rb") as file:
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_transformers_alone_does_not_open_it_and_a_pickled_configuration_builds_one(tmp_path):
+def test_transformers_without_residua_does_not_open_it_and_a_pickled_configuration_builds_a_model(tmp_path):
     model, config = converted("hc", torch.float32), tmp_path / "config"
     model.save_pretrained(tmp_path / "model")
     config.write_bytes(pickle.dumps(model.config))

@@ -117,7 +117,7 @@ def test_yaml_that_expands_without_bound_is_refused(text):
 
 
 def test_a_mapping_of_many_keys_is_read_once():
-    """With one pass over the keys, not with one for each."""
+    """It takes one pass over the keys, not one for each."""
     text = "\n".join(f"k{number}: 1" for number in range(20_000))
     assert len(parse_yaml(text, "file")) == 20_000
     assert "the key k0 twice" in refused(parse_yaml, f"{text}\nk0: 2", "file")

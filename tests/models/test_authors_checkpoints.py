@@ -315,8 +315,8 @@ def test_updates_scaled_by_the_depth_are_refused():
         assert kind in message
 
 
-def test_attention_in_another_precision_is_refused_where_it_has_an_effect():
-    """Only the blocks of their baseline read the option."""
+def test_attention_in_another_precision_is_refused_if_it_has_an_effect():
+    """Only the blocks of the authors' baseline read the option."""
     for delta in (True, False):
         config, state = made(delta=delta, current=True)
         if delta:

@@ -141,7 +141,7 @@ def test_generation_can_continue_from_a_kept_cache(name):
         assert torch.equal(generate(model, text, **{CACHE: copy.deepcopy(cache)}), greedily(model, text, 6))
 
 
-def test_the_configuration_says_where_texts_end():
+def test_the_configuration_defines_the_end_of_texts():
     model = tiny_model()
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (EOS, PAD)
     with torch.no_grad():  # a head that always says end of text

@@ -96,7 +96,7 @@ def test_compiled_training_computes_the_same(step):
 
 
 def test_nothing_is_kept_twice_for_the_backward_pass(step):
-    """Where two kept tensors share memory, inductor may write over one while the other is still to be read."""
+    """If two kept tensors share memory, inductor may overwrite one while the other is still needed."""
     assert step.kept
     owners: dict[tuple[int, int], str] = {}
     for name, (storage, (shape, stride, offset)) in step.kept.items():

@@ -126,7 +126,7 @@ def test_a_wrong_scheme_set_later_is_refused():
 
 @pytest.mark.parametrize(("name", "wrong"), [("qk_norm", "postrope"), ("rope_theta", -1.0), ("rope_theta", 10**400)])
 def test_a_wrong_value_set_later_is_refused(name, wrong):
-    """As `from_pretrained(folder, qk_norm=...)` sets it."""
+    """`from_pretrained(folder, qk_norm=...)` sets values in this way."""
     config = tiny_config()
     assert config.base_model_tp_plan is not None
     config.key_value_kernel = 4

@@ -196,7 +196,7 @@ def test_a_checkpoint_of_another_scheme_is_reported(tmp_path):
     ],
 )
 def test_a_module_of_which_one_parameter_is_missing_keeps_the_others(name, missing, tmp_path):
-    """Also where parameters start element by element."""
+    """This also holds for parameters that are initialised element by element."""
     model = tiny_model(name, torch.float32)
     model.save_pretrained(tmp_path)
     kept, names = saved_without(tmp_path, lambda key: not key.endswith(missing))

@@ -60,7 +60,7 @@ def test_peft_keeps_what_it_adapts_under_base_layer():
     assert any(".base_layer." in name for name in model.state_dict())
 
 
-def test_triton_interprets_kernels_if_the_environment_says_so(monkeypatch):
+def test_triton_interprets_kernels_if_the_environment_variable_is_set(monkeypatch):
     triton = pytest.importorskip("triton", reason="Triton is for Linux")
     from triton.runtime.interpreter import InterpretedFunction
 

@@ -978,7 +978,7 @@ def test_parameters_without_rows_have_no_order():
     assert [*_reordered(pair, [1, 0])] == ["bias"]
 
 
-def test_an_unknown_mistake_is_described_where_no_weights_read_the_streams():
+def test_an_unknown_mistake_is_described_if_no_weights_read_the_streams():
     class Halved(OurStream):
         def forward(self, module, x, sublayers):
             return module(x, sublayers) / 2

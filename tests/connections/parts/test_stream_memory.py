@@ -330,7 +330,7 @@ def test_numbers_at_padding_reach_no_token(name):
 @each_way_to_look_back
 @pytest.mark.parametrize("told", [{"attention_mask": MASK}, {"documents": MASK}, {"attention_mask": MASK.bool()}])
 def test_recorded_tensors_may_be_overwritten_before_the_backward_pass(name, told):
-    """As the buffers of a loader are."""
+    """Loaders reuse their buffers in this way."""
     stream, found = build(name), []
     for overwrite in (False, True):
         x, given = normal(3, 5, DIM).requires_grad_(), {key: value.clone() for key, value in told.items()}

@@ -156,7 +156,7 @@ def test_the_start_is_as_documented(name, context):
 @torch.no_grad()
 @pytest.mark.parametrize("start", ["published", "residual"])
 def test_the_rotation_starts_in_a_plane_and_the_reflection_along_a_unit_vector(start):
-    """With a start that preserves, all three turn nothing of streams that are equal."""
+    """With a start that preserves, all three leave equal streams unchanged."""
     (u, v, k) = EDeltaStream(start=start).build(DIM, 2).connections[0].heads.frame().double()
     assert_close(torch.stack([u @ u, v @ v, u @ v, k @ k]), torch.tensor([1.0, 1, 0, 1]).double(), dtype=torch.float32)
     if start == "residual":

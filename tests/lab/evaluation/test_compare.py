@@ -243,7 +243,7 @@ def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_with_a_note
     assert [note for note in comparison.notes if "repeats" in note and "copy" in note]
 
 
-def test_data_are_told_apart_by_their_fingerprint(make_run):
+def test_data_are_distinguished_by_their_fingerprint(make_run):
     comparison = compare([make_run("a"), make_run("b", connection="ddl", fingerprint="corpus-b")])
     assert any("different data" in note for note in comparison.notes)
 

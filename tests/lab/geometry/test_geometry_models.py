@@ -99,7 +99,7 @@ def test_states_and_coefficients_are_collected():
 
 
 def test_states_that_grow_with_depth_are_collected():
-    """And sequences of one token are whole: nothing before them is missing, so no memory is asked for."""
+    """Sequences of one token are complete, so no memory is required for them."""
     for name in ("attnres", "attnres:block_size=2", "pooled-householder"):
         model, states = perturbed(architecture(name).build(), scale=0.1), []
         x = torch.randn(2, 5, 6)

@@ -42,7 +42,7 @@ def test_every_parameter_of_an_operator_gets_a_gradient(name):
 
 
 @pytest.mark.parametrize("name", ["cayley", "jpmhc-exact", "hybrid", "householder"])
-def test_norms_are_kept_where_the_operator_is_orthogonal(name):
+def test_orthogonal_operators_preserve_norms(name):
     torch.manual_seed(0)
     model = build(name).double()
     x = torch.randn(8, 64, dtype=torch.float64)

@@ -127,7 +127,7 @@ def test_the_change_of_the_state_is_the_smallest_possible():
     torch.testing.assert_close(states["residual"], torch.ones_like(states["residual"]))
 
 
-def test_padded_and_packed_rows_and_those_with_earlier_tokens_are_refused_where_the_readout_looks_back():
+def test_a_readout_that_looks_back_refuses_padded_packed_and_continued_rows():
     model = tiny_model("ddl-tc")
     begun = {CACHE: model(input_ids=prompt(1, 7), use_cache=True)[CACHE]}
     padded = {"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1]])}

@@ -55,8 +55,8 @@ def test_p_values_agree_with_the_printed_quantiles():
     assert Estimate(1.0, 0.0, 3).p_value is None
 
 
-def test_a_detectable_mean_is_seen_in_four_of_five():
-    """With many values: (1.96 + 0.84) standard errors."""
+def test_a_detectable_mean_is_found_in_four_of_five_samples():
+    """With many values it is (1.96 + 0.84) standard errors."""
     assert Estimate(0.0, 10.0, 10_001).detectable == pytest.approx(0.1 * (1.960 + 0.8416), rel=1e-3)
 
 

@@ -34,10 +34,10 @@ def test_two_ranks_compute_the_same_as_one(connection, data, alone, tmp_path, st
     ],
     ids=["micro-batches", "rows"],
 )
-def test_ranks_accumulate_and_cut_the_rows_where_there_are_few_micro_batches(
+def test_ranks_accumulate_and_split_rows_if_there_are_few_micro_batches(
     size, train, data, alone, tmp_path, start, rows
 ):
-    """Gradients summed over three micro-batches a rank, and clipped; layers computed again."""
+    """Gradients are summed over three micro-batches a rank, and clipped; layers are recomputed."""
     job = run_ranks(start, size, tmp_path / "run", options(data, activation_checkpointing="true", **train))
     assert job.statuses == [0] * size, job.out
     assert_same_run(tmp_path / "run", alone(**train), rows, exact=False)

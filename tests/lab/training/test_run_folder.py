@@ -174,8 +174,9 @@ def test_a_planted_link_never_leads_checkpoints_into_another_folder(tmp_path, fi
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
 @pytest.mark.parametrize("earlier", [True, False])
 @pytest.mark.parametrize("linked", [True, False])
-def test_a_run_from_somebody_else_deletes_no_checkpoints_of_another_run(linked, earlier, tmp_path, fit):
-    """It is a copy of mine with a link to my checkpoints, in my folder or on another disk, or of an earlier version."""
+def test_a_copied_run_deletes_no_checkpoints_of_another_run(linked, earlier, tmp_path, fit):
+    """The copy links to the checkpoints of the original, in the same folder or on another disk, or is of an earlier
+    version."""
     mine, theirs, place = tmp_path / "mine", tmp_path / "theirs", tmp_path / "mine" / "checkpoints"
     fit(mine, batches=ToyBatches(signals={5: signal.SIGINT}))
     if linked:
