@@ -174,7 +174,7 @@ class Flow:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Add or scale for `tensor + flow` and torch functions; torch.compile sends every operation here."""
+        """Add to the flow or scale it, for `tensor + flow` and torch functions. torch.compile sends every one here."""
         if func in (*ADDITIONS, *PRODUCTS) and len(args) == 2 and not kwargs:
             flow, y = args if isinstance(args[0], Flow) else (args[1], args[0])
             return flow.__add__(y) if func in ADDITIONS else flow.__mul__(y)  # `flow + y` would recurse
@@ -309,7 +309,7 @@ class LayerStream(WideParts):
         self.collapse = collapse
 
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Do as `nn.Module`, but raise InputError if a partly converted model is being saved.
+        """Yield modules as `nn.Module` does, but raise InputError if a partly converted model is being saved.
 
         `save_pretrained` calls this method, through accelerate, before it writes.
         """

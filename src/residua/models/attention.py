@@ -48,21 +48,22 @@ class Rotary(NamedTuple):
 
 
 PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
-"""The keywords by which packed documents are described to the attention functions of transformers."""
+"""The keywords by which packed documents are described to the attention functions in transformers."""
 
 CONTINUOUS = ("read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "is_causal")
 OLDER = ("max_seqlen_q", "max_seqlen_k")  # of continuous batching in transformers 5.17 and 5.18
 ENGINES = ("attention_instances", "forward_batch")  # of vLLM and SGLang
 PAGED = PACKED.union(CONTINUOUS, OLDER, ENGINES)
-"""The keywords by which paged keys and values are passed to the attention functions of transformers and engines."""
+"""The keywords by which paged keys and values are passed to the attention functions in transformers and in engines."""
 
 
 class AttentionContext(NamedTuple):
     """The inputs of attention in addition to x.
 
-    cache: may be paged, for continuous batching; dtype: the dtype in which sublayers compute; keep_weights: a callback
-    that receives the attention weights; options: keywords for the attention function of transformers, such as positions
-    and the borders of packed documents; memories: by layer, the memory for the convolution of keys and values, if any.
+    cache: the cache, which is paged in continuous batching, or None; dtype: the dtype in which sublayers compute;
+    keep_weights: a callback that receives the attention weights; options: keywords for the attention function of
+    transformers, such as positions and the borders of packed documents; memories: by layer, the memory for the
+    convolution of keys and values, if any.
     """
 
     rotary: Rotary

@@ -1,4 +1,4 @@
-"""muP (maximal update parameterisation): learning rates by width. The model applies the factor on the logits itself.
+"""muP (maximal update parameterisation): learning rates by width. The model itself applies the factor on the logits.
 
 Tensor Programs V, arXiv 2203.03466, table 8, for Adam and tied embeddings, at width d: logits are multiplied by
 base / d; the embedding's initial scale and learning rate do not depend on d; a matrix whose number of inputs grows with

@@ -195,8 +195,8 @@ def delta_write(
 def delta_write_v1(state: Tensor, k: Tensor, v: Tensor, beta: Tensor, *, eps: float = 1e-5) -> Tensor:
     """X' = (I - beta k k^T / (k^T k + eps)) X + beta k v^T with the raw k (arXiv 2601.00417v1 eq. 2.2).
 
-    Shapes and dtypes as in `delta_write`. Only the erased part is normalised, so it equals `delta_write` only
-    for |k| = 1. With k = 0 the state is unchanged, because of eps.
+    Shapes and dtypes as in `delta_write`. Only the erased part is normalised, so this write equals `delta_write`
+    only for |k| = 1. With k = 0 the state is unchanged, because of eps.
     """
     expect_write(state, k, v, beta)
     wide_state, wide_k, wide_v, wide_beta = promote(state, k, v, beta)

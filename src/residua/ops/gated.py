@@ -28,9 +28,9 @@ def gated_delta(
     component of a channel along h: e = 1 replaces it, e = 2 reflects it, e < 0 enlarges it.
     state X: (..., value_channels, dim), y = h: (..., dim); erase e and write w: (..., value_channels, groups), whose
     leading axes may be 1 or missing, and value_channels 1 if all channels share a gate. The features are cut into
-    `groups` equal groups, each with its own k and gates. For a state (..., dim) the gates are (..., groups). None means
-    w = 1, e = 0. Computed in at least float32; returns the shape and dtype of the state. The backward pass keeps
-    every `recompute_every`-th X, as in `delta_write`, and h. Raises ValueError for other shapes.
+    `groups` equal groups, each with its own k and gates. For a state (..., dim) the gates are (..., groups). write=None
+    means w = 1, and erase=None means e = 0. Computed in at least float32; returns the shape and dtype of the state. The
+    backward pass keeps every `recompute_every`-th X, as in `delta_write`, and h. Raises ValueError for other shapes.
     """
     single = state.dim() == y.dim()
     *leading, channels, dim = (*state.shape[:-1], 1, state.shape[-1]) if single else state.shape

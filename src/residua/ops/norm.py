@@ -17,8 +17,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5, *, reco
 
     x: (..., dim), weight: (dim,) or None for 1; gains keep their precision if x is narrower. Computed in at least
     float32; returns the shape and dtype of `x`. With `recompute` the backward pass recomputes the result instead of
-    keeping it, and x too if possible. Without `recompute`, only an x that was not kept is recomputed. Neither changes
-    any bit.
+    keeping it, and x too if possible. Without `recompute`, only an x that was not kept is recomputed. No bit changes
+    in either case.
     """
     compiling = torch.compiler.is_compiling()
     if (recompute or not is_kept(x)) and torch.is_grad_enabled() and not compiling and not transformed():

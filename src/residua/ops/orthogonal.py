@@ -74,7 +74,7 @@ def cayley(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     In closed form, with h = beta/2 and Delta = 1 + h^2 mu^2, mu^2 = |u|^2 |v|^2 - (u . v)^2:
     Q = I - (2h/Delta) A + (2h^2/Delta) A^2. Orthogonal with determinant 1 for every u, v and beta; I if u and v are
     parallel or beta = 0. u, v: (..., n), beta: (...). Returns (..., n, n) in the widest dtype of the three.
-    arXiv 2605.06729 (the operator), derived (the closed form).
+    The operator is that of arXiv 2605.06729; the closed form is derived from it.
     """
     dtype = torch.promote_types(torch.promote_types(u.dtype, v.dtype), beta.dtype)
     left, right = _rotation(*promote(u, v, beta))
@@ -135,7 +135,7 @@ def iterative_cayley(w: Tensor, alpha: float = 0.1, steps: int = 2, start: Cayle
 
 
 def householder(x: Tensor, k: Tensor, beta: Tensor | float = 2.0) -> Tensor:
-    """H X = X - beta k (k^T X) on the n streams; beta = 2 and |k| = 1: the reflection that flips k.
+    """H X = X - beta k (k^T X) on the n streams; with beta = 2 and |k| = 1 it is the reflection that flips k.
 
     x: (..., n, d), k: (..., n), beta: a number or (...). Returns the dtype of x. The same operator as
     `delta_operator(k, beta)`, with one k for all d features. arXiv 2605.06729.
@@ -152,7 +152,7 @@ def householder(x: Tensor, k: Tensor, beta: Tensor | float = 2.0) -> Tensor:
 def hybrid(x: Tensor, u: Tensor, v: Tensor, beta: Tensor, k: Tensor, gamma: Tensor) -> Tensor:
     """G X = gamma Q X + (1 - gamma) (X - 2 k k^T X), |k| = 1: the gate between rotation and reflection.
 
-    With Q of `cayley(u, v, beta)`. Orthogonal only for gamma = 0 and 1: |G^T G - I|_2 = 4 gamma (1 - gamma), the
+    Q is `cayley(u, v, beta)`. G is orthogonal only for gamma = 0 and 1: |G^T G - I|_2 = 4 gamma (1 - gamma), the
     singular values lie in [|2 gamma - 1|, 1], and G is singular for gamma = 1/2. x: (..., n, d), u, v, k: (..., n),
     beta, gamma: (...). Returns the dtype of x, in O(n d). arXiv 2605.06729.
     """

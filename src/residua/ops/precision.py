@@ -47,7 +47,7 @@ def under_autocast(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Compute matrix products in the dtype of their arguments, even if autocast is on."""
+    """Return a context in which matrix products have the dtype of their arguments, even if autocast is on."""
     return torch.autocast(device.type, enabled=False) if under_autocast(device) else _AS_IT_IS
 
 

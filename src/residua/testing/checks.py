@@ -80,7 +80,7 @@ def seeded(check: CheckFunction) -> CheckFunction:
 
 
 class Suite(dict[str, CheckFunction]):
-    """Checks by name, in order. The decorator `add` adds a check, which draws the same random numbers in every run."""
+    """Checks by name, in order. The decorator `add` adds a check, and seeds its random numbers."""
 
     def add(self, check: CheckFunction) -> CheckFunction:
         self[check.__name__] = seeded(check)

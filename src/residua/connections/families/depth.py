@@ -32,8 +32,8 @@ class DepthRead(SelfStarting):
     """Attention over the sources by a learned query, with RMSNorm of the keys and a gain. Starts as the mean.
 
     A tuple of n tensors (batch, seq, dim) -> (batch, seq, dim) and the weights (batch, seq, n), or with several heads
-    (batch, seq, heads, n). reduction="sum" multiplies the result by n, so that it starts as the sum of the sources.
-    heads: a divisor of dim.
+    (batch, seq, heads, n). reduction="sum" multiplies the result by n, so that the read starts as the sum of the
+    sources. heads: a divisor of dim.
     """
 
     def __init__(self, dim: int, *, eps: float, reduction: Literal["mean", "sum"] = "mean", heads: int = 1):

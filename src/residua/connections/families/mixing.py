@@ -50,9 +50,9 @@ class MixingScheme(RecomputingScheme):
 class WeightedScheme(MixingScheme):
     """A scheme whose weights are constants, plus a part that depends on the token.
 
-    dynamic         whether the weights also depend on the token, or are constants
-    tanh            dynamic: bound the token-dependent part by tanh
-    scale_init      dynamic: initial factor on the token-dependent part
+    dynamic         True: the weights also depend on the token; False: they are constants
+    tanh            with dynamic=True: whether the token-dependent part is bounded by tanh
+    scale_init      with dynamic=True: initial factor on the token-dependent part
     """
 
     dynamic: bool = True
@@ -61,7 +61,7 @@ class WeightedScheme(MixingScheme):
 
 
 class MixingConnection(Connection):
-    """Read, mix and write the streams by the equations above; a scheme gives the `coefficients`."""
+    """Read, mix and write the streams by `MixingCoefficients`, which a scheme computes in `coefficients`."""
 
     scheme: MixingScheme
     norm: nn.Module

@@ -39,7 +39,7 @@ class PredictionCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class AlternatingUpdates(RecomputingScheme):
-    """AltUp with LAuReL. Does not start as the residual: LAuReL is normalised, and the embedding is mapped to streams.
+    """AltUp with LAuReL. Does not start as the plain residual: L is normalised, and the embedding is mapped to streams.
 
     A block is two sublayers. Before the even one, attention, all streams are predicted; after the odd one, the MLP,
     they are corrected.

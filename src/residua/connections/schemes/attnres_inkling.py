@@ -36,12 +36,12 @@ class InklingCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class InklingAttentionResiduals(SourcesScheme):
-    """Inkling-2's AttnRes. Does not start as the residual: the mean of normalised sources loses their sizes.
+    """Inkling-2's AttnRes. Does not start as the plain residual: the mean of normalised sources loses their sizes.
 
     The sublayers 0, 2, 4, ... must be attention, as in every model here.
 
     block_size      the number of outputs that are summed into one source; 12 is Inkling-2's block of six layers
-    separate_every  k: the attention of every k-th layer reads queries, keys and values separately; 0: no layer does
+    separate_every  k: in every k-th layer, attention reads queries, keys and values separately; with 0, in no layer
     """
 
     title = "Attention residuals of Inkling-2"
@@ -61,10 +61,10 @@ class InklingAttentionResiduals(SourcesScheme):
 
 
 class InklingRead(SelfStarting):
-    """One attention over the sources for each of `reads` queries, which start at 0: the mean of normalised sources.
+    """One attention over the sources for each of `reads` queries. At the start it reads the mean of normalised sources.
 
-    A tuple of n tensors (batch, seq, dim) -> `reads` pairs of (batch, seq, dim) and the weights (batch, seq, n), in at
-    least float32.
+    The queries start at 0. A tuple of n tensors (batch, seq, dim) -> `reads` pairs of x: (batch, seq, dim) and the
+    weights: (batch, seq, n), in at least float32.
     """
 
     def __init__(self, dim: int, *, reads: int = 1, eps: float):

@@ -96,13 +96,13 @@ class GatedRead(SelfStarting):
         hidden = self.down(z.flatten(-2)) / n
         if is_plain(self.up, Projection):
             return self.scheme.derive(_gated_mean, z, hidden, self.up.weight), z
-        # An adapter, which may draw random numbers, or a map with sharded or offloaded weights, which a call brings.
+        # `up` is an adapter, which may draw random numbers, or its weights are sharded or offloaded until it is called.
         return _gated(z, self.up(F.silu(hidden))), z
 
     def normalised(self, streams: Tensor) -> Tensor:
         if isinstance(self.norm, RMSNorm):
             return self.norm(streams)
-        # Another library's norm sums gradients in its own order, so it is computed the same way in any case.
+        # Another library's norm sums gradients in its own order, so it is always computed by the same operations.
         names = [name for name, _ in self.norm.named_parameters()]
 
         def normed(x: Tensor, *weights: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class HyperConnections(ExpandingScheme, WeightedScheme):
     equation = "h_res X + h_post F(norm(h_pre X))"
     users = "The authors' experiments; its constrained successor mHC is what released models use."
     paper = "arXiv 2409.19606"
-    residual_start = {"head": "mean"}  # the sum of n equal streams is n times the residual
+    residual_start = {"head": "mean"}  # the sum of n equal streams is n times the plain residual
 
     num_streams: Rows = 4
     head: Literal["sum", "mean"] = "sum"

@@ -27,7 +27,7 @@ from residua.errors import NotNegative, Range
 
 @dataclass(frozen=True)
 class IndependentHyperConnections(ProductionHyperConnections):
-    """iHC: streams that are never mixed. Its start is within about `weight_std` * `scale_init` of the residual.
+    """iHC: streams that are never mixed. Starts within about `weight_std` * `scale_init` of the plain residual.
 
     magnitude       the write weights lie between 0 and this number
     gate_eps        the constant added to every read and write weight

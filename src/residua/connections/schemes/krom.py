@@ -25,7 +25,7 @@ SWAP = -8.0  # initial logit of the swap in every factor, against 0 for the iden
 
 @dataclass(frozen=True)
 class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
-    """KromHC. Does not start as the residual: each sublayer writes to one stream with 1.46 and to the others with 0.54.
+    """KromHC. Does not start as the plain residual: a sublayer writes to one stream with 1.46, to the others with 0.54.
 
     num_streams     n, a power of 2
     scale_init      initial factor on the token-dependent part of all logits
@@ -39,7 +39,7 @@ class KroneckerHyperConnections(ExpandingScheme, MixingScheme):
     equation = "h_res X + h_post F(norm(h_pre X)), h_res a Kronecker product"
     users = "The authors' experiments. No released model is known."
     paper = "arXiv 2601.21579"
-    residual_start = {"start": "residual", "head": "mean"}  # the sum is n times the residual
+    residual_start = {"start": "residual", "head": "mean"}  # the sum is n times the plain residual
     constraint = "doubly stochastic"
 
     num_streams: Annotated[

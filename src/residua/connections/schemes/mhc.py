@@ -35,7 +35,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     layout          "copies": n streams of full width, (batch, seq, n, dim), the paper. "split": the width is cut into
                     n pieces, as in the comparison code of arXiv 2605.06729; the state is (batch, seq, dim). The
                     sublayers then see one mixture of the pieces, repeated n times, a bottleneck of dim / n features.
-                    It does not start as the residual; do not judge the papers' mHC by it
+                    It does not start as the plain residual; do not judge the papers' mHC by it
     mixing          "sinkhorn": `iterations` of alternate row and column scaling (mHC), doubly stochastic as far as
                     they converge; "permutations": a mixture of all n! permutations (mHC-lite), exact, n at most 5
     iterations      "sinkhorn": number of pairs of scalings
@@ -101,8 +101,8 @@ class ManifoldConnection(MixingConnection):
     Mappings that cannot change anything are omitted, because their parameters would be dead. The first of `count`
     sublayers has no h_pre, because its streams are equal and the norm removes the scale. It has no h_res, because
     mixing equal streams changes nothing. The last sublayer has no h_res, because only the mean of the streams is read
-    after it, and mixing keeps the mean. (Rows or columns of h_res sum to 1 only up to the error of Sinkhorn's
-    iteration, and one of these two reasons holds only so far.)
+    after it, and mixing keeps the mean. Either the rows or the columns of h_res sum to 1 only up to the error of
+    Sinkhorn's iteration, so one of these two reasons holds only up to this error.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class SplitConnection(CutConnection, ManifoldConnection):
         x = n times [sum_i h_pre[i] X[i]],   X[o] <- sum_i h_res[o, i] X[i] + h_post[o] F(norm(x))[o]
 
     The start is that of the comparison code of arXiv 2605.06729: b_res = 2 I, so that h_res keeps 0.71 of a piece
-    (n = 4), b_pre = 0, phi from N(0, 0.02^2), and a gain on the normalised state. This is not the residual.
+    (n = 4), b_pre = 0, phi from N(0, 0.02^2), and a gain on the normalised state. This is not the plain residual.
     """
 
     @property

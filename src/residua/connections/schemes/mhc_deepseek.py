@@ -29,7 +29,7 @@ from residua.ops import guarded_sinkhorn, hyper_read
 
 @dataclass(frozen=True)
 class DeepSeekHyperConnections(ProductionHyperConnections):
-    """mHC of DeepSeek-V4 (`head="sigmoid"`) and GLM-5.3 (`head="mean"`). Does not start as the residual.
+    """mHC of DeepSeek-V4 (`head="sigmoid"`) and GLM-5.3 (`head="mean"`). Does not start as the plain residual.
 
     At the start C is near 1/n everywhere, so it averages the streams, and each stream is read with weight 1/2.
 

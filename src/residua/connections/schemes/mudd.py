@@ -44,12 +44,12 @@ class MultiwayCoefficients(NamedTuple):
 class MultiwayDynamicDense(BlocksScheme):
     """MUDD. Starts as the pre-norm residual: W_2 starts at 0, and a at 1 for the last output and at 0 for the others.
 
-    The sublayers 2, 4, 6, ..., attention, get three inputs (queries, keys, values), unless ways="r".
+    The attention sublayers 2, 4, 6, ... get three inputs (queries, keys, values), unless ways="r".
 
     ways             "qkvr": one average each for queries, keys, values and the residual; "vr": one each for values and
                      the residual, while queries and keys read the last output; "r": one average for all
-    layers           None: there are averages before every block but the first, and in the readout; k: only at the
-                     last k of these places
+    layers           None: there are averages before every block but the first, and in the readout; a number k: only
+                     at the last k of these places
     sources          None: averages take all outputs; a list: only these (0 is the embedding, j the output of block j)
                      and the last output
     write_gate      whether both sublayers of a block that begins with averages write g_1 x + g_2 y, with gates for

@@ -28,10 +28,10 @@ class SiameseCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class SiameseNorm(Scheme):
-    """SiameseNorm. Does not start as the residual: a sublayer sees the bounded stream X too, with equal weight.
+    """SiameseNorm. Does not start as the plain residual: a sublayer sees the bounded stream X too, with equal weight.
 
     Both streams start as the embedding. Y is the plain residual stream. X is replaced by norm_x(X) before every
-    sublayer. The output of a sublayer is added to both. l is the block of two sublayers, from 0.
+    sublayer. The output of a sublayer is added to both streams. l is the index of the block of two sublayers, from 0.
 
     depth_scaling     divides the update of X by sqrt(2 (l + 1)) ("code"), sqrt(l + 1) ("paper") or nothing
                       ("none")
