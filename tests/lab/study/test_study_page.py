@@ -1,7 +1,7 @@
 """The page of a study: one file, inert, sorted by a click, with every run behind a row."""
 
 from residua.lab.study.report import TEMPLATE, page, payload
-from support.planted_study import planted, records
+from support.planted_study import changed, planted, records
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & \u2028 ]]>"
 
@@ -33,6 +33,16 @@ def test_the_table_sorts_and_a_row_shows_its_runs(open_page, tmp_path):
     assert opened.locator("#detail svg polygon").count() == 1
     opened.keyboard.press("Enter")
     assert opened.locator("#detail tbody tr").count() == 0
+
+
+def test_marks_clear_of_zero_are_filled_as_in_the_picture(open_page, tmp_path):
+    far = changed(records(), lambda row: {"val_loss": 0.0, "curve": []}, scheme="ddl", kind="report")
+    caption = "Filled: a primary contrast that is clear of zero after the correction"
+    for primary, said, filled in (({"small": [["ddl", "residual"]]}, True, ["tokens"]), ({}, False, [])):
+        opened = open_page(written(tmp_path, planted(far, primary=primary)))
+        fills = [mark.get_attribute("fill") for mark in opened.locator("svg[aria-label^=Differences] circle").all()]
+        assert [fill for fill in fills if fill != "var(--paper)"] == [f"var(--{measure})" for measure in filled]
+        assert (caption in opened.locator("#main").inner_text()) is said
 
 
 def test_a_difference_over_some_of_the_seeds_is_marked(open_page, tmp_path):

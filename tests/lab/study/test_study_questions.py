@@ -46,11 +46,13 @@ def test_a_primary_contrast_has_its_interval_over_documents_if_all_reported_runs
     (difference,) = found.corrected.values()
     assert difference.documents["further_"].mean == pytest.approx(-4 / 50)
     assert "| second text, over documents" in markdown(found)
+    assert payload(found)["primary_note"] in markdown(found)
     assert f"{-4 / 50:+.4f} ± " in markdown(found)
     again = {"labels": [20, 10, 20], "nats": nats["ddl"]}  # of a text that was prepared again
     for last in (None, again):
         others = changed(runs, lambda row, last=last: {"further_documents": last}, scheme="ddl", kind="report", seed=3)
         assert "second text" not in markdown(planted(others, **named))
+        assert payload(planted(others, **named))["primary_note"] is None
 
 
 def test_an_interval_that_excludes_zero_only_before_the_correction_is_not_bold():

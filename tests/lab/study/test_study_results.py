@@ -160,6 +160,12 @@ def test_without_costs_only_equal_tokens_are_compared():
     for word in ("FLOPs", "seconds", "Step time", "Peak", "Learned to copy"):
         assert word not in markdown(found)
         assert word in markdown(planted()) or word == "Learned to copy"
+    assert "Time and memory were not measured" in markdown(found)
+    assert "Time and memory were not measured" not in markdown(planted())
+    header = table(planted(without(records(), kind="longer"), [], longer=[])).partition("\n")[0].split(",")
+    assert not {"cost", "tokens_worth", "p_holm"} & {*header}, "no line fills them"
+    assert header[:2] == ["size", "scheme"]
+    assert {"cost", "tokens_worth"} <= {*table(planted()).partition("\n")[0].split(",")}
 
 
 def test_the_reported_point_is_the_one_that_tuning_chose():
@@ -257,6 +263,8 @@ def test_schemes_of_a_size_share_one_noise_and_two_schemes_use_that_of_their_dif
         estimate = row_of(found, name).difference("residual", "tokens").estimate
         assert (estimate.error, estimate.freedom) == (pytest.approx(noise.deviation * math.sqrt(2 / 3)), 4)
     assert f"standard deviation {noise.deviation:.4f} after" in markdown(found)
+    assert "hardly known" not in markdown(found)
+    assert "One degree of freedom" in markdown(planted(seeds=[1, 2]))
 
 
 def test_schemes_with_separate_noise_are_compared_by_welchs_test():
@@ -279,7 +287,11 @@ def test_a_row_that_varies_far_more_than_the_others_has_its_own_noise():
     assert [row.scheme for row in found.rows if row.failed] == ["krom"]
     assert found.noise("small").freedom == 6
     assert row_of(found, "krom").difference("residual", "tokens").estimate.freedom == pytest.approx(2, abs=0.1)
-    assert "`krom`: noise of its own (Welch's t)" in markdown(found)
+    said = markdown(found)
+    assert "`krom`: noise of its own (Welch's t)" in said
+    assert "for the rows that share it" in said
+    assert said.count("more than 3 times") == 2, "beside the noise and in How to read this"
+    assert "Two seeds" not in said
 
 
 def test_primary_contrasts_are_one_family_and_the_rest_is_not_corrected():
@@ -336,6 +348,9 @@ def test_runs_that_learned_to_copy_are_counted_with_their_steps():
     assert row_of(found).transitions == [40.0, None, 70.4]
     assert "| 2 of 3, step 40 to 70 |" in markdown(found)
     assert "learned to copy" not in markdown(planted()).partition("## How")[0]
+    none = markdown(planted(changed(records(), lambda row: {"transition": None}, kind="report")))
+    for words in ("learned to copy", "Learned to copy", "0 of 3"):
+        assert words not in none
 
 
 def test_records_of_a_name_that_now_means_another_connection_are_left_out():

@@ -71,6 +71,7 @@ def markdown(results: Results) -> str:
             lines += [EVERY_POINT, "", _markdown(points), ""]
     if results.corrected:
         lines += ["## Primary contrasts", "", _markdown(primary_table(results)), ""]
+        lines += [BOTH_INTERVALS, ""] if _over_documents(results) else []
     if results.answers:
         lines += ["## Questions", "", ANSWERS, ""]
         for asked in questions(results):
@@ -159,6 +160,8 @@ def _setting(results: Results) -> list[str]:
         f"- Corpus: {_safe(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
         f"- {primary}",
     ]
+    if results.rows and not any(row.costs for row in results.rows):
+        lines.append("- Time and memory were not measured; schemes are compared at equal tokens only.")
     if not results.rows:
         lines.append("- Not finished: no run is.")
     elif results.unfinished:
@@ -183,19 +186,24 @@ def _short_commit(commit: str) -> str:
 
 def _noise(results: Results, size: str) -> list[str]:
     seeds = len(results.study.seeds_at(size))
+    hardly_known = " Two seeds hardly determine it, so its ± is hardly known." if seeds == 2 else ""
     if results.study.sizes[size].noise == "own":
-        return [f"Each scheme has the noise of its own {seeds} seeds (Welch's t): some runs go through a transition."]
+        own = f"Each scheme has the noise of its own {seeds} seeds (Welch's t): some runs go through a transition."
+        return [own + hardly_known]
     noise = results.noise(size)
     if noise is None:
         return ["The noise is not measured: fewer than two schemes have all seeds."]
     contrast = noise.contrast([0.0] * seeds, [0.0] * seeds)
     text = (
         f"Noise: run-to-run standard deviation {noise.deviation:.4f} after scheme and seed effects (degrees of "
-        f"freedom: {noise.freedom}). A difference over {seeds} seeds has ± {contrast.half_width:.4f}; a study like "
-        f"this has 80 % power to detect {contrast.detectable:.4f}."
+        f"freedom: {noise.freedom}). A difference over {seeds} seeds has ± {contrast.half_width:.4f} for the rows that "
+        f"share it; a study like this has 80 % power to detect {contrast.detectable:.4f}."
     )
+    if noise.freedom == 1:
+        text += " One degree of freedom hardly determines the deviation, so this ± is hardly known."
     failed = [row.scheme for row in results.rows if row.size == size and row.failed]
     wild = f"{_quoted(failed)}: noise of its own (Welch's t), more than {FAILED:g} times that of the median row."
+    wild += hardly_known
     return [text, *([wild] if failed else [])]
 
 
@@ -207,13 +215,22 @@ ANSWERS = (
 
 
 OVER_DOCUMENTS = {"": "over documents", "further_": "second text, over documents"}
+BOTH_INTERVALS = (
+    "The difference, p and **bold** are over seeds. A difference counts only if its interval over seeds and that over "
+    "documents both exclude zero."
+)
+
+
+def _over_documents(results: Results) -> dict[str, str]:
+    """Return the headings of the columns over documents that some primary contrast fills, by prefix."""
+    measured = {prefix for difference in results.corrected.values() for prefix in difference.documents}
+    return {prefix: words for prefix, words in OVER_DOCUMENTS.items() if prefix in measured}
 
 
 def primary_table(results: Results) -> Table:
     """Return the contrasts that were named before their runs, the smallest corrected p first."""
     order = sorted(results.corrected, key=lambda named: results.corrected[named].holm)
-    measured = {prefix for difference in results.corrected.values() for prefix in difference.documents}
-    texts = {prefix: words for prefix, words in OVER_DOCUMENTS.items() if prefix in measured}
+    texts = _over_documents(results)
     rows = []
     for size, scheme, to in order:
         difference = results.corrected[size, scheme, to]
@@ -285,7 +302,8 @@ def _quoted(names: Iterable[str]) -> str:
 
 def _reading(results: Results) -> list[str]:
     """Return the notes on how to read the report. A note on a column is left out if no row fills the column."""
-    shown = columns(results)
+    shown, points = columns(results), points_table(results.rows)
+    headers = [shown, points.header if points else ()]
     factors = sorted({factor for size in results.study.sizes for factor in results.study.longer_at(size)})
     times = " and ".join(f"{factor:g}" for factor in factors)
     equal = (
@@ -301,8 +319,10 @@ def _reading(results: Results) -> list[str]:
         "- Validation loss: mean ± half of its own 95 % interval over the seeds. That contains what all schemes share "
         "at a seed, so it is not the error of a difference.": True,
         "- A difference is the scheme's last validation loss minus the baseline's, in nats per token, mean ± half of "
-        "the 95 % interval (Student's t). Below zero is better. The noise is that which all schemes of a size share, "
-        "or each scheme's own, where the study says so and where a scheme varies far more than the others. "
+        "the 95 % interval (Student's t). Below zero is better. The noise is that which all schemes of a size share; "
+        "it is a scheme's own if the study says so, or if the standard deviation of its losses over the seeds is more "
+        f"than {FAILED:g} times that of the median row. A difference of such a scheme uses only the noise of its two "
+        "rows (Welch's t). "
         f"**Bold**: a primary contrast whose corrected p is below {SIGNIFICANT}. An interval covers other seeds, not "
         "another text or size, and one over documents other held-out documents like these, not other seeds; tuning "
         "looked at the same held-out text.": True,
@@ -310,7 +330,7 @@ def _reading(results: Results) -> list[str]:
         f"- Worth: as many times the tokens bring the baseline to the scheme's loss{speed}. Beyond the baseline's "
         "longest runs only the bound is known.": any(name.endswith(", worth") for name in shown),
         "- Learned to copy: how many of the reported runs began to look up earlier pairs of tokens, and when.": any(
-            row.transitions for row in results.rows
+            "learned to copy" in header for header in headers
         ),
         f"- Equal FLOPs and seconds: {equal}": any(row.costs for row in results.rows),
         "- (edge): the best value is the smallest or largest that tuning tried before its budget ended; a better one "
@@ -334,9 +354,14 @@ UNFILLED = {"", "–", "baseline"}
 """Cells without a number of their own."""
 
 
+def _some_filled(cells: Iterable[str]) -> bool:
+    """Return whether a cell has a number of its own; that none of a row's runs learned to copy is none."""
+    return any(cell not in UNFILLED and not cell.startswith("0 of ") for cell in cells)
+
+
 def _filled(table: Table) -> Table:
     """Return a table without the columns that no row fills."""
-    columns = [column for column in zip(table.header, *table.rows) if not UNFILLED.issuperset(column[1:])]
+    columns = [column for column in zip(table.header, *table.rows) if _some_filled(column[1:])]
     header, *rows = zip(*columns)
     return Table(header, rows)
 
@@ -371,7 +396,7 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
         "tuned to": lambda row: ", ".join(tuned(row)),
         "tuning runs": lambda row: str(row.tuning_runs),
     }
-    return {name: text for name, text in texts.items() if not UNFILLED.issuperset(map(text, results.rows))}
+    return {name: text for name, text in texts.items() if _some_filled(map(text, results.rows))}
 
 
 def copying(runs: Sequence[Run]) -> str:
@@ -471,7 +496,8 @@ def difference_values(difference: Difference) -> dict[str, Any]:
 
 
 def table(results: Results) -> str:
-    """Return the rows as CSV: one line for each difference, and one for each baseline itself."""
+    """Return the rows as CSV: one line for each difference, and one for each baseline itself, without the columns
+    that no line fills."""
     lines = [
         row_values(row) | difference_values(difference)
         for row in results.rows
@@ -479,7 +505,10 @@ def table(results: Results) -> str:
     ]
     text = io.StringIO()
     if lines:
-        writer = csv.DictWriter(text, [*lines[0]], lineterminator="\n")
+        names = [name for name in lines[0] if any(line[name] not in (None, "") for line in lines)]
+        if not any(row.costs for row in results.rows):
+            names.remove("cost")  # 1 at equal tokens
+        writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
     return text.getvalue()
@@ -502,6 +531,8 @@ def payload(results: Results) -> dict[str, Any]:
             for row in results.rows
         ],
         "primary": primary_table(results) if results.corrected else None,
+        "primary_note": BOTH_INTERVALS if _over_documents(results) else None,
+        "filled": FILLED if results.corrected else None,
         "questions": [asked._asdict() for asked in questions(results)],
     }
     return finite(values)
@@ -512,7 +543,7 @@ def _plain_row(row: SchemeRow) -> dict[str, Any]:
     runs += [("further", run) for run in row.further.runs]
     return {
         **row_values(row),
-        "differences": [difference_values(difference) for difference in row.differences],
+        "differences": [difference_values(each) | {"clear": each.clear} for each in row.differences],
         "steps": row.steps,
         "runs": [
             {
