@@ -184,7 +184,7 @@ def test_check_tells_by_one_line_and_its_status_whether_a_model_type_converts(mo
 @pytest.mark.parametrize(
     ("config", "status", "says"),
     [
-        ({"model_type": "qwen3"}, 0, "qwen3: converts with equal outputs"),
+        ({"model_type": "qwen3"}, 0, "(qwen3): converts with equal outputs"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, 1, "quantised (awq)"),
         ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}, 1, "mine has code of its own"),
         ({"model_type": "residua"}, 1, "has its connections already"),
@@ -195,6 +195,7 @@ def test_check_reads_the_configuration_of_a_folder(config, status, says, tmp_pat
     assert main(["convert", str(tmp_path), "--check"]) == status
     (line,) = capsys.readouterr().out.splitlines()
     assert says in line
+    assert line.startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ WRONG = [
     ("the_norm_is_the_one_given", scheme_of(OwnNorm), "was given for sublayer 0 is not used"),
     ("shapes_without_numbers", scheme_of(LooksAtNumbers), "meta"),
     ("padding_changes_no_token", scheme_of(CountsPadding), "padding on the left changes the outputs"),
-    ("declares_itself", scheme_of(Scaled, equation=""), "equation must be a text"),
+    ("declares_itself", scheme_of(Scaled, equation=""), "equation must be a class attribute"),
     ("preserving_is_the_plain_residual", scheme_of(LooksAhead, preserving=lambda self: self), "as the plain residual"),
     ("forward_writes_nothing_to_self", scheme_of(Averages), r"connections\.0\.mean in place"),
     ("forward_writes_nothing_to_self", scheme_of(AveragesUnregistered), r"connections\.0\.mean in place"),

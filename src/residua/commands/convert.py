@@ -97,7 +97,8 @@ def _checked(model: str) -> dict[str, bool]:
         near = [name for name in known if _digits(name) == _digits(kind)]  # qwen9 is not a misspelt qwen3
         hint = did_you_mean(kind, near, cutoff=0.8)
         raise InputError(f"{kind} must be {expected} (see docs/families.md){hint}")
-    return {f"{name}: {_verdict(row)}": row["result"] == "bit-equal" for name, row in found.items()}
+    names = {name: f"{model} ({name})" if config else name for name in found}
+    return {f"{names[name]}: {_verdict(row)}": row["result"] == "bit-equal" for name, row in found.items()}
 
 
 def _digits(name: str) -> str:

@@ -129,7 +129,9 @@ def declares_itself(scheme: Scheme) -> None:
     expect(frozen and "__dataclass_fields__" in vars(kind), f"{kind.__name__} must itself be a frozen dataclass")
     for name in ("equation", "paper"):
         text = getattr(scheme, name, None)
-        expect(isinstance(text, str) and text, f"{name} must be a text and no option, got {text!r}")
+        expect(
+            isinstance(text, str) and text, f"{name} must be a class attribute with a text, not a field, got {text!r}"
+        )
     try:
         hash(scheme)
     except TypeError as error:

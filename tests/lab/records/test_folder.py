@@ -131,6 +131,8 @@ def test_changes_of_settings_are_named_unless_they_are_free(tmp_path):
     assert "device" not in str(error.value)
     with pytest.raises(InputError, match=r"train\.device was cpu, is cuda"):
         refuse_changes(before, before | {"train.device": "cuda"}, tmp_path, free=())
+    with pytest.raises(InputError, match=r"a study must .*train\.lr was 1, is 2"):
+        refuse_changes(before, before | {"train.lr": 2}, tmp_path, of="a study")
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "a: [", "a: 1", "[1]"])

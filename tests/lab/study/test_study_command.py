@@ -50,6 +50,11 @@ def test_a_dry_run_prints_hours_and_what_the_seeds_can_show_and_writes_nothing(d
     assert main([*argv, "--dry-run", "--teraflops", "1e-6", "--json"]) == 0
     (size,) = json.loads(capsys.readouterr().out)
     assert size["hours"] == pytest.approx(size["flops"] / 1e6 / 3600)
+    (tmp_path / "study.yaml").write_text(write_yaml({**DOCUMENT, "seeds": [1, 2, 3, 4, 5], "evaluations": 8}))
+    assert main([*argv, "--dry-run", "--teraflops", "1e-6", "--json"]) == 0
+    (often,) = json.loads(capsys.readouterr().out)
+    assert often["flops"] > size["flops"], "evaluations count"
+    (tmp_path / "study.yaml").write_text(write_yaml({**DOCUMENT, "seeds": [1, 2, 3, 4, 5]}))
     assert main([*argv, "--dry-run", "--json"]) == 0
     (here,) = json.loads(capsys.readouterr().out)
     assert here.pop("hours") > 0

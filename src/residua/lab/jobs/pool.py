@@ -146,7 +146,7 @@ def open_runs(
     records, settings_file = path / "records.jsonl", path / "settings.json"
     with hold(path, markers=[records.name], hint="choose another folder with --out"):
         if settings_file.exists():
-            refuse_changes(read_object(settings_file), settings, settings_file, free=free)
+            refuse_changes(read_object(settings_file), settings, settings_file, free=free, of="a folder of runs")
         elif records.exists() and records.stat().st_size:
             raise InputError(f"{path}: its records have no settings.json beside them; choose another folder with --out")
         with Records(records, lambda record: record.get("key"), places=path / "runs", drop=not keep) as open_records:

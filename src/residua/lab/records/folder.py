@@ -168,9 +168,14 @@ def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], source: Path, *, free: Collection[str] = FREE_KEYS
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    source: Path,
+    *,
+    free: Collection[str] = FREE_KEYS,
+    of: str = "a run",
 ) -> None:
-    """Compare the flat settings `now` with those in the file `source`, `before`.
+    """Compare the flat settings `now` with those in the file `source`, `before`, of a run or of what `of` says.
 
     Raises:
         InputError: keys outside `free` differ; the message names them.
@@ -185,7 +190,7 @@ def refuse_changes(
     if not changes:
         return
     summary = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
-    raise InputError(f"{source}: a run must resume with its first settings, but {summary}; use another folder")
+    raise InputError(f"{source}: {of} must resume with its first settings, but {summary}; use another folder")
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:

@@ -93,7 +93,7 @@ class Forecast(NamedTuple):
     """The largest possible cost of one size of a study, and the difference that it can detect.
 
     tokens   the tokens of a reported run
-    flops    the FLOPs of the matrix products of all runs
+    flops    the FLOPs of the matrix products of all runs and of their evaluations on the study's held-out text
     hours    the hours of all runs, one after the other
     detects  the smallest difference that the study would detect four times in five, before a correction for several
              comparisons, in standard deviations of the difference between two runs with the same seed
@@ -113,6 +113,7 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Fore
 
     flops_per_second: the speed; None to measure it here at each size, by a step of the first baseline.
     """
+    held_out = len(plan.prepared.validation) / 3  # an evaluation has no backward pass, which is two thirds of a step
     for size, group in itertools.groupby(plan.at_most(), lambda part: part.size):
         parts = list(group)
         configs = {name: plan.config(size, name) for name in plan.schemes_at(size)}
@@ -120,7 +121,10 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Fore
             name: products_per_token(plan.model(config), sequence_length=config.train.sequence_length)
             for name, config in configs.items()
         }
-        flops = sum(part.runs * part.steps * plan.step_tokens[size] * per_token[part.scheme] for part in parts)
+        flops = sum(
+            part.runs * per_token[part.scheme] * (part.steps * plan.step_tokens[size] + part.evaluations * held_out)
+            for part in parts
+        )
         base = configs[plan.study.baselines[0]]
         speed = flops_per_second or rate(base, plan.model(base))
         yield Forecast(
@@ -166,7 +170,9 @@ def joined(study: Study, out: Path) -> Study:
         return study
     before = read_folder(out)
     settings, lists = _fixed(before), _growing(study)
-    refuse_changes(settings, settings | {k: v for k, v in _fixed(study).items() if k in settings}, out, free=())
+    refuse_changes(
+        settings, settings | {k: v for k, v in _fixed(study).items() if k in settings}, out, free=(), of="a study"
+    )
     for name, earlier in _growing(before).items():
         now = lists.get(name, earlier)
         require({*earlier} <= {*now}, name, f"at least {shown(earlier)}, as in {out}", now)

@@ -67,12 +67,13 @@ class PlannedRun(NamedTuple):
 
 
 class RunCount(NamedTuple):
-    """The largest number of runs with the same scheme, size and length, and their steps."""
+    """The largest number of runs with the same scheme, size and length, and the steps and evaluations of each."""
 
     size: str
     scheme: str
     runs: int
     steps: int
+    evaluations: int = 1
 
 
 _IRRELEVANT = (FREE_KEYS - {"train.evaluate_every"}) | {"data.source", "data.tokenizer", "data.validation_fraction"}
@@ -181,15 +182,17 @@ class Plan:
                 tuning = study.tuning_at(size)
                 budget = tuning.baseline_runs if baseline else tuning.runs
                 budget *= len(study.seeds_at(size)) if tuning.every else 1
-                yield RunCount(size, scheme, budget, max(1, round(tuning.length * steps)))
+                points = study.evaluations if tuning.every else 1
+                yield RunCount(size, scheme, budget, max(1, round(tuning.length * steps)), points)
                 if tuning.finalists > 1:
                     yield RunCount(size, scheme, tuning.finalists * len(tuning.finalist_seeds), steps)
             if size in self.sizes:
                 seeds = len(study.seeds_at(size))
                 further = len(study.further_seeds(size, scheme))
-                yield RunCount(size, scheme, further + (0 if self._reports_every_point(size) else seeds), steps)
+                reported = further + (0 if self._reports_every_point(size) else seeds)
+                yield RunCount(size, scheme, reported, steps, study.evaluations)
                 for factor in study.longer_at(size) if baseline else ():
-                    yield RunCount(size, scheme, seeds, round(factor * steps))
+                    yield RunCount(size, scheme, seeds, round(factor * steps), study.evaluations)
 
     def _expect_comparable(self) -> None:
         """Raise InputError if losses that would be ranked are not measured in the same way."""
