@@ -398,3 +398,15 @@ def test_a_mean_over_the_whole_sequence_ignores_padding_and_refuses_pieces(schem
         stream(x, SUB, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]))
     with pytest.raises(ValueError, match=r"^memory must be None"):
         stream(x[:, :2], SUB, memory=StreamMemory())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["residual-ec4", "pooled-householder"])
+def test_a_compiled_stream_remembers_batches_of_any_size(name):
+    stream = build(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(stream, backend="eager", fullgraph=True)
+    for batch in (2, 3):
+        x, memory = normal(batch, 4, DIM), StreamMemory()
+        pieces = [compiled(piece, SUB, memory=memory) for piece in x.split(2, 1)]
+        assert_close(torch.cat(pieces, 1), stream(x, SUB))

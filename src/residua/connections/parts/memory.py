@@ -186,7 +186,7 @@ class StreamMemory:
     def _earlier(self, number: Any, batch: int) -> Tensor | None:
         """Return the rows of a part. Raises ValueError if they are of another number of sequences."""
         rows = self._rows.get(number)
-        if rows is not None and rows.shape[0] not in (1, batch):
+        if rows is not None and rows.shape[0] != 1 and rows.shape[0] != batch:  # a graph knows no `in`
             raise ValueError(
                 f"memory must be of as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
                 "memory.reorder(indices), or begin with a new StreamMemory()"
