@@ -400,6 +400,8 @@ def test_a_mean_over_the_whole_sequence_ignores_padding_and_refuses_pieces(schem
         stream(x[:, :2], SUB, memory=StreamMemory())
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["residual-ec4", "pooled-householder"])
 def test_a_compiled_stream_remembers_batches_of_any_size(name):
