@@ -201,7 +201,7 @@ def test_one_tokenizer_on_different_texts_gives_no_comparison(make_run):
         data_of(run, 0.4, sha256=text, tokenizer="bpe", tokenizer_fingerprint="1")
     comparison = compare(runs)
     assert comparison.table().rows[1][3] == "–"
-    assert any("different data" in note for note in comparison.notes)
+    assert any("different held-out texts" in note for note in comparison.notes)
 
 
 def test_a_difference_in_precision_is_noted(make_run):
@@ -245,7 +245,7 @@ def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_with_a_note
 
 def test_data_are_distinguished_by_their_fingerprint(make_run):
     comparison = compare([make_run("a"), make_run("b", connection="ddl", fingerprint="corpus-b")])
-    assert any("different data" in note for note in comparison.notes)
+    assert any("different held-out texts" in note for note in comparison.notes)
 
 
 def test_a_loss_that_is_not_finite_is_shown_and_never_hidden(make_run):

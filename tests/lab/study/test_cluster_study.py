@@ -19,6 +19,13 @@ from support.planted_study import SMALLEST, costs, planted, repeatable, study
 LOCAL = Slurm({"time": 5}, cluster="local")
 
 
+def error_in(capsys):
+    """The one line of an error, after the line that says what is read."""
+    reading, error = capsys.readouterr().err.splitlines()
+    assert reading.startswith("study: reading ")
+    return error
+
+
 def preempted_once(run, *, place, report):
     """Train a run. At the first report of a step of seed 1, Slurm announces that the job has to go."""
 
@@ -89,7 +96,7 @@ def test_seconds_are_compared_only_on_the_same_processor(cpu):
 def test_a_wrong_option_of_sbatch_gives_one_line(options, said, data, tmp_path, capsys):
     argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     assert main([*argv, *options]) == 2
-    assert capsys.readouterr().err.startswith(f"residua: {said}")
+    assert error_in(capsys).startswith(f"residua: {said}")
     assert not (tmp_path / "out").exists()
 
 
@@ -97,13 +104,13 @@ def test_a_missing_package_or_slurm_gives_one_line(data, tmp_path, monkeypatch, 
     argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     monkeypatch.setenv("PATH", "")
     assert main([*argv, "--slurm", "time=5"]) == 2
-    said = "residua: --executor slurm must run on a machine of the cluster, found no srun here\n"
-    assert capsys.readouterr().err == said
+    said = "residua: --executor slurm must run on a machine of the cluster, found no srun here"
+    assert error_in(capsys) == said
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main([*argv, "--slurm", "time=5"]) == 2
-    assert capsys.readouterr().err == said.replace("srun", "sbatch")
+    assert error_in(capsys) == said.replace("srun", "sbatch")
     assert main([*argv[:-2], "--slurm", "time=5"]) == 2
     assert "--slurm must be given with --executor slurm" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "submitit", None)

@@ -133,9 +133,9 @@ def test_a_folder_accepts_no_runs_with_other_settings(finished, data, tmp_path, 
     other.write_text(write_yaml({**SMALLEST, **change}))
     before = {path.name: path.read_bytes() for path in out.glob("*.json*")}
     assert main(["study", "run", str(other), "--out", str(out), "--data", str(data), "--no-costs"]) == 2
-    error = capsys.readouterr().err
+    reading, error = capsys.readouterr().err.splitlines()
+    assert reading.startswith("study: reading ")
     assert said in error
-    assert error.count("\n") == 1
     assert {path.name: path.read_bytes() for path in out.glob("*.json*")} == before
 
 

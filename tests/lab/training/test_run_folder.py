@@ -23,7 +23,7 @@ def test_a_folder_of_another_kind_is_refused_and_unchanged(names, tmp_path, fit)
     """The folder of a study is an example."""
     for name in names:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=f"{tmp_path.name}: must be .*, got"):
+    with pytest.raises(InputError, match=f"{tmp_path.name} must be .*, got"):
         fit(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert all(path.read_text() == "mine" for path in tmp_path.iterdir())

@@ -295,5 +295,5 @@ def test_rows_are_also_logged_to_weights_and_biases(tmp_path, fit, monkeypatch):
     with pytest.raises(InputError, match=r"train\.wandb: no key; WANDB_MODE=offline"):
         fit(tmp_path / "other", wandb="mine")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"pip install 'residua\[wandb\]'"):
+    with pytest.raises(InputError, match=r'pip install "\.\[wandb\]"'):
         fit(tmp_path / "third", wandb="mine")
