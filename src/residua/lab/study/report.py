@@ -6,7 +6,7 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ def write_report(results: Results, out: str | Path) -> list[Path]:
 
 def markdown(results: Results) -> str:
     """Return the report in Markdown."""
-    study = results.study
+    study, shown = results.study, columns(results)
     lines = [f"# {_safe(study.title)}", "", *_setting(results), ""]
     for size in study.sizes:
         rows = [row for row in results.rows if row.size == size]
@@ -64,7 +64,6 @@ def markdown(results: Results) -> str:
             continue
         lines += [f"## {_safe(size)}", "", *_noise(results, size), ""]
         rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
-        shown = columns(results)
         cells = [[text(row) for text in shown.values()] for row in rows]
         lines += [_markdown(Table(list(shown), cells)), ""]
         if points := points_table(rows):
@@ -78,7 +77,7 @@ def markdown(results: Results) -> str:
             tables = [_markdown(asked.table)] if asked.table else []
             for part in (f"### {_safe(asked.ask)}", *tables, *map(_safe, asked.remarks)):
                 lines += [part, ""]
-    return "\n".join([*lines, "## How to read this", "", *_reading(results), ""])
+    return "\n".join([*lines, "## How to read this", "", *_reading(results, shown), ""])
 
 
 EVERY_POINT = (
@@ -300,9 +299,9 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name.replace('`', '')}`" for name in names)
 
 
-def _reading(results: Results) -> list[str]:
-    """Return the notes on how to read the report. A note on a column is left out if no row fills the column."""
-    shown, points = columns(results), points_table(results.rows)
+def _reading(results: Results, shown: Container[str]) -> list[str]:
+    """Return the notes on how to read the report. A note on a column that is not among those `shown` is left out."""
+    points = points_table(results.rows)
     headers = [shown, points.header if points else ()]
     factors = sorted({factor for size in results.study.sizes for factor in results.study.longer_at(size)})
     times = " and ".join(f"{factor:g}" for factor in factors)
@@ -328,7 +327,7 @@ def _reading(results: Results) -> list[str]:
         "looked at the same held-out text.": True,
         "- 80 % power: in four of five such studies the interval would show a true difference of this size.": True,
         f"- Worth: as many times the tokens bring the baseline to the scheme's loss{speed}. Beyond the baseline's "
-        "longest runs only the bound is known.": any(name.endswith(", worth") for name in shown),
+        "longest runs only the bound is known.": any(f"vs {name}, worth" in shown for name in results.study.baselines),
         "- Learned to copy: how many of the reported runs began to look up earlier pairs of tokens, and when.": any(
             "learned to copy" in header for header in headers
         ),
@@ -523,7 +522,7 @@ def payload(results: Results) -> dict[str, Any]:
         "baselines": list(study.baselines),
         "measures": results.measures,
         "setting": [line.removeprefix("- ") for line in _setting(results)],
-        "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(results)],
+        "reading": [line.removeprefix("- ").replace("**", "") for line in _reading(results, shown)],
         "about": {size: _noise(results, size) for size in study.sizes},
         "columns": list(shown),
         "rows": [
