@@ -29,6 +29,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
@@ -242,12 +243,14 @@ def licences(folder: Path, debs: Path) -> list[str]:
 def downloaded(package: str, debs: Path) -> Path | None:
     """The file of a package in the folder `debs`, downloaded if it is not there yet: of the recorded version while the
     mirror has it, else the newest. None for no package."""
-    for wanted in (f"{package}={RECORDED.get(package)}", package):
+    version = recorded_versions().get(package)
+    for wanted in (*([f"{package}={version}"] if version else []), package):
         if not list(debs.glob(f"{package}_*.deb")):
             subprocess.run(["apt-get", "download", "-q", wanted], cwd=debs, capture_output=True)
     return max(debs.glob(f"{package}_*.deb"), default=None)
 
 
+@cache
 def recorded_versions() -> dict[str, str]:
     """The version of each package whose text the records of ResBench have."""
     found = [json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8")) for name in RECORDS]
@@ -313,7 +316,7 @@ def main() -> None:
             if characters:
                 facts[name] = {"version": package.version, "characters": characters, "licences": package.licences}
             size += characters
-            recorded = RECORDED.get(name, package.version)
+            recorded = recorded_versions().get(name, package.version)
             other = "" if recorded == package.version else f" (the records have {recorded})"
             print(f"{name} {package.version}{other}: {characters:,} characters, {size:,} in all", flush=True)
     record = {
@@ -325,9 +328,6 @@ def main() -> None:
         "packages": facts,
     }
     arguments.out.with_suffix(".facts.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-RECORDED = recorded_versions()
 
 
 if __name__ == "__main__":
