@@ -197,7 +197,9 @@ def test_the_code_in_the_card_and_the_output_runs_unchanged_without_questions(tr
         block = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
         *first, model, tokenizer = block.splitlines()
         used = 'print(tokenizer.decode(tokenizer("Text")["input_ids"]), type(model).__name__)'
-        assert command.replace(str(folder), folder.name) == f"{first[0]}; {model.removeprefix('model = ')}"
+        call, _, comment = model.removeprefix("model = ").partition("  # ")
+        assert comment == "the path of this folder"
+        assert command.replace(str(folder), folder.name) == f"{first[0]}; {call}"
         for lines in ([*first, model, tokenizer, used], [*first, tokenizer, model, used]):
             blocks.append("\n".join([BLOCKED if option else "", *lines]))
     assert python(f"blocks = {blocks}\n{FORKS}", tmp_path) == "Text ResiduaForCausalLM\n" * 4

@@ -525,7 +525,13 @@ class Steep(Narrow):
         return super().forward(module, x, sublayers)
 
 
-@pytest.mark.parametrize("name", some(PRESETS, ("residual", "ddl", "mhc").__contains__))
+COARSE = {"hc", "edelta", "edelta-stream"}
+"""Presets whose own gradients can be so far from the exact ones in bfloat16 that a fifth more is within rounding."""
+
+
+@pytest.mark.parametrize(
+    "name", some([name for name in PRESETS if name not in COARSE], ("residual", "ddl", "mhc").__contains__)
+)
 def test_a_gradient_that_is_a_fifth_too_large_fails_in_bfloat16(name):
     checks()["gradients"](Narrow(PRESETS[name]))
     with pytest.raises(CheckFailed, match=r"the gradient of the state, leaf 0 is 1\.[12]\d* times ours$"):
