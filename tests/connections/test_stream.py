@@ -50,6 +50,24 @@ def test_frozen_parameters_are_in_no_group():
     torch.optim.AdamW([*residua.build("residual", 8, 2).param_groups(lr=1e-3, weight_decay=0.1)])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ALL)
+def test_gates_are_in_float32_if_the_default_dtype_is_narrow(name, dtype):
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        stream = ALL[name].build(16, 4)
+    finally:
+        torch.set_default_dtype(kept)
+    wide = set(stream.float32_parameters())
+    for found, parameter in stream.named_parameters():
+        assert parameter.dtype == (torch.float32 if found in wide and dtype == torch.bfloat16 else dtype)
+    x = torch.randn(1, 3, 16, dtype=dtype)
+    result = stream(x, bare_sublayers(16, 4))
+    assert result.dtype == dtype
+    assert result.isfinite().all()
+
+
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_narrowing_the_gates_of_a_model_gives_a_warning(narrow):
     model = torch.nn.ModuleDict({"stream": residua.build("mhc", dim=8, num_sublayers=2)})

@@ -47,6 +47,7 @@ from residua.connections.parts.projection import LINEAR_MAPS, WideProjection
 from residua.connections.parts.sharded import SelfStarting
 from residua.connections.parts.spec import TensorSpec
 from residua.errors import ranges_of, require
+from residua.ops.precision import at_least_float32
 from residua.ops.shapes import expect_shape
 
 State = Any  # a pytree of tensors
@@ -448,6 +449,9 @@ class Scheme(ABC):
             norm = partial(self.default_norm, dim, norm_eps)
         stream = self.assemble(dim, num_sublayers, norm, norm_eps)
         stream.scheme, stream.dim = self, dim
+        for name in stream.float32_parameters():  # a model can be built in a narrow default dtype
+            parameter = stream.get_parameter(name)
+            parameter.data = at_least_float32(parameter.data)
         connection: Any
         for i, connection in enumerate(stream.connections):
             connection.takes, connection.causal = self.state_spec(i, dim), self.causal

@@ -204,11 +204,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
-        float32_names = set(self.stream.float32_parameters())
-        self._keep_in_fp32_modules_strict = {f"stream.{name}" for name in float32_names}
-        for name, parameter in self.stream.named_parameters():
-            if name in float32_names:  # also if the model is built in a narrow dtype
-                parameter.data = at_least_float32(parameter.data)
+        self._keep_in_fp32_modules_strict = {f"stream.{name}" for name in self.stream.float32_parameters()}
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:

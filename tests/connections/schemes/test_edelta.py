@@ -10,7 +10,7 @@ from residua import EDelta, EDeltaStream, Stream, ops
 from residua.connections.parts.ends import Repeat
 from support.references import assert_computes, gelu, rms_norm
 from support.tolerances import assert_close
-from support.variants import bare_sublayers, normal, perturbed
+from support.variants import normal, perturbed
 
 DIM, EPS = 12, 1e-5
 CONTEXTS = ["token", "cumulative", "sequence"]
@@ -218,20 +218,6 @@ def test_penalty(name):
         assert_close(found, 0.7 * 4 * gamma * (1 - gamma))
     (connection,) = replace(HYBRIDS[name], penalty=0.0).build(DIM, 1).connections
     assert connection.penalty(carry.coefficients) is None
-
-
-@pytest.mark.parametrize("scheme", [EDelta(), EDeltaStream()])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_scheme_can_be_built_in_any_dtype(scheme, dtype):
-    """Orthogonal draws do not exist in bfloat16."""
-    kept = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        stream = scheme.build(8, 2)
-    finally:
-        torch.set_default_dtype(kept)
-    assert {parameter.dtype for parameter in stream.parameters()} == {dtype}
-    assert stream(normal(1, 3, 8, dtype=dtype), bare_sublayers(8, 2)).isfinite().all()
 
 
 def test_the_published_blocks_have_the_published_parameters():
