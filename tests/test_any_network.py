@@ -132,7 +132,7 @@ def test_after_one_step_delta_learning_is_far_from_the_identity_of_adaln_zero(co
     assert after < 0.01 if slow else after > 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_trains_every_network(capsys):
     runpy.run_path(str(ROOT / "examples" / "any_network.py"), run_name="__main__")
     losses = re.findall(r"loss ([\d.]+) at the first step, ([\d.]+) at the last", capsys.readouterr().out)

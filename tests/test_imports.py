@@ -114,6 +114,7 @@ def test_residua_imports_with_a_transformers_that_the_lab_does_not_support():
     run_python(code)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_models_need_no_device_package_and_register_if_transformers_was_imported_first():
     """triton and causal_conv1d are for some machines; the models, and all that they import, do without."""

@@ -137,6 +137,7 @@ torch.save(model(torch.arange(9)[None]).logits, sys.argv[2])
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_remote_code_opens_a_converted_model_and_names_residua_if_it_is_missing(folder, tmp_path):
     """In fresh processes. Without residua no model is opened, certainly no plain one."""

@@ -300,6 +300,7 @@ def test_quantizers_of_transformers_do_not_quantize_the_connections_of_a_folder(
     assert kept == [name for name in names if ".stream." in name]
 
 
+@pytest.mark.nightly
 @pytest.mark.compiler
 @pytest.mark.filterwarnings("ignore")
 def test_activation_checkpoints_compile_into_one_graph():

@@ -121,7 +121,7 @@ def test_trl_runs_supervised_fine_tuning(build, tmp_path):
     assert losses[-1] < losses[0] / 1.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainers_of_trl_open_a_folder(tmp_path):
     """They choose the class by the architecture, and open the reference model a second time."""
     trl = pytest.importorskip("trl", reason="trl is not installed")

@@ -114,6 +114,7 @@ def test_training_through_inductor_computes_the_same():
         assert_close(ours, theirs)
 
 
+@pytest.mark.nightly
 def test_training_compiles_under_autocast():
     model, ids = tiny_model("ddl-cc-ec", torch.float32, num_hidden_layers=1).train(), prompt(2, 6)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -125,6 +126,7 @@ def test_training_compiles_under_autocast():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_evaluation_of_a_padded_batch_compiles():
     model = tiny_model("ddl-ec", num_hidden_layers=1)
@@ -139,6 +141,7 @@ def test_evaluation_of_a_padded_batch_compiles():
         compiled(ids, attention_mask=gap, use_cache=False)
 
 
+@pytest.mark.nightly
 @torch.no_grad()
 def test_packed_documents_compile():
     """Positions separate them without a look at values; two sources that differ raise inside the graph."""

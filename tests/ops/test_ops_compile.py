@@ -28,7 +28,9 @@ def test_every_operation_compiles_into_one_graph(name):
         assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", ["delta_write", "causal_read", "causal_expand", *HYPER])
+@pytest.mark.parametrize(
+    "name", some(["delta_write", "causal_read", "causal_expand", *HYPER], ("delta_write", "causal_read").__contains__)
+)
 def test_operations_compile_for_any_sequence_length(name):
     torch.compiler.reset()
     op, shapes = OPS[name]

@@ -400,7 +400,7 @@ def test_a_mean_over_the_whole_sequence_ignores_padding_and_refuses_pieces(schem
         stream(x[:, :2], SUB, memory=StreamMemory())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.compiler
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["residual-ec4", "pooled-householder"])

@@ -164,7 +164,7 @@ def test_an_estimate_of_unsupported_input_is_refused():
         estimate(config, model_config(config), gpus=3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_prints_a_table_or_json(capsys):
     argv = ["cost", "count", "--config", "tiny-ddl", "--gpus", "2", "--gpu", "a100"]
     assert main([*argv, "--json"]) == 0

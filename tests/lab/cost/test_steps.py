@@ -36,6 +36,7 @@ def command(*arguments):
     run_function("residua cost step", cost.step, ["--config", "tiny", *sizes, "--rounds", "2", *arguments])
 
 
+@pytest.mark.nightly
 @pytest.mark.compiler
 def test_each_compiled_step_is_one_graph_for_any_number_of_schemes(monkeypatch):
     # The backend decides how fast the graph is, not whether there is one; this backend takes no time to build it.
@@ -154,7 +155,7 @@ def test_a_system_that_does_not_report_the_peak_gives_none(monkeypatch, tmp_path
     assert peak_of(MeasuredStep, (), "ddl", device="cpu") is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_converted_llama_is_compared_with_itself_under_the_plain_residual(tmp_path):
     """In wider and wider models, numbers of gates and mappings take a smaller and smaller share of a vector."""
     found = []

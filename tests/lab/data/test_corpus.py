@@ -39,7 +39,7 @@ def stdlib():
     return open_corpus("stdlib")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stdlib_holds_each_english_documentation_once(stdlib):
     found = [document.text for document in stdlib]
     assert 1.7e6 < stdlib.size == sum(len(text.encode()) for text in found) < 2.6e6
@@ -65,6 +65,7 @@ def test_topics_of_stdlib_do_not_repeat_their_sections(stdlib):
     assert sum("parameter_list_starargs" in document.text for document in stdlib) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_stdlib_does_not_depend_on_the_process(stdlib, tmp_path):
     (tmp_path / "pydoc_data.py").write_text("raise RuntimeError('taken from the working folder')")

@@ -108,6 +108,7 @@ def test_records_of_jobs_equal_those_of_local_processes(tmp_path):
     assert not list((tmp_path / "jobs" / "slurm").glob("[123].json"))
 
 
+@pytest.mark.nightly
 def test_the_named_log_contains_the_error_of_a_run(tmp_path):
     with pytest.raises(RunError, match=r"the job of a ended as FINISHED; see .*_log\.err") as failure:
         run(tmp_path / "out", [Job("a", refuses, (InputError("wrong key"),))], executor=LOCAL)
@@ -122,6 +123,7 @@ def test_a_run_resumes_after_its_job_was_killed_or_preempted(number, tmp_path):
     assert len(jobs_in(tmp_path / "out")) == (2 if number == signal.SIGKILL else 1)
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_always_killed_is_no_longer_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "KILLS", 2)
     with pytest.raises(RunError, match=r"the job of dies ended as FINISHED; see .*_log\.err"):

@@ -146,6 +146,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_torchrun_starts_again_after_a_rank_was_killed(data, alone, tmp_path, rows):
     """Without --resume, the second attempt resumes by itself. One rank is enough, as torchrun restarts all of them."""
