@@ -60,7 +60,7 @@ def test_each_step_passes_fails_or_times_out_separately(gpu, place, capsys):
 
 
 @pytest.mark.processes
-def test_the_time_of_all_steps_is_limited(gpu, place, capsys, monkeypatch):
+def test_the_total_time_of_all_steps_is_limited(gpu, place, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "SHORTEST", 1.0)
     steps = [step(gpu, name, "import time; time.sleep(60)") for name in "abc"]
     gpu.run(place, steps, 2.5)

@@ -57,7 +57,7 @@ def test_a_difference_is_named(guards):
     ]
 
 
-def test_the_last_bit_a_name_and_a_dtype_change_the_digest(guards):
+def test_a_change_of_one_bit_a_name_or_a_dtype_changes_the_digest(guards):
     weight = torch.ones(3)
     tensors = [{"w": weight}, {"w": weight.nextafter(torch.tensor(2.0))}, {"v": weight}, {"w": weight.bfloat16()}]
     assert len({guards.digest(each) for each in tensors}) == 4

@@ -77,7 +77,7 @@ INSIDE = ("transformers", "torchtitan", "vllm", "submitit")
 """Packages that we reach below the public surface of."""
 
 
-def test_a_requirement_has_a_lower_bound_and_an_upper_one_if_we_reach_below_its_public_surface():
+def test_a_requirement_has_a_lower_bound_and_an_upper_bound_if_we_use_its_private_names():
     for name, requirement in requirements().items():
         operators = {bound.operator for bound in requirement.specifier}
         assert operators == ({">=", "<"} if name in INSIDE else {">="}), requirement

@@ -176,7 +176,7 @@ class Range:
 
 
 def at_most(limit: int) -> Range:
-    """Return an upper bound, to be far above any real model, so that a typo cannot exhaust memory or run for hours."""
+    """Return an upper bound on a size. Set it far above any real model: it only keeps a typo from exhausting memory."""
     return Range(f"at most {limit}", lambda x: x <= limit)
 
 

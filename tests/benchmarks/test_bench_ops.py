@@ -45,7 +45,7 @@ def test_every_operation_passes_the_check(dtype):
 
 @pytest.mark.parametrize("operation", ["delta_write", "causal_read", "connection:ddl-cc", "connection:attnres"])
 @pytest.mark.parametrize("sequences", [1, 2, 17])
-def test_the_check_by_parts_is_the_check_of_the_whole(operation, sequences):
+def test_checking_in_parts_equals_checking_the_whole(operation, sequences):
     sizes = Sizes(6 * sequences, 6, 8, 3, "float32")
     case = make(operation, sizes, Draw(sizes, torch.device("cpu"), 0))
     for leaf in case.leaves():
@@ -97,7 +97,7 @@ def test_no_speed_is_reported_for_a_wrong_operation(monkeypatch, capsys, tmp_pat
     assert (tmp_path / "out.jsonl").read_text() == ""
 
 
-def test_bytes_count_every_token_and_both_passes():
+def test_the_byte_count_covers_every_token_and_both_passes():
     sizes = Sizes(1000, 10, 64, 4, "bfloat16")
     forward = 1000 * (2 * 4 * 64 * 2 + 64 * 2 + 5 * 4)
     assert model_bytes("delta_write", sizes, "forward") == forward

@@ -53,7 +53,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_correct_peer_is_timed_beside_ours(installed, precision, tmp_path, capsys):
+def test_a_correct_peer_is_timed_against_residua(installed, precision, tmp_path, capsys):
     installed(Right)
     out = tmp_path / "out.jsonl"
     assert command("--packages", "attn-res", "--precision", precision, "--out", str(out), "--json") == 0

@@ -19,7 +19,7 @@ def test_the_page_is_made_from_the_records():
     assert compliance.PAGE.read_text(encoding="utf-8") == page(list(records.values()))
 
 
-def test_a_limit_under_autocast_is_that_of_the_record():
+def test_a_failed_float32_check_has_a_limit_under_autocast():
     for record in read().values():
         assert "under autocast" in record.get("failed", {}).get("float32_mappings", "under autocast")
 

@@ -118,7 +118,7 @@ def test_a_command_runs_without_stdout_or_stderr(closed, monkeypatch):
     assert main(["schemes"]) == 0
 
 
-def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
+def test_a_bug_in_residua_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr("residua.connections.registry.schemes", Mock(side_effect=RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         main(["schemes"])

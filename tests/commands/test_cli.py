@@ -205,7 +205,7 @@ def test_output_fits_a_terminal_of_80_columns(runs, prepared, capsys, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / "resbench").is_dir(), reason="resbench/ is not in this archive")
-def test_our_results_are_those_of_the_records():
+def test_the_listed_results_equal_the_records():
     """resbench/scheme_results.py writes the file."""
     module = runpy.run_path(str(ROOT / "resbench" / "scheme_results.py"))
     assert module["FILE"].read_text(encoding="utf-8") == module["results"]()
@@ -407,7 +407,7 @@ def test_the_lab_extra_is_enough_for_all_commands_and_hints_name_it(runs, prepar
 
 
 @pytest.mark.processes
-def test_missing_packages_of_training_are_named_with_the_command_that_installs_them(tmp_path):
+def test_missing_training_packages_are_named_with_the_command_that_installs_them(tmp_path):
     missing = ["yaml", "transformers"]  # in the order in which the command imports them
     command = ["train", "--config", "tiny", "--run", str(tmp_path / "run")]
     statuses, _, err = each_without(*(({name}, command) for name in missing))

@@ -175,7 +175,7 @@ def test_an_unusable_tokenizer_is_refused_before_the_model_is_loaded(folder, tmp
         ("Qwen3", 0, ["qwen3: converts"]),
     ],
 )
-def test_check_tells_by_one_line_and_its_status_whether_a_model_type_converts(model, status, says, capsys):
+def test_check_reports_in_one_line_and_by_exit_status_whether_a_model_type_converts(model, status, says, capsys):
     assert main(["convert", "--check", model]) == status
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(says)

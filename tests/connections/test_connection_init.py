@@ -40,7 +40,7 @@ def test_gates_start_at_beta_init_for_every_token(name):
     ("asked", "got"), [(1.0, 1.0), (1, 1.0), (0.5, 0.5), (0.01, 0.01), (1.9, 1.9), (0, 2e-6), (2, 2 - 2e-6)]
 )
 @pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_every_beta_init_is_met(asked, got, head):
+def test_every_beta_init_is_reached(asked, got, head):
     """The ends are clamped by 2e-6, as in the authors' code: their logit would be infinite."""
     scheme = DeepDelta(beta_init=asked, beta_head=head)
     for connection in scheme.build(DIM, 2).connections:

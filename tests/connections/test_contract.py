@@ -46,7 +46,7 @@ def test_contract(name):
     """Run the suite that the package ships for other people's schemes; a failure has a line for each broken check."""
     report = check_scheme(ALL[name])
     # Only where `preserving` refused, and said why, may a check be left out.
-    assert all(reason.startswith("it has no such start") for reason in report.not_checked.values()), str(report)
+    assert all(reason.startswith("the scheme has no start") for reason in report.not_checked.values()), str(report)
 
 
 def test_every_choice_of_every_option_has_a_variant():
@@ -69,7 +69,7 @@ def test_every_choice_of_every_option_has_a_variant():
 
 
 @every_scheme
-def test_a_gate_starts_within_its_range_at_the_value_of_its_facts(name):
+def test_a_gate_starts_at_the_value_in_its_facts_within_its_range(name):
     scheme, state = ALL[name], normal(2, 5, DIM, dtype=torch.float32)
     stream, sublayer = scheme.build(DIM, SUBLAYERS), bare_sublayers(DIM, SUBLAYERS)[0]
     state = stream.expand(state)

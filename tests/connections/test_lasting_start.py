@@ -132,7 +132,7 @@ def test_every_preset_keeps_its_start_in_a_model_of_transformers(name, tmp_path)
             assert value.abs().max() <= 4 * other[key].abs().max(), key
 
 
-def test_a_function_passed_to_apply_that_draws_no_start_has_its_full_effect():
+def test_a_function_passed_to_apply_that_initialises_nothing_has_its_full_effect():
     model, visited = Model("ddl-tc"), []
     with warnings.catch_warnings():
         warnings.simplefilter("error")

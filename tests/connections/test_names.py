@@ -16,7 +16,7 @@ from residua.lab.training import load_config
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_case_and_marks_do_not_matter(preset):
+def test_case_and_punctuation_do_not_matter(preset):
     for name in (preset.upper(), preset.replace("-", "_"), preset.replace("-", ""), preset.title()):
         assert canonical(name) == preset
         assert resolve(name) == residua.resolve({"preset": name}) == PRESETS[preset]

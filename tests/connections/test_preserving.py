@@ -66,12 +66,12 @@ def sublayers() -> list[Callable[..., Tensor]]:
     return [lambda x, k=None, v=None, f=f: f(x, x if k is None else k, x if v is None else v) for f in bare]
 
 
-def test_known_schemes_preserve():
+def test_known_schemes_can_preserve_the_plain_residual():
     assert set(PRESERVING) >= KNOWN
 
 
 @pytest.mark.parametrize("name", sorted(set(ANY) - set(PRESERVING)))
-def test_schemes_that_cannot_preserve_say_why(name):
+def test_schemes_without_a_preserving_start_say_why(name):
     with pytest.raises(ValueError, match=rf"^{type(ANY[name]).__name__}: .{{40,}}") as raised:
         ANY[name].preserving()
     assert "\n" not in str(raised.value)
@@ -94,7 +94,7 @@ EXACT = ALWAYS | {SCHEMES[name] for name in ("delta_attnres", "lambdas", "siames
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in PRESERVING if type(ANY[name]) in EXACT])
-def test_it_starts_as_the_plain_residual_to_the_last_bit(name, dtype):
+def test_a_preserving_scheme_starts_as_the_plain_residual_to_the_last_bit(name, dtype):
     start = PRESERVING[name]
     assert start == ANY[name] or type(start) not in ALWAYS
     x = normal(2, 5, DIM, dtype=dtype)

@@ -285,7 +285,7 @@ def test_a_record_opens_only_with_the_scheme_of_its_own_package(declare):
     for key in ("scheme", "preset"):
         with pytest.raises(ValueError, match=r"'half' of the package 'theirs', got .*'half_o"):
             resolve({key: "half", "package": "theirs"})
-        with pytest.raises(ValueError, match="the package 'theirs', got that of 'residua'"):
+        with pytest.raises(ValueError, match="the package 'theirs', got the one of 'residua'"):
             resolve({key: "residual", "package": "theirs"})
     with pytest.raises(ValueError, match=r"'half' of the package 3, got .*'half_ours'"):
         resolve({"scheme": "half", "package": 3})
@@ -300,7 +300,7 @@ def test_a_name_that_two_packages_declare_is_refused_unless_the_package_is_named
     record = describe(resolve({"preset": "small-b"}))
     assert (record["scheme"], record["package"]) == ("half", "half_b")
     assert resolve(record) == resolve({"preset": "half", "package": "half_b", "expand": "conv"}) == second.SMALL
-    with pytest.raises(ValueError, match="of the package 'half_a', got that of 'half_b'"):
+    with pytest.raises(ValueError, match="of the package 'half_a', got the one of 'half_b'"):
         resolve({"scheme": "half", "package": "half_a"})
     assert type(resolve({"preset": "small-a"})) is first.Half
 
@@ -309,7 +309,7 @@ def test_a_built_in_name_cannot_be_taken(declare):
     theirs = declare("shadow", "mhc = half_shadow:Half", "deep_delta = half_shadow:Half")
     assert resolve({"scheme": "deep_delta"}) == residua.DeepDelta()
     assert resolve("mhc:num_streams=2").num_streams == 2
-    with pytest.raises(ValueError, match="the package 'half_shadow', got that of 'residua'"):
+    with pytest.raises(ValueError, match="the package 'half_shadow', got the one of 'residua'"):
         resolve({"scheme": "mhc", "package": "half_shadow"})
     with pytest.raises(ValueError, match="Half has no name"):
         describe(theirs.Half())
@@ -343,7 +343,7 @@ class Weights(Residual):
 
 
 @pytest.mark.usefixtures("names")
-def test_tuples_are_tuples_again_after_a_file():
+def test_tuples_are_restored_from_files():
     residua.register("weights", Weights)
     scheme = Weights(w=(2.0, 1), pairs=((1, "a"), (2, "b")), anything=(1, ()))
     described = describe(scheme)

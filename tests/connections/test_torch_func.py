@@ -87,7 +87,7 @@ def test_hessians_of_torch_func_equal_those_of_autograd(name):
 
 
 @pytest.mark.parametrize("k_norm", ops.K_NORMS)
-def test_a_direction_of_zero_has_the_same_derivative_as_in_training(k_norm):
+def test_a_zero_direction_has_the_same_derivative_as_in_training(k_norm):
     k = torch.zeros(3, dtype=torch.float64)
     expected = torch.autograd.functional.jacobian(lambda k: ops.unit(k, k_norm=k_norm, eps=0.5), k)
     assert_close(jacrev(lambda k: ops.unit(k, k_norm=k_norm, eps=0.5))(k), expected)

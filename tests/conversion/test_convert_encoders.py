@@ -87,7 +87,7 @@ def test_the_tokens_of_all_images_may_be_in_one_row():
         residua.convert(encoder(config), WINDOWED, start="fresh", inputs=inputs)
 
 
-def test_whisper_is_converted_half_by_half():
+def test_the_encoder_and_decoder_of_whisper_are_converted_separately():
     model = whisper()
     with pytest.raises(InputError, match=r"residua\.convert\(model\.get_encoder"):
         residua.convert(model, "hc")
@@ -107,7 +107,7 @@ def test_whisper_is_converted_half_by_half():
     assert torch.equal(model(input_features=SOUND, decoder_input_ids=STARTS).logits, before)
 
 
-def test_a_decoder_half_that_reads_earlier_tokens_remembers_them():
+def test_a_converted_decoder_remembers_the_earlier_tokens_that_it_reads():
     model = whisper()
     lively(model.get_decoder(), WINDOWED, ENCODED)
     ids = torch.randint(2, 32, (2, 6))

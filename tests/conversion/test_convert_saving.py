@@ -62,7 +62,7 @@ def test_a_saved_model_is_opened_by_the_auto_classes(connection, tmp_path):
     )
 
 
-def test_connections_stay_in_float32_beside_weights_in_half_precision(tmp_path):
+def test_connections_stay_in_float32_in_a_half_precision_model(tmp_path):
     converted("hc", torch.float32).save_pretrained(tmp_path)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     found = {name: parameter.dtype for name, parameter in opened.named_parameters()}
@@ -95,7 +95,7 @@ def test_an_untrained_model_is_built_from_the_configuration(tmp_path):
     assert llama().config.__class__ is LlamaConfig
 
 
-def test_the_class_of_a_configuration_opens_it(tmp_path):
+def test_a_configuration_is_opened_by_its_class(tmp_path):
     """PEFT opens it in this way; it also saves the embedding if the number of rows differs."""
     model = converted("hc", torch.float32)
     kind = type(model.config)
@@ -132,7 +132,7 @@ with open(sys.argv[2], "rb") as file:
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_transformers_without_residua_does_not_open_it_and_a_pickled_configuration_builds_a_model(tmp_path):
+def test_transformers_without_residua_does_not_open_a_converted_model_and_a_pickled_configuration_builds_one(tmp_path):
     model, config = converted("hc", torch.float32), tmp_path / "config"
     model.save_pretrained(tmp_path / "model")
     config.write_bytes(pickle.dumps(model.config))
@@ -143,7 +143,7 @@ def test_transformers_without_residua_does_not_open_it_and_a_pickled_configurati
     assert ".stream." in names, done.stderr
 
 
-def test_the_class_of_one_model_type_does_not_open_it(tmp_path):
+def test_the_class_of_one_model_type_does_not_open_a_converted_model(tmp_path):
     """It would find a configuration of its own type inside, or use its defaults, and omit the connections."""
     model = converted("hc", torch.float32)
     model.save_pretrained(tmp_path)
@@ -188,7 +188,7 @@ def test_only_converted_models_are_saved_differently_and_opened_by_the_auto_clas
 
 
 @pytest.mark.slow
-def test_a_model_for_another_task_takes_the_connections(tmp_path):
+def test_a_model_for_another_task_can_load_the_connections(tmp_path):
     model = converted("hc", torch.float32)
     residua.save_connection(model, tmp_path / "connection")
     residua.unconvert(copy.deepcopy(model), lossy=True).save_pretrained(tmp_path / "plain")
@@ -202,7 +202,7 @@ def test_a_model_for_another_task_takes_the_connections(tmp_path):
 
 
 @pytest.mark.parametrize("halves", [("mhc", None), (None, WINDOWED), ("hc", "attnres")])
-def test_the_converted_halves_of_a_model_are_saved_one_by_one(halves, tmp_path):
+def test_a_converted_encoder_and_decoder_are_saved_separately(halves, tmp_path):
     model = whisper()
     places = [(half, name) for half, name in zip(("get_encoder", "get_decoder"), halves) if name is not None]
     for half, connection in places:
@@ -246,7 +246,7 @@ def test_the_connections_of_a_trunk_are_those_of_its_language_model(tmp_path):
     assert_close(residua.load(tmp_path / "whole", dtype=torch.float64)(IDS).logits, model(IDS).logits)
 
 
-def test_connections_beside_the_configuration_of_a_plain_model_are_refused(tmp_path):
+def test_connection_weights_with_the_configuration_of_a_plain_model_are_refused(tmp_path):
     model = converted("hc", torch.float32)
     model.save_pretrained(tmp_path)
     residua.unconvert(model, lossy=True).config.save_pretrained(tmp_path)
@@ -329,7 +329,7 @@ def test_a_failed_save_leaves_the_old_connections(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_kill_between_the_two_files_leaves_no_mixture_that_opens(tmp_path, monkeypatch):
+def test_a_kill_between_the_two_files_leaves_no_mixed_folder_that_opens(tmp_path, monkeypatch):
     """The parameters of both have the same names and shapes."""
     residua.save_connection(converted("mhc"), tmp_path)
 
@@ -342,7 +342,7 @@ def test_a_kill_between_the_two_files_leaves_no_mixture_that_opens(tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         residua.save_connection(converted("mhc:iterations=3"), tmp_path)
     monkeypatch.undo()
-    with pytest.raises(InputError, match=r"must be of one connection, got two; save it again"):
+    with pytest.raises(InputError, match=r"must be of one connection, got two; save"):
         residua.load_connection(llama(), tmp_path)
 
 
@@ -353,20 +353,20 @@ def test_tensors_that_are_not_parameters_are_refused_by_name(change, tmp_path):
     name = min(name for name in tensors if ".connections." in name)
     tensors |= {name: tensors[name].long()} if change == "whole numbers" else {"\x1b[31m": torch.zeros(1)}
     save_file(tensors, tmp_path / "connection.safetensors")
-    with pytest.raises(InputError, match=r"must hold the parameters of the connections: '[ -~]*' differs$"):
+    with pytest.raises(InputError, match=r"must have the parameters .* '[ -~]*' differs; "):
         residua.load_connection(llama(), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", "none", "./none", "../none/there", "a/b/c", "none/", "/none/there"])
 def test_the_error_for_a_missing_folder_says_that_it_is_missing(name):
-    with pytest.raises(InputError, match=rf"^{re.escape(name)}: no such folder, and no name of the hub"):
+    with pytest.raises(InputError, match=rf"^{re.escape(name)} must be a folder, or OWNER/NAME"):
         residua.load(name)
 
 
 def test_connections_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"connection\.json"):
         residua.load_connection(llama(), tmp_path)
-    with pytest.raises(InputError, match="must be a converted one"):
+    with pytest.raises(InputError, match="must be converted, got"):
         residua.save_connection(llama(), tmp_path)
     residua.save_connection(converted("hc"), tmp_path)
     with pytest.raises(InputError, match="its connection differs"):
@@ -377,7 +377,7 @@ def test_connections_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"its layers differ .*input_layernorm"):
         residua.load_connection(model_of(Olmo2Config, intermediate_size=24), tmp_path)
     wider = llama(hidden_size=32)
-    with pytest.raises(InputError, match="with other weights"):
+    with pytest.raises(InputError, match=r"the weights of .* differ"):
         residua.load_connection(wider, tmp_path)
     assert not any(".stream." in name for name in wider.state_dict())
     for dtype in (torch.bfloat16, torch.float16, torch.float64):  # the same model in another precision
@@ -386,14 +386,14 @@ def test_connections_of_another_model_are_refused(tmp_path):
     with torch.no_grad():
         for weight in learnt.parameters():
             weight += 0.05 * weight.std(correction=0) * torch.randn_like(weight)
-    with pytest.raises(InputError, match="with other weights"):
+    with pytest.raises(InputError, match=r"the weights of .* differ"):
         residua.load_connection(learnt, tmp_path)
     file = tmp_path / "connection.safetensors"
     tensors = load_file(file)
     sample = tensors.pop("base_weights")
     for forged in ({}, {"base_weights": sample[:-1].clone()}):
         save_file(tensors | forged, file)
-        with pytest.raises(InputError, match="with other weights"):
+        with pytest.raises(InputError, match=r"the weights of .* differ"):
             residua.load_connection(llama(), tmp_path)
 
 
@@ -403,7 +403,7 @@ def test_a_change_of_one_weight_is_noticed(place, tmp_path):
     other = llama()
     with torch.no_grad():
         list(other.model.parameters())[place].mul_(1.05)
-    with pytest.raises(InputError, match="with other weights"):
+    with pytest.raises(InputError, match=r"the weights of .* differ"):
         residua.load_connection(other, tmp_path)
 
 
@@ -419,7 +419,7 @@ def test_connections_without_a_parameter_are_refused(plain, tmp_path):
         for key, parameter in model.named_parameters():
             parameter.mul_(1.5 if ".stream." in key else 1)
     before = model(IDS).logits
-    with pytest.raises(InputError, match=f"must hold the parameters of the connections: .*{name}"):
+    with pytest.raises(InputError, match=f"must have the parameters .*{name}"):
         residua.load_connection(model, tmp_path)
     assert torch.equal(model(IDS).logits, before)
 
@@ -435,7 +435,7 @@ def test_a_description_whose_flag_is_not_a_bool_is_refused(tmp_path):
         residua.load_connection(llama(), tmp_path)
 
 
-def test_connections_are_not_saved_beside_adapters(tmp_path):
+def test_the_connections_of_a_model_with_adapters_are_not_saved(tmp_path):
     """No model could load them: adapters rename the weights that the connections belong to."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model = converted("ihc")
@@ -585,7 +585,7 @@ def test_layers_out_of_order_are_not_saved_if_their_depth_matters(tmp_path):
         model.save_pretrained(tmp_path)
 
 
-def test_the_half_of_an_encoder_decoder_is_not_saved_as_a_model(tmp_path):
+def test_the_encoder_of_an_encoder_decoder_is_not_saved_as_a_model(tmp_path):
     half = lively(whisper().get_encoder(), "hc", {"input_features": SOUND})
     with pytest.raises(InputError, match=r"WhisperEncoder .* residua\.save_connection"):
         half.save_pretrained(tmp_path)
@@ -615,7 +615,7 @@ def test_a_layer_that_makes_parameters_on_the_cpu_is_opened(tmp_path):
     assert_close(residua.load(tmp_path, dtype=torch.float64)(IDS).logits, model(IDS).logits)
 
 
-def test_infinity_in_a_configuration_survives_saving(tmp_path):
+def test_infinity_in_a_configuration_is_saved_and_restored(tmp_path):
     sizes = {"head_dim": 8, "num_heads": 4, "state_size": 4, "n_groups": 1, "chunk_size": 4}
     model = lively(model_of(Mamba2Config, num_attention_heads=None, **sizes), "hc")
     model.save_pretrained(tmp_path)

@@ -410,7 +410,7 @@ def test_a_residual_that_a_dialect_implements_is_refused_with_a_reference_to_it(
         residua.convert(tiny(family), "residual")
 
 
-def test_connections_stay_in_float32_in_units_of_their_own(alone):
+def test_connections_in_their_own_fsdp_units_stay_in_float32(alone):
     """The recipe for FSDP2 in mixed precision."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -186,7 +186,7 @@ def test_prefix_caching_is_switched_off_for_convolutions_with_a_message(folders,
 
 @with_vllm
 @pytest.mark.timeout(3600)
-def test_the_folder_of_the_page_on_production_is_served(tmp_path):
+def test_the_folder_in_the_production_guide_is_served(tmp_path):
     path = Path(__file__).parents[2] / "examples/production.py"
     example, out = runpy.run_path(str(path)), tmp_path / "out"
     example["main"](example["tiny_base"](tmp_path / "base"), path, out)

@@ -54,7 +54,7 @@ def test_valid_yaml_is_read():
 
 
 @pytest.mark.parametrize("text", ["1:30", "1:30:00", "1:30.5", "-1:30", "010", "0o10", "2001-01-01", "2001-99-99"])
-def test_numbers_that_only_yaml_1_1_has_are_text(text):
+def test_number_forms_of_yaml_1_1_only_are_read_as_text(text):
     """YAML 1.1 reads 1:30 as 90, 010 as 8, and 2001-01-01 as a date, which JSON lacks."""
     assert parse_yaml(text, "file") == text
 

@@ -5,7 +5,7 @@ from residua.errors import InputError
 from residua.files.tensors import read_tensors, undamaged, write_tensors
 
 
-def test_tensors_metadata_and_views_of_one_storage_survive_a_file(tmp_path):
+def test_tensors_metadata_and_views_of_one_storage_are_restored_from_a_file(tmp_path):
     path, values = tmp_path / "a.safetensors", torch.arange(6.0).view(2, 3).requires_grad_()
     write_tensors(path, {"whole": values, "columns": values.T}, {"name": "value"})
     tensors, metadata = read_tensors(path, "a", "make it again")

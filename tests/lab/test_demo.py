@@ -46,7 +46,7 @@ def settings(config):
     return {f"{part}.{key}": value for part, keys in asdict(config).items() for key, value in keys.items()}
 
 
-def test_the_recipes_differ_in_nothing_but_what_is_tuned():
+def test_the_recipes_differ_only_in_what_is_tuned():
     plain, *others = (settings(load_config(recipe)) for recipe in RECIPES.values())
     for other in others:
         assert {key for key in plain if plain[key] != other[key]} <= TUNED

@@ -153,7 +153,7 @@ def test_a_second_held_out_text_is_evaluated_and_changes_no_step(config, text, p
 def test_a_second_held_out_text_of_another_tokenizer_is_refused(config, text, tmp_path):
     other = prepare(text, tmp_path / "other", vocab_size=300, progress=False)
     both = replace(config, data=replace(config.data, further_validation=str(other.folder)))
-    with pytest.raises(InputError, match=r"data\.further_validation must hold tokens"):
+    with pytest.raises(InputError, match=r"data\.further_validation must be tokenized"):
         run(both, tmp_path / "run", progress=False)
 
 
@@ -200,7 +200,7 @@ def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepar
     assert evaluate(open_run(folder, device="cpu"))["tokens"] > 0
 
 
-def test_a_relative_data_path_is_found_from_everywhere(config, prepared, tmp_path, monkeypatch):
+def test_a_relative_data_path_is_found_from_every_working_directory(config, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(prepared.folder.parent)
     run(replace(config, data=DataConfig(path=prepared.folder.name)), tmp_path / "run", progress=False)
     monkeypatch.chdir(tmp_path)
@@ -233,7 +233,7 @@ def test_an_untrained_model_guesses_about_uniformly(config, prepared, tmp_path):
     assert rows(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(320), abs=0.1)
 
 
-def test_bfloat16_is_measured_afterwards_as_it_was_during_training(config, tmp_path):
+def test_a_bfloat16_run_is_evaluated_afterwards_as_during_training(config, tmp_path):
     low = replace(config, train=replace(config.train, precision="bfloat16"))
     result = run(low, tmp_path / "run", progress=False)
     assert evaluate(open_run(tmp_path / "run", device="cpu"))["val_loss"] == pytest.approx(result["val_loss"], rel=1e-6)

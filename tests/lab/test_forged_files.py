@@ -179,7 +179,7 @@ def test_a_data_index_that_lacks_a_key_or_is_too_deep_is_refused(gone, place, ca
     assert_refused(capsys, arguments(EVALUATE, place), place)
 
 
-def test_a_fingerprint_of_another_kind_means_other_data(place, capsys):
+def test_a_fingerprint_of_the_wrong_type_counts_as_different_data(place, capsys):
     path = manifest_of(place)
     manifest = json.loads(path.read_text())
     edit(path, settings=manifest["settings"] | {"data.fingerprint": -1})

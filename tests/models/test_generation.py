@@ -197,7 +197,7 @@ def test_a_cache_without_a_configuration_works(name):
     model, ids = lively(name), prompt(2, 6)
     assert torch.equal(generate(model, ids, **{CACHE: DynamicCache()}), greedily(model, ids, 6))
     filled = lively("ddl-ec")(ids, use_cache=True)[CACHE]
-    with pytest.raises(ValueError, match="filled by a model with another residual scheme"):
+    with pytest.raises(ValueError, match="the cache of a model with another residual scheme"):
         model(ids, cache=filled)
 
 

@@ -28,7 +28,7 @@ def test_training_adds_the_penalty_of_every_connection(name):
 
 
 @pytest.mark.parametrize("name", ["edelta", "edelta-stream"])
-def test_padding_has_no_share_of_the_penalty(name):
+def test_padding_adds_nothing_to_the_penalty(name):
     model, ids = tiny_model(name).train(), prompt(1, 6)
     padded, mask = left_padded([prompt(16, seed=1), ids[0]])
     alone = [model(row, labels=row) for row in (padded[:1], ids)]

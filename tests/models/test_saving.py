@@ -159,7 +159,7 @@ def test_a_shared_compressor_stays_shared_after_every_move(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ddl-cc-ec", "mhc"])
-def test_the_configuration_survives_saving(name, tmp_path):
+def test_the_configuration_is_saved_and_restored(name, tmp_path):
     """Every option of the scheme is in the file; loading and saving again changes nothing."""
     config = tiny_config(name, qk_norm="pre_rope", rope_ratio=0.5, mup=True)
     config.save_pretrained(tmp_path)

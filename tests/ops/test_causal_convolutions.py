@@ -118,7 +118,7 @@ def test_reading_from_kept_sums_equals_reading_everything(kernel, split):
     assert_close(torch.cat(pieces, 1), causal_read(streams, taps))
 
 
-def test_sums_of_every_token_allow_going_back():
+def test_rejected_draft_tokens_can_be_dropped_from_the_kept_sums():
     """Rejected draft tokens are dropped with their rows; reading continues from the last row that is left."""
     streams, taps = normal(generator(0), 1, 6, 2, 4), normal(generator(1), 4, 2, 4)
     _, rows = causal_read_on(streams[:, :5], taps)

@@ -62,7 +62,7 @@ def test_the_read_and_its_gradients_are_those_of_the_published_form(n, heads, wi
 
 
 @given(numbers, dims, seeds)
-def test_a_query_of_zeros_reads_the_mean(n, d, seed):
+def test_a_zero_query_reads_the_mean(n, d, seed):
     sources, query = drawn(seed, n, d)
     x, weights = depth_read(sources, torch.zeros_like(query))
     assert_close(weights, torch.full_like(weights, 1 / n))
@@ -85,7 +85,7 @@ def test_the_read_lies_between_the_sources_in_any_order(n, d, seed):
 
 
 @given(numbers, st.integers(2, 5), st.floats(0.01, 100.0), seeds)
-def test_the_keys_forget_the_size_of_a_source_and_the_values_do_not(n, d, size, seed):
+def test_the_values_depend_on_the_size_of_a_source_and_the_keys_do_not(n, d, size, seed):
     sources, query = drawn(seed, n, d)
     scaled = [size * sources[0], *sources[1:]]
     before, after = depth_read(sources, query, eps=0.0), depth_read(scaled, query, eps=0.0)
@@ -93,7 +93,7 @@ def test_the_keys_forget_the_size_of_a_source_and_the_values_do_not(n, d, size, 
     assert_close(after[0] - before[0], (size - 1) * before[1][..., :1] * sources[0])
 
 
-def test_every_token_reads_for_itself():
+def test_every_token_reads_independently():
     sources, query = drawn(0, 3, 4)
     changed = [source.clone() for source in sources]
     changed[1][0, 1] += 1
@@ -104,7 +104,7 @@ def test_every_token_reads_for_itself():
     assert not torch.equal(x[~same], other[~same])
 
 
-def test_large_logits_and_sources_of_zeros_stay_finite():
+def test_large_logits_and_zero_sources_stay_finite():
     sources, query = drawn(0, 3, 4)
     for given_sources, given_query in ((sources, 1e6 * query), ([0 * sources[0], *sources[1:]], query)):
         inputs = leaves(given_query, *given_sources)
@@ -195,7 +195,7 @@ def test_the_normalised_read_and_its_gradients_are_attention_over_normalised_sou
     assert not weights.requires_grad
 
 
-def test_the_normalised_read_forgets_the_size_of_every_source():
+def test_the_normalised_read_does_not_depend_on_the_size_of_any_source():
     sources, query = drawn(0, 3, 5)
     x, weights = depth_read(sources, query, normalise_values=True, eps=0.0)
     larger, same = depth_read([7 * source for source in sources], query, normalise_values=True, eps=0.0)
@@ -216,7 +216,7 @@ def test_the_weighted_sum_and_its_gradients_are_those_of_a_stack(n, d, shared, s
     )
 
 
-def test_the_weighted_sum_of_bfloat16_sources_is_float32_inside():
+def test_the_weighted_sum_of_bfloat16_sources_is_computed_in_float32():
     sources = [normal(generator(i), 2, 3, 8).to(torch.bfloat16) for i in range(4)]
     weights = normal(generator(9), 2, 3, 4).float()
     x = depth_mix(sources, weights)

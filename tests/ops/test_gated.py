@@ -37,7 +37,7 @@ def test_the_gated_delta_is_the_orthogonal_update_with_state_and_update_exchange
     assert_close(gated_delta(X, H, GATE, eps=0.3), orthogonal_update(H, X, GATE, eps=0.3**2))
 
 
-def test_a_gated_delta_that_erases_nothing_is_the_sum_to_the_bit_in_every_dtype():
+def test_a_gated_delta_that_erases_nothing_is_exactly_the_sum_in_every_dtype():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         x, h = X.to(dtype), H.to(dtype)
         for write in (None, torch.ones(2)):
@@ -68,7 +68,7 @@ def operator(erase: float | Tensor, h: Tensor) -> Tensor:
     return gated_delta(identity, h, erase, torch.zeros(1, 1).double(), eps=1e-30)
 
 
-def test_spectrum_and_determinant_of_what_it_does_to_the_state():
+def test_spectrum_and_determinant_of_the_map_on_the_state():
     erase = 2 * torch.tanh(GATE[..., 0])
     matrix = operator(erase, H)
     assert_close(matrix, delta_operator(unit(H, eps=1e-30), erase))

@@ -61,7 +61,7 @@ def test_low_precision_is_the_float32_computation_rounded_once(name, dtype):
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("name", ON_STATES)
-def test_a_state_keeps_its_dtype_beside_coefficients_of_another(name, dtypes):
+def test_a_state_keeps_its_dtype_with_coefficients_of_another_dtype(name, dtypes):
     """Low-precision sublayers write into float32 streams, and float32 mappings mix bfloat16 streams."""
     state, *others = arguments(*OPS[name][1])
     assert assert_rounded_once(name, [state.to(dtypes[0]), *(x.to(dtypes[1]) for x in others)]).dtype == dtypes[0]

@@ -217,7 +217,7 @@ def test_eigenvalues_of_two_steps(start, n, seed, alpha, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [2, 4])
-def test_minus_one_is_attained_by_two_steps_from_the_linear_start(dtype, n):
+def test_two_steps_from_the_linear_start_can_have_the_eigenvalue_minus_one(dtype, n):
     """mu = 20, alpha = 0.1 gives t = 2: Y = -I to the last bit, which no exact transform reaches."""
     w = skew_blocks(20.0, n).to(dtype)
     assert torch.equal(iterative_cayley(w, alpha=0.1, steps=2, start="linear"), -torch.eye(n, dtype=dtype))
@@ -226,7 +226,7 @@ def test_minus_one_is_attained_by_two_steps_from_the_linear_start(dtype, n):
     assert_close(distance, scalar(2 / math.sqrt(1 + 1**2)), dtype=dtype)
 
 
-def test_minus_one_is_out_of_reach_of_two_steps_from_the_identity():
+def test_two_steps_from_the_identity_never_have_the_eigenvalue_minus_one():
     """|lambda + 1|^2 = 4 - t^2 + t^4/4 >= 3, with equality at t^2 = 2, where Y x is orthogonal to x."""
     for t in [*torch.linspace(0, 10, 201).tolist(), math.sqrt(2)]:
         y = iterative_cayley(skew_blocks(t), alpha=1.0, steps=2, start="identity")
@@ -458,7 +458,7 @@ def test_rotation_gradcheck(n, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_angle_of_parallel_directions_has_the_gradient_zero(dtype):
+def test_angle_of_parallel_directions_has_zero_gradient(dtype):
     u = normal(generator(0), 4).to(dtype)
     zero, beta = torch.zeros(4, dtype=dtype), torch.tensor(3.0, dtype=dtype)
     for first, second in [(u, u), (u, -2 * u), (u, zero), (zero, u), (zero, zero)]:
@@ -469,7 +469,7 @@ def test_angle_of_parallel_directions_has_the_gradient_zero(dtype):
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(cayley_angle(*inputs), inputs))
 
 
-def test_one_operator_may_apply_to_a_sequence_or_to_all():
+def test_one_operator_may_apply_to_one_sequence_or_to_the_whole_batch():
     g = generator(0)
     for n in (4, 5):
         x = normal(g, 2, 3, n, 2)

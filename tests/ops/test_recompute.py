@@ -237,7 +237,7 @@ def test_saved_tensors_go_through_hooks(write):
     assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(loss, chain.leaves), expected))
 
 
-def test_stretches_of_a_chain_may_be_checkpointed(write):
+def test_parts_of_a_chain_may_be_checkpointed(write):
     """Activation checkpointing hands out each saved tensor once; recomputing asks for tensors of other writes."""
     chain = Chain(write=write)
 

@@ -17,12 +17,12 @@ def along(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("btd,btd->bt", h, unit).unsqueeze(-1) * unit
 
 
-def test_the_update_drops_a_share_of_what_lies_along_the_state():
+def test_the_update_loses_a_share_of_its_component_along_the_state():
     assert_close(orthogonal_update(X, H, GATE, eps=1e-30), X + H - GATE * along(H, X))
     assert_close(orthogonal_update(X, H, GATE, eps=1e-30), residual_scale(X, H, GATE, eps=1e-30) * X + H)
 
 
-def test_a_gate_of_zero_is_the_sum_to_the_bit_in_every_dtype():
+def test_a_zero_gate_gives_exactly_the_sum_in_every_dtype():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         x, h = X.to(dtype), H.to(dtype)
         assert torch.equal(orthogonal_update(x, h, torch.zeros(1)), x + h)
@@ -57,7 +57,7 @@ def test_gradients_of_the_update(gate):
     assert gradgradcheck(lambda *x: orthogonal_update(*x, eps=0.3), inputs, fast_mode=True)
 
 
-def test_a_state_of_zeros_has_finite_gradients():
+def test_a_zero_state_has_finite_gradients():
     x, h = torch.zeros(1, 4, requires_grad=True), torch.ones(1, 4, requires_grad=True)
     orthogonal_update(x, h, torch.ones(1)).sum().backward()
     assert x.grad.isfinite().all()
@@ -90,7 +90,7 @@ def test_the_scaled_sum_and_its_gradients(shapes):
     assert gradgradcheck(summed, inputs, fast_mode=True)
 
 
-def test_a_sum_without_scales_is_the_sum_to_the_bit():
+def test_a_sum_without_scales_is_exactly_the_plain_sum():
     for dtype in (torch.float32, torch.bfloat16):
         x, h = X.to(dtype), H.to(dtype)
         assert torch.equal(scaled_sum((x, h), (None, None)), x + h)

@@ -46,7 +46,7 @@ SEAMS = [
     ),
     Seam("torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction", "states are replayed"),
     Seam("torch._C._autograd._top_saved_tensors_default_hooks", "no layer is replayed for another checkpoint"),
-    Seam("torch._C._current_graph_task_id", "a memory that has moved on is refused in a recomputation"),
+    Seam("torch._C._current_graph_task_id", "a memory that the forward pass changed is refused in a backward pass"),
     Seam("torch.utils.flop_counter.FlopCounterMode", "FLOPs are counted", "mod_tracker", make=lambda kind: kind()),
     Seam("torch.utils.flop_counter.FlopCounterMode.get_total_flops", "FLOPs are counted"),
     Seam("torch._dynamo.config.recompile_limit", "torchtitan's blocks are compiled for every form of the state"),

@@ -501,7 +501,7 @@ class Narrow(StreamAdapter):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_stack_that_rounds_less_than_ours_passes_in_bfloat16(name):
+def test_a_stack_that_rounds_less_than_the_reference_passes_in_bfloat16(name):
     checks()["forward"](Narrow(PRESETS[name]))
 
 
@@ -748,7 +748,7 @@ def test_a_borrowed_part_has_the_values_of_its_owner(name):
     assert {"parameters", "initial_values", "forward", "gradients"} <= {*report.passed}
 
 
-def test_a_users_module_may_own_the_part_that_ours_borrows():
+def test_a_users_module_may_own_the_part_that_the_reference_borrows():
     class Owner(nn.Module):
         def __init__(self, connection):
             super().__init__()
@@ -1005,7 +1005,7 @@ def without(name: str):
         (lambda self, ours: in_mine(ours) | {"ln": torch.ones(16)}, "our norm.weight is not used"),
         (
             lambda self, ours: {"ln": ours["nrm.weight"]},
-            r"ours has no 'nrm.weight'; did you mean norm.weight\?; it has",
+            r"the reference has no 'nrm.weight'; did you mean norm.weight\?; it has",
         ),
     ],
     ids=["missing", "unknown", "shape", "unused", "ours"],

@@ -363,7 +363,7 @@ def test_every_check_can_fail():
     assert set(CONTRACT) == {check for check, *_ in WRONG}
 
 
-def test_options_must_survive_a_file():
+def test_options_must_be_storable_in_a_file():
     @dataclass(frozen=True)
     class Narrow(NestedScheme):
         equation: ClassVar[str] = "g x + F(norm(x))"
@@ -444,7 +444,7 @@ def test_a_state_may_be_any_tree_of_tensors():
         stream.connections[0].read({"x": torch.ones(1, 2, 8), "before": (torch.ones(1, 2, 8),)})
 
 
-def test_all_failures_are_in_one_message_and_an_error_is_one_of_them():
+def test_all_failures_are_in_one_message_and_an_unexpected_error_counts_as_a_failure():
     class Raises(LooksAhead):
         def write(self, y, carry):
             if y.dtype == torch.float16:
@@ -514,7 +514,7 @@ def test_the_plugin_makes_a_test_for_each_check(pytester, monkeypatch):
     outcomes = result.parseoutcomes()
     assert sum(outcomes[key] for key in ("passed", "failed", "skipped")) == 3 * len(CONTRACT)
     result.stdout.fnmatch_lines(["*::test_contract?Residual-causal? PASSED*", "*::test_two?Wrong1-causal? FAILED*"])
-    result.stdout.fnmatch_lines(["*it has no such start*"])
+    result.stdout.fnmatch_lines(["*the scheme has no start*"])
 
 
 @pytest.mark.slow

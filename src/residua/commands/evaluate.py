@@ -130,7 +130,7 @@ def _validated(run: str, checkpoint: CheckpointChoice | None, data: str | None, 
 
 
 def _on_text(opened: "OpenModel", run: str, data: str, text_column: str) -> Output:
-    """Return the loss of a model on another text than its own held-out text."""
+    """Return the loss of a model on a text other than its own held-out text."""
     from residua.lab.data.model_text import open_text
     from residua.lab.experiment import evaluate_on
 

@@ -19,10 +19,10 @@ def tune(
     keep_runs: bool = False,
     configuration: Configuration,
 ) -> Output | None:
-    """Tune keys of a configuration over grids, seeds and neighbours.
+    """Tune keys of a configuration: train every point of a grid of values, with one or more seeds.
 
-    Keys whose values are not positive numbers, such as model.connection, form groups, which are tuned separately.
-    So do keys that determine how a loss is measured, such as train.sequence_length and those of the data.
+    Values that are not positive numbers, such as those of model.connection, form groups, which are tuned separately.
+    So do the values of keys that determine how a loss is measured, such as train.sequence_length and the data keys.
 
     Examples:
         residua study tune --config tiny --over train.lr=1e-3,2e-3 --out sweeps/lr

@@ -89,7 +89,7 @@ class Connection(SelfStarting, ABC):
 
     @abstractmethod
     def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
-        """Return the normalised sublayer input, and the carry with all coefficients that depend on the state.
+        """Return the normalised sublayer input, and the `Carry` for `write` with all state-dependent coefficients.
 
         The input is (batch, seq, dim), or a tuple of such tensors for a sublayer that takes several (q, k, v).
         """

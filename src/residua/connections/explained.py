@@ -23,7 +23,7 @@ def state(scheme: Scheme) -> str:
 
 
 def added(scheme: Scheme) -> dict[str, int]:
-    """Count the parameters beyond the plain residual in models of the paper's sizes, "small" and "medium"."""
+    """Return how many parameters a scheme adds to the plain residual at each of the `PAPER_SIZES`."""
     return {size: _parameters(scheme, size) - _parameters(Residual(), size) for size in PAPER_SIZES}
 
 

@@ -192,7 +192,7 @@ def in_the_paper(preset: str) -> str:
 
 @functools.cache
 def _tell_apart(name: str) -> None:
-    """Warn once if `name` is written in the paper's capitals and its third version means another preset by it."""
+    """Warn once if `name` is in capitals, and the third version of the paper uses it for another preset."""
     ours, spelling = MEANINGS.get(key(name), ""), name.replace("_", "-")
     theirs = next((preset for preset, titles in IN_THE_PAPER.items() if spelling in titles), ours)
     if ours != theirs:

@@ -176,7 +176,7 @@ def written(scheme: Scheme) -> dict[str, Any]:
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         raise ValueError(
-            f"{kind.__name__}: its options must survive a file, which keeps only None, bool, int, float, str and "
+            f"{kind.__name__}: its options must be storable in JSON: only None, bool, int, float, str and "
             f"tuples of these: {problem}"
         )
     return options
@@ -210,7 +210,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
     of_a_script = package == "__main__" and owner != "residua"  # so that its module cannot be imported under that name
     if package not in (None, owner) and not of_a_script:
         raise ValueError(
-            f"connection must be the scheme {name!r} of the package {package!r}, got that of {owner!r}, which has "
+            f"connection must be the scheme {name!r} of the package {package!r}, got the one of {owner!r}, which has "
             f"the same name here; open it in a process that uses only {package!r}"
         )
     return schemes[name]

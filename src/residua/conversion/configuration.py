@@ -69,18 +69,19 @@ class ConvertedConfig(Swapped):
 
     @property
     def name_or_path(self) -> Any:
-        """The name, as of every configuration; the first thing that a model asks of the one it is built from.
+        """The name of the model, as in every configuration. A model that is being built reads it first.
 
         Raises:
-            InputError: the model's class is a plain one, which would leave the connections out.
+            InputError: the class of the model is that of the plain model, which would leave the connections out.
         """
         asking = sys._getframe(1)
         while asking.f_back is not None and asking.f_code.co_name == "__getattribute__":  # that of configurations
             asking = asking.f_back
         if asking.f_code is PreTrainedModel.__init__.__code__:
             raise InputError(
-                f"config must be that of a plain model for {type(asking.f_locals['self']).__name__}(config), got that "
-                "of a converted one; residua.load opens a folder, and from_config of an Auto class builds a new model"
+                f"config must describe a plain model for {type(asking.f_locals['self']).__name__}(config), got the "
+                "configuration of a converted model; residua.load opens a folder, and from_config of an Auto class "
+                "builds a new model"
             )
         return self._name_or_path
 
@@ -303,7 +304,7 @@ def auto_classes_of(plain: type) -> Iterator[tuple[str, Any, type]]:
 
 @cache
 def converted_class(plain: type) -> type:
-    """Return the configuration class of converted models whose plain one is `plain`; register it with Auto classes."""
+    """Return the class `plain` as a configuration of converted models, and register it with its Auto classes."""
     converted = swapped_class(ConvertedConfig, plain)
     converted.__module__ = __name__  # Auto classes refuse classes whose module is in transformers
     for _, auto, plain_model in auto_classes_of(plain):
@@ -359,12 +360,12 @@ def conversion_of(model: nn.Module) -> Conversion:
     """Return how a model was converted. Raises InputError for a model that was not converted."""
     config: Any = model.config
     if not isinstance(config, ConvertedConfig):
-        raise InputError(f"the model must be a converted one, got {type(model).__name__}; residua.convert makes one")
+        raise InputError(f"the model must be converted, got {type(model).__name__}; residua.convert makes one")
     return Conversion.from_json(getattr(config, KEY), "model.config")
 
 
 def _configure(model: nn.Module, config: Any, name: str) -> None:
-    """Give a model, and all its modules with the same configuration, another configuration and name."""
+    """Replace the configuration of a model, and of all modules that share it, and the name in it."""
     before = model.config
     config._name_or_path = name
     for module in model.modules():

@@ -298,8 +298,8 @@ class Trial:
             return self.changed
         if not self.fits:
             return (
-                "connection must be a scheme that reads single tokens, got one that reads earlier ones; this model "
-                "reads in both directions"
+                "connection must be a scheme that reads single tokens, got a scheme that reads earlier tokens; this "
+                "model reads in both directions"
             )
         return ""
 

@@ -9,8 +9,8 @@ reads from the state, and adding an output to the flow writes to it.
     hidden_states = residual + hidden_states             the flow with state = connection.write(y, carry)
 
 A layer may also reshape the token axes, scale the whole residual by one number after a write, and keep the residual in
-another dtype than its sublayers read, as Mamba does. Any other use of the residual, such as normalising it, raises an
-error.
+a dtype other than that of its sublayers' inputs, as Mamba does. Any other use of the residual, such as normalising it,
+raises an error.
 """
 
 import inspect
@@ -114,7 +114,7 @@ class Flow:
             connection, memory = self.ahead[0]
             x, self.carry = connection.read(self.state, memory)
             if not isinstance(x, Tensor):
-                raise UnknownUse("takes one input, and this scheme reads several for every sublayer")
+                raise UnknownUse("takes one input for a sublayer, but this scheme gives several")
             first = self.state if isinstance(self.state, Tensor) else self._leaf
             dtype = self.read_dtype or first.dtype  # a scheme may read in float32 in a model of half precision too
             self.x = x if x.dtype == dtype or under_autocast(x.device) else x.to(dtype)
@@ -349,7 +349,7 @@ class LayerStream(WideParts):
         if not isinstance(output, Flow):
             return output
         if output.carry is not None or output.ahead:
-            raise UnknownUse("returned before all its sublayers were written, as they were when it was converted")
+            raise UnknownUse("returned after fewer additions to its residual than when it was converted")
         if self.collapse is None:
             output.written = output.ahead = None
             output.end = self.ends[1]
@@ -393,8 +393,8 @@ def expect_converted_whole(model: PreTrainedModel) -> None:
         config = vars(part).get("config")
         if getattr(config, KEY, None) != getattr(model.config, KEY, None) and hasattr(config, KEY):
             raise InputError(
-                f"{type(model).__name__} must be converted whole to be saved by save_pretrained, got one with a "
-                f"converted part; save only the part: residua.save_connection(model.{name}, FOLDER)"
+                f"{type(model).__name__} must be converted whole to be saved by save_pretrained, got a model "
+                f"with a converted part; save only the part: residua.save_connection(model.{name}, FOLDER)"
             )
 
 
@@ -424,7 +424,7 @@ def layer_streams(model: nn.Module) -> list[LayerStream]:
 
 
 class Swapped:
-    """Base of the mixins that are added to the class of a module. It is pickled and copied by its original class.
+    """Base of the mixins that are added to the class of a module. The module is pickled and copied as its own class.
 
     prefix: the prefix of the new class's name; empty if tools look the class up by the original name.
     """
@@ -468,13 +468,14 @@ class ConvertedLayer(Holder):
         memories = kwargs.pop(MEMORY, {})
         expect_known_keywords(stream.keywords, kwargs)
         if stream.looks_back and not memories:
-            raise UnknownUse(
-                "is not handed the padding and the cache by its model, and this scheme reads earlier tokens"
-            )
+            raise UnknownUse("gets no padding and no cache from its model, but this scheme reads earlier tokens")
         checkpointed = self.training and getattr(self, "gradient_checkpointing", False)  # type: ignore[attr-defined]
         name = "" if args else next((name for name in INPUTS if name in kwargs), None)
         if name is None:
-            raise UnknownUse(f"is handed its residual neither first nor by one of the names {', '.join(INPUTS)}")
+            raise UnknownUse(
+                f"must get its residual as the first argument or under one of the names {', '.join(INPUTS)}, got "
+                "neither"
+            )
         incoming = args[0] if args else kwargs[name]
         expect_no_reentrant_checkpoint(incoming)
         flow = stream.flow_of(incoming, memories, checkpointed=checkpointed)
@@ -496,8 +497,8 @@ def expect_no_reentrant_checkpoint(incoming: Tensor | Flow) -> None:
     checkpointing = CheckpointFunction.forward.__code__
     if any(frame.f_code is checkpointing for frame, _ in traceback.walk_stack(None)):
         raise ValueError(
-            "checkpoint must get use_reentrant=False around a layer of a converted model, got True, with which layers "
-            "before the last would get no gradient"
+            "checkpoint must get use_reentrant=False around a layer of a converted model, got True: only the last "
+            "layer would get a gradient"
         )
 
 

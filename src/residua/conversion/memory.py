@@ -116,7 +116,8 @@ def _documents(trunk: Any, tokens: Tensor, call: dict[str, Any], *, placed: bool
     if not has_text and "mrope_section" in (getattr(trunk.config.get_text_config(), "rope_parameters", None) or {}):
         raise ValueError(
             f"position_ids must be ({TEXT_AND_IMAGE_AXES}, batch, seq) for packed documents in a model of texts and "
-            "images, with the positions in the text first, by which its attention separates documents"
+            f"images, got {None if positions is None else tuple(positions.shape)}; its attention separates documents "
+            "by the first axis, the positions in the text"
         )
     if positions is None:
         call["position_ids"] = positions_in(documents)
@@ -136,8 +137,8 @@ def expect_gradients(module: nn.Module) -> None:
     wrapper = getattr(module, "checkpoint_impl", None)  # set by torch's checkpoint_wrapper
     if module.training and (reentrant or getattr(wrapper, "name", "") == "REENTRANT"):
         raise ValueError(
-            "gradient_checkpointing_enable must get use_reentrant=False for a converted model, got True, with which "
-            "layers before the last would get no gradient; give torch's checkpoint_wrapper CheckpointImpl.NO_REENTRANT"
+            "gradient_checkpointing_enable must get use_reentrant=False for a converted model, got True: only the last "
+            "layer would get a gradient; torch's checkpoint_wrapper needs CheckpointImpl.NO_REENTRANT"
         )
 
 

@@ -41,7 +41,7 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
     try:
         whole = conversion.scheme.build(width, len(norms), norm_eps=_eps(owners), norm=norms.__getitem__)
     except ValueError as error:
-        raise InputError(f"no stream of width {width}: {first_line(error)}") from error
+        raise InputError(f"the scheme cannot be built at width {width}: {first_line(error)}") from error
     expect_one_input(whole)
     lend(whole)
     looks_back = any(map(window_of, whole.parts))
@@ -68,7 +68,7 @@ def expect_one_input(stream: Stream) -> None:
     """Raise InputError for a stream with several inputs per sublayer, because transformers layers take one."""
     if any(getattr(connection, "inputs", 1) > 1 for connection in stream.connections):
         raise InputError(
-            "connection must be a scheme with one input for a sublayer, as transformers layers take, got one "
+            "connection must be a scheme with one input for a sublayer, as transformers layers take, got a scheme "
             f"that reads several for every sublayer: {stream.scheme!r}"
         )
 
@@ -144,7 +144,7 @@ def child_of(module: Any, name: str) -> Any:
         return child
     child = next((part._modules[name] for part in module.modules() if part._modules.get(name) is not None), None)
     if child is None:
-        raise UnknownUse(f"has no module {name} any more, by which it read its residual when it was converted")
+        raise UnknownUse(f"no longer has the module {name}, which read its residual when the model was converted")
     return child
 
 

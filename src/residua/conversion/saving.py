@@ -45,7 +45,7 @@ def save_connection(model: PreTrainedModel, folder: str | Path) -> None:
     """Write the connections of a converted model, without the model, into a folder: safetensors and JSON.
 
     Raises:
-        InputError: the model was not converted, or holds adapters of PEFT.
+        InputError: the model was not converted, or has PEFT adapters.
     """
     if not isinstance(model, PreTrainedModel) or any(".base_layer." in name for name in model.state_dict()):
         raise InputError(
@@ -83,7 +83,9 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     conversion = Conversion.from_json(description, folder / DESCRIPTION)
     tensors, metadata = read_tensors(folder / WEIGHTS, "the weights of connections", "save them again")
     if metadata.get("connection") not in (None, json.dumps(description)):  # saving was killed between the two files
-        raise InputError(f"{folder}: {DESCRIPTION} and {WEIGHTS} must be of one connection, got two; save it again")
+        raise InputError(
+            f"{folder}: {DESCRIPTION} and {WEIGHTS} must be of one connection, got two; save the connections again"
+        )
     sample_of_saved = tensors.pop(BASE_WEIGHTS, torch.empty(0))
     plain = not is_converted(model)
     another = f"{folder}: these connections are another model's"
@@ -102,8 +104,8 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     sample = _sample_of_base(model)
     if sample_of_saved.shape != sample.shape or not sample_of_saved.to(sample).allclose(sample, SAME, LOST):
         raise InputError(
-            f"{another}: they were saved with other weights than those of {type(model).__name__}; load the model "
-            "that they were trained with, or save it whole, by save_pretrained"
+            f"{another}: the weights of {type(model).__name__} differ from those of the model they were trained with; "
+            "load that model, or save that model whole, with save_pretrained"
         )
     modules = nn.ModuleList(streams)
     saved, expected = (
@@ -111,7 +113,8 @@ def load_connection(model: Model, folder: str | Path) -> Model:
     )
     if different := sorted(name for name, _ in saved.items() ^ expected.items()):
         raise InputError(
-            f"{folder / WEIGHTS} must hold the parameters of the connections: {shown(different[0])} differs"
+            f"{folder / WEIGHTS} must have the parameters that {DESCRIPTION} describes, in name, shape and kind of "
+            f"dtype, but {shown(different[0])} differs; save the connections again"
         )
     modules.load_state_dict(tensors)
     if plain:
@@ -123,7 +126,7 @@ def load_connection(model: Model, folder: str | Path) -> Model:
 def _sample_of_base(model: Any) -> torch.Tensor:
     """Return evenly spaced numbers of each weight of the base model, without the connections, in float32.
 
-    A copy of the model in another precision has nearly the same sample, a model that was trained further another one.
+    A copy of the model in another precision has nearly the same sample; a model that was trained further does not.
     """
     weights = [x for name, x in model.base_model.named_parameters() if f".{STREAM}." not in f".{name}"]
     samples = [x.detach().flatten()[:: x.numel() // PLACES + 1] for x in weights]
@@ -131,7 +134,7 @@ def _sample_of_base(model: Any) -> torch.Tensor:
 
 
 def load(folder: str | Path, **options: Any) -> PreTrainedModel:
-    """Open a converted model, or one of our language models, that was saved by `save_pretrained`, and return it.
+    """Open a converted model, or a language model of residua, that was saved by `save_pretrained`, and return it.
 
     This calls `from_pretrained` of the Auto class for the saved model, such as `AutoModelForCausalLM` or
     `AutoModelForSequenceClassification`. You may call the Auto class directly after this function or `convert` was
@@ -145,7 +148,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
         InputError: the folder does not exist, weights are missing, or there are weights of other connections.
     """
     if not os.path.exists(folder) and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)):
-        raise InputError(f"{folder}: no such folder, and no name of the hub, which would be OWNER/NAME")
+        raise InputError(f"{folder} must be a folder, or OWNER/NAME on the Hugging Face hub; found no such folder")
     expect_regular(Path(folder))
     auto = _auto_class(folder, options)
     opened: Any = auto.from_pretrained(folder, **options, output_loading_info=True)

@@ -74,7 +74,7 @@ class Check:
             logger.info("Prefix caching and compilation are off for a scheme that reads earlier tokens")
             if vllm_config.speculative_config is not None:
                 raise NotImplementedError(
-                    "speculative_config must be None for a scheme that reads earlier tokens, got one"
+                    "speculative_config must be None for a scheme that reads earlier tokens, got a configuration"
                 )
         stages = vllm_config.parallel_config.pipeline_parallel_size
         if stages > 1:

@@ -157,7 +157,7 @@ def _reason(error: Exception) -> str:
 
 def _expect_small(size: int) -> None:
     if size > LARGEST_YAML:
-        raise ValueError(f"more than {LARGEST_YAML} characters")
+        raise ValueError(f"more than {LARGEST_YAML} characters (aliases counted in full)")
 
 
 DROPPED = ("timestamp", "binary", "set", "omap", "pairs")
@@ -179,7 +179,7 @@ def _loader() -> Any:
             node = super().compose_node(parent, index)
             if id(node) not in self._extents:
                 if alias:
-                    raise ValueError("an alias inside the value that it stands for")
+                    raise ValueError("an alias inside the value to which it refers")
                 self._extents[id(node)] = self._extent(node)
             return node
 
@@ -191,7 +191,7 @@ def _loader() -> Any:
             size, depth = 1 + sum(size for size, _ in extents), 1 + max((depth for _, depth in extents), default=0)
             _expect_small(size)
             if depth > DEEPEST:
-                raise ValueError(f"more than {DEEPEST} levels")
+                raise ValueError(f"more than {DEEPEST} nested levels")
             return size, depth
 
         def compose_mapping_node(self, anchor: Any) -> Any:
@@ -199,7 +199,7 @@ def _loader() -> Any:
             names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
             duplicate = next((name for name, count in names.items() if count > 1), None)
             if duplicate is not None:
-                raise ValueError(f"the key {duplicate} twice in a mapping")
+                raise ValueError(f"the key {duplicate} is twice in a mapping")
             return node
 
         def construct_yaml_int(self, node: Any) -> int:

@@ -287,7 +287,7 @@ def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> Prep
 
 
 def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
-    """Open `folder`, or prepare the source of a configuration there first. Raises InputError if there is no source."""
+    """Open the data in `folder`. If it does not exist, prepare `config.source` into it; InputError without a source."""
     if folder.exists():
         return PreparedData.open(folder)
     if config.source is None:
@@ -305,14 +305,14 @@ def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> Prep
 def _further_validation(config: DataConfig, data: PreparedData) -> dict[str, PreparedData]:
     """Open the second held-out text of a run, if any; the key is the prefix of its results.
 
-    Raises InputError if it was prepared with another tokenizer than `data`.
+    Raises InputError if its tokenizer differs from that of `data`.
     """
     if config.further_validation is None:
         return {}
     further = PreparedData.open(config.further_validation)
     if further.facts["tokenizer_fingerprint"] != data.facts["tokenizer_fingerprint"]:
         raise InputError(
-            f"data.further_validation must hold tokens of the tokenizer of {data.folder}, got those of another in "
+            f"data.further_validation must be tokenized like {data.folder}, got tokens of another tokenizer in "
             f"{further.folder}; prepare its text with: residua prepare --tokenizer {data.folder / 'tokenizer'}"
         )
     return {"further_": further}
@@ -377,8 +377,8 @@ def _built_on_base(
     same = base.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     if not same or base.eos_token != tokenizer.eos_token:
         raise InputError(
-            "the data must be tokens of the tokenizer in model.base, got those of another; prepare the text with: "
-            f"residua prepare --tokenizer {place}"
+            "the data must be tokens of the tokenizer in model.base, got tokens of another tokenizer; prepare them "
+            f"with: residua prepare --tokenizer {place}"
         )
     longest = context_of(model) or length
     require(length <= longest, "train.sequence_length", f"at most the positions of the base ({longest})", length)

@@ -107,8 +107,8 @@ def add_code(folder: Path) -> None:
     if package := settings.get("connection", {}).get("package"):  # its class does not derive from the copied Scheme
         raise InputError(
             f"remote code needs a scheme of residua, got {settings['connection']['scheme']!r} of the package "
-            f"{package!r}, which is not copied; export without it, and load the model where residua and {package} are "
-            "installed"
+            f"{package!r}, which is not copied; export without remote code, and load the model where residua and "
+            f"{package} are installed"
         )
     if settings["model_type"] == MODEL_TYPE:
         entry, classes, code = CONVERTED_CODE, CONVERTED_CLASSES, {CONVERTED_CODE: CONVERTED_TEXT}
@@ -242,7 +242,7 @@ def _front_matter(base: str | Path | None, dataset: str | None) -> str:
 
 
 def _license(card: Path) -> list[str]:
-    """Return the line with the license in the front matter of a card, or an empty list."""
+    """Return the license line of a model card's front matter, as a list of one line; [] if it has none."""
     try:
         text = read_text(card)
     except InputError:

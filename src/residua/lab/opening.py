@@ -83,7 +83,8 @@ def _read_tokenizer(folder: Path, config: PreTrainedConfig | None) -> PreTrained
 
 
 def new_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Return a language model, ours or converted, with new weights in float32. Code that `config` names is not run.
+    """Return a language model of residua or a converted one, with new weights in float32. Code that `config` names is
+    not run.
 
     options: passed to `from_config`.
     """

@@ -161,7 +161,9 @@ def _scales_logits(settings: dict[str, Any], state: Mapping[str, Tensor], num_la
     multiplier, base_layers = settings.pop("residual_branch_mult", None), settings.pop("num_hidden_layers_base", None)
     if _is_current(state) and (mup or kind in ("muP", "mup")):
         name, value = ("mup", mup) if mup else ("parameterization", kind)
-        raise ValueError(f"{name} is an error in the code with these parameters ('widthmuP' is meant), got {value!r}")
+        raise ValueError(
+            f"{name} must be left out, got {value!r}: the code with these parameters rejects it; 'widthmuP' is meant"
+        )
     if kind is not None and not _is_current(state):
         raise ValueError(f"parameterization must be null in the code with these parameters (c_proj), got {kind!r}")
     if multiplier is None and kind in _DEPTH_SCALED and base_layers not in (None, num_layers):

@@ -142,14 +142,16 @@ def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = Fals
     layer = stream_layer(cache, readouts=readouts)
     if layer is not None:
         if layer.number_of_states != states:
-            raise ValueError("cache: this cache was filled by a model with another residual scheme")
+            raise ValueError(
+                "cache must be new or filled by this model, got the cache of a model with another residual scheme"
+            )
         return layer
     if is_filled(cache):
         raise ValueError(
             "output_hidden_states must be True from the first token on, because the readout reads earlier tokens, got "
             "a cache with tokens that were computed without it"
             if readouts
-            else "cache: this cache was filled without the memory of this model's residual scheme"
+            else "cache must be new or filled by this model, got a cache without the memory of its residual scheme"
         )
     if cache.layer_class_to_replicate is not None:  # the cache creates missing layers when they are indexed
         while len(cache.layers) < num_layers:
@@ -361,7 +363,7 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
     return F.pad(borders.cumsum(1), (1, 0))
 
 
-COME_WHOLE = "use_cache must be False with packed documents ({}), got a cache: such documents come whole, in one call"
+COME_WHOLE = "use_cache must be False with packed documents ({}), got a cache; pass such documents whole, in one call"
 
 
 def _rows(name: str, x: Tensor, batch: int, length: int) -> Tensor:

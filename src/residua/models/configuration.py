@@ -54,8 +54,8 @@ def causal_scheme(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     scheme = resolve(connection)
     if not scheme.causal:
         raise ValueError(
-            "connection must be a causal scheme, got one whose coefficients depend on the whole sequence, so that a "
-            "token would see later tokens and padding; use context='token' or 'cumulative'"
+            "connection must be a causal scheme, got a scheme whose coefficients depend on the whole sequence, so "
+            "that a token would see later tokens and padding; use context='token' or 'cumulative'"
         )
     return scheme
 

@@ -193,8 +193,8 @@ def names(stream: Stream, model_type: str) -> dict[str, str]:
             trunk, theirs = f"layers.{layer}.", dialect.mlp if odd else attention
         if rest not in theirs:
             raise ValueError(
-                f"{model_type} needs a stream of this model's scheme (dialects.scheme of its configuration), got one "
-                f"with {name}"
+                f"stream must be built by dialects.scheme(config) of the {model_type} model, got a stream with the "
+                f"parameter {name}, which that model lacks"
             )
         places[name] = trunk + theirs[rest]
     return places

@@ -158,8 +158,8 @@ class Call(NamedTuple):
 
 def recomputed(checkpoint: Callable, run: Callable, state: Any, *others: Any) -> Any:
     """Return `run(state, *others)` for a layer; `checkpoint` recomputes it in the backward pass."""
-    # `cut`: the layer's input is kept. Recomputing it would run the previous layer, whose weights may be offloaded.
-    # Reentrant checkpointing tracks only arguments that are tensors, and a state may be a pytree of tensors.
+    # `cut` keeps the layer's input. Recomputing this input would run the previous layer, whose weights may be
+    # offloaded. Reentrant checkpointing tracks only arguments that are tensors, and a state may be a pytree of tensors.
     return checkpoint(run, cut(state), *others, use_reentrant=False)
 
 
@@ -262,7 +262,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
             if name not in keywords:
                 raise TypeError(f"{type(self).__name__}.forward() takes no keyword argument {name!r}")
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+            raise ValueError(
+                f"give exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
+            )
         if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
             warnings.warn("`past_key_values` is deprecated; use `cache` instead", FutureWarning, stacklevel=2)
         config = self.config

@@ -68,5 +68,5 @@ def _precision(device: torch.device) -> Callable[[], AbstractContextManager]:
 
 
 def flattened(streams: Tensor) -> Tensor:
-    """Return (..., n, d) as (..., n d). If the streams are one vector repeated, no copies of it are kept."""
+    """Return (..., n, d) as (..., n d). The backward pass keeps an expanded vector once, not n copies of it."""
     return derive(lambda x: x.flatten(-2), streams) if streams.stride(-2) == 0 else streams.flatten(-2)

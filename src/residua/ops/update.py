@@ -137,7 +137,7 @@ class _OrthogonalUpdate(Function):
 def _of_groups(*tensors: Tensor) -> list[Tensor]:
     """Return tensors (..., dim) as (..., groups, dim / groups), and the gate unchanged, all in at least float32."""
     *parts, gate = promote(*tensors)
-    # Not `unflatten`: torch cannot batch it over gradients.
+    # `unflatten` cannot be used here: it has no batching rule for vmap over gradients.
     groups = gate.shape[-1]
     return [*(part.reshape(*part.shape[:-1], groups, part.shape[-1] // groups) for part in parts), gate]
 

@@ -90,7 +90,9 @@ class Ours(dict[str, Tensor]):
     """Our parameters by name."""
 
     def __missing__(self, name: str) -> Tensor:
-        raise CheckFailed(f"parameters(): ours has no {name!r}{did_you_mean(name, self)}; it has {sorted(self)}")
+        raise CheckFailed(
+            f"parameters(): the reference has no {name!r}{did_you_mean(name, self)}; it has {sorted(self)}"
+        )
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -551,7 +551,7 @@ def a_sublayer_must_return_a_tensor_of_its_inputs_shape(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
-    """The state keeps its dtype if parameters have another one, as a float32 stream does in a bfloat16 model."""
+    """The state keeps its dtype if parameters have a different dtype, as a float32 stream in a bfloat16 model."""
     start = build(scheme).expand(normal(2, 5, DIM))
     for weights, dtype in [(torch.float64, torch.float32), (torch.float32, torch.float64)]:
         state = tree_map(lambda leaf: leaf.to(dtype), start)  # noqa: B023
@@ -600,7 +600,7 @@ def preserving_is_the_plain_residual(scheme: Scheme) -> None:
     try:
         start = scheme.preserving()
     except ValueError as reason:
-        raise NotChecked(f"it has no such start: {reason}") from reason
+        raise NotChecked(f"the scheme has no start as the plain residual: {reason}") from reason
     expect(isinstance(start, type(scheme)), f"preserving() gives a {type(start).__name__}")
     norms = [perturbed(nn.LayerNorm(DIM, eps=0.1)) for _ in range(SUBLAYERS)]
     x, bare = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
@@ -610,7 +610,7 @@ def preserving_is_the_plain_residual(scheme: Scheme) -> None:
 
 
 def compiles(scheme: Scheme) -> None:
-    """torch.compile without graph breaks gives the same numbers and gradients."""
+    """A stream compiled without graph breaks has the output and the gradients of the eager stream."""
     stream = build(scheme, torch.float32)
     x = normal(2, 5, DIM, dtype=torch.float32).requires_grad_()
     leaves = [x, *stream.parameters()]

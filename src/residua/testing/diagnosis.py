@@ -47,7 +47,7 @@ def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expec
     """
 
     def agrees(part: nn.Module, ours: dict[str, Tensor]) -> bool:
-        """Return whether our changed module agrees with theirs; False if the change has no effect."""
+        """Return whether the changed reference agrees with the module; False if the change has no effect."""
         sublayers, inputs = recorded(pair.sublayers())
         variant = tensors([pair.reference(ours, tree_map(torch.clone, state), sublayers, part), inputs])
         right, wrong = (tensors(tree) for tree in ([reference, expected], [result, actual]))

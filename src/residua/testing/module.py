@@ -465,7 +465,7 @@ def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[
                 results = getattr(case, side)(weights, start, sublayer)
         except RuntimeError as error:
             if narrow and "dtype" in str(error):
-                raise NotChecked(f"a bfloat16 state with float32 parameters is an error: {error}") from error
+                raise NotChecked(f"the module takes no bfloat16 state with float32 parameters: {error}") from error
             raise
         runs.append([*tensors(results), *inputs])
     return runs
@@ -587,13 +587,13 @@ def large_logits(adapter: Adapter) -> None:
         grads = torch.autograd.grad(weighted(out), list(large.values()), allow_unused=True) if large else ()
         finite[side] = all(x.isfinite().all() for x in [*tensors(out), *(grad for grad in grads if grad is not None)])
     if not finite["ours"]:
-        raise NotChecked("ours overflows too")
+        raise NotChecked("the reference overflows too")
     words = "most often an exp overflows, or a sum underflows to 0 and divides; normalise in logarithms"
-    expect(finite["theirs"], f"not finite with logits of a hundred, where ours is: {words}")
+    expect(finite["theirs"], f"not finite with logits of about 100, where the reference is finite: {words}")
 
 
 def compiles(adapter: Adapter) -> None:
-    """torch.compile gives the same numbers and gradients."""
+    """The compiled module has the results and the gradients of the eager module."""
     pair = Pair(adapter, dtype=torch.float32)
     call = pair.adapter.forward if pair.whole else pair.adapter.connect  # type: ignore[attr-defined]
     values = placed(pair.module, adapter.parameters(pair.ours))

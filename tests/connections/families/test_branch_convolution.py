@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_convolved_sublayers(scheme):
 
 
 @every(CompressingScheme, branch="conv")
-def test_it_starts_bit_equal_to_the_scheme_without_a_convolution(scheme):
+def test_a_branch_convolution_starts_bit_equal_to_the_scheme_without_it(scheme):
     x, sublayers = normal(2, 6, DIM), bare_sublayers(DIM, 6)
     ours, plain = beside_plain(scheme)
     assert torch.equal(ours(x, sublayers), plain(x, sublayers))
@@ -65,7 +65,7 @@ def test_it_starts_bit_equal_to_the_scheme_without_a_convolution(scheme):
 
 
 @pytest.mark.parametrize("preset", ["residual", "ddl-cc", "lambdas"])
-def test_streams_and_penalty_are_those_of_the_connection_inside(preset):
+def test_streams_and_penalty_are_those_of_the_inner_connection(preset):
     ours, plain = beside_plain(resolve(f"{preset}:branch=conv"), noise=0.3)
     state = ours.expand(normal(2, 3, DIM))
     for connection, alone in zip(with_branch(ours), plain.connections):
@@ -82,7 +82,7 @@ def test_the_option_may_name_some_sublayers():
     assert places == {"all": [True] * 4, "attention": [True, False] * 2, "mlp": [False, True] * 2}
 
 
-def test_it_is_the_short_convolution_of_inkling():
+def test_the_branch_convolution_is_the_short_convolution_of_inkling():
     pytest.importorskip("transformers.models.inkling", reason="this transformers has no Inkling")
     from transformers.models.inkling.modeling_inkling import InklingShortConvolution
 

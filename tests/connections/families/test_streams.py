@@ -58,7 +58,7 @@ def test_every_stream_starts_from_the_embedding_times_its_gains(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - {"mhc-glm"}))  # mhc-glm has no such start
-def test_a_start_that_preserves_keeps_the_gains_at_one(name):
+def test_a_preserving_start_keeps_the_gains_at_one(name):
     start = replace(SCHEMES[name], expand="lss").preserving()
     assert start.expand == "gains"
     assert SCHEMES[name].preserving().expand == "repeat"
@@ -67,6 +67,6 @@ def test_a_start_that_preserves_keeps_the_gains_at_one(name):
     assert_close(start.build(DIM, SUBLAYERS).double()(x, functions), expected)
 
 
-def test_schemes_that_split_the_embedding_take_no_gains():
+def test_schemes_that_split_the_embedding_refuse_stream_gains():
     with pytest.raises(ValueError, match=r"expand must be 'repeat' .*'copies', got 'lss'"):
         replace(SCHEMES["mhc"], layout="split", expand="lss")

@@ -44,7 +44,7 @@ def test_the_presets_are_the_papers_variants():
 
 
 @pytest.mark.parametrize("name", ["residual", "ddl-tc", "mhc", "mudd-trimmed"])
-def test_a_description_has_every_option_and_survives_json(name):
+def test_a_description_has_every_option_and_is_restored_from_json(name):
     """Its JSON resolves to the same scheme. The contract tests that every scheme lists all its options."""
     scheme = ALL[name]
     described = describe(scheme)

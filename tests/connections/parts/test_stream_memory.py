@@ -114,14 +114,14 @@ def test_a_memory_works_only_with_the_stream_that_it_belongs_to(name, again):
     rebuilt = ALL[name].build(DIM, SUBLAYERS).double()
     rebuilt.load_state_dict(stream.state_dict())
     for other in (changed(again(stream)), rebuilt, AveragedModel(stream)):
-        with pytest.raises(ValueError, match=r"^memory must be .*, got "):
+        with pytest.raises(ValueError, match=r"^memory must .*, got "):
             other(x[:, 3:], SUB, memory=memory)
     memory.reset()
     rebuilt(x, SUB, memory=memory)
 
 
 @torch.no_grad()
-def test_an_average_of_a_model_has_its_own_memory():
+def test_an_averaged_model_has_its_own_memory():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -157,7 +157,7 @@ def test_a_part_that_missed_a_piece_or_gets_one_twice_is_refused():
 
 @torch.no_grad()
 @each_way_to_look_back
-def test_a_copy_continues_independently_and_a_reset_forgets(name):
+def test_a_copy_continues_independently_and_a_reset_clears_the_memory(name):
     stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
     expected = stream(x, SUB)
     stream(x[:, :3], SUB, memory=memory)
@@ -177,7 +177,7 @@ def test_a_piece_without_tokens_changes_nothing(name):
 
 
 @each_way_to_look_back
-def test_a_mask_of_other_tokens_than_those_of_the_call_is_refused(name):
+def test_a_mask_that_does_not_match_the_tokens_of_the_call_is_refused(name):
     """Examples are a mask that grows as that of a cache does, and one row for the whole batch."""
     stream, x, memory = build(name), normal(2, 5, DIM), StreamMemory()
     stream(x[:, :3], SUB, memory=memory)
@@ -187,7 +187,7 @@ def test_a_mask_of_other_tokens_than_those_of_the_call_is_refused(name):
 
 
 @each_way_to_look_back
-def test_a_memory_that_has_moved_on_is_refused_in_a_recomputation(name):
+def test_a_memory_that_the_forward_pass_changed_is_refused_in_the_backward_pass(name):
     """An activation checkpoint would read the rows of the last piece as those before the first."""
     stream, x, memory = build(name), normal(2, 6, DIM).requires_grad_(), StreamMemory()
     pieces = [checkpoint(stream, piece, SUB, memory=memory, use_reentrant=False) for piece in x.split(3, 1)]
@@ -200,10 +200,10 @@ def test_a_memory_that_has_moved_on_is_refused_in_a_recomputation(name):
 
 @torch.no_grad()
 @each_way_to_look_back
-def test_a_piece_of_another_number_of_sequences_is_refused(name):
+def test_a_piece_with_a_different_number_of_sequences_is_refused(name):
     stream, x, memory = build(name), normal(3, 6, DIM), StreamMemory()
     stream(x[:, :3], SUB, memory=memory)
-    with pytest.raises(ValueError, match=r"^memory must be .*, got 3 and 2; "):
+    with pytest.raises(ValueError, match=r"^memory must have .*, got 3 and 2; "):
         stream(x[:2, 3:], SUB, memory=memory)
     memory.reorder(torch.tensor([0, 1]))
     assert_close(stream(x[:2, 3:], SUB, memory=memory), stream(x[:2], SUB)[:, 3:])
@@ -290,7 +290,7 @@ def interrupted(*inputs):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["residual-ec4", "pooled-householder", "ddl-tc"])
-def test_a_piece_whose_call_raised_may_be_given_again(name):
+def test_a_piece_can_be_passed_again_after_an_error(name):
     """Some schemes have one part that looks back, or none after the sublayer that raises."""
     stream, x, memory = build(name), normal(2, 6, DIM), StreamMemory()
     pieces = []

@@ -47,7 +47,7 @@ def published(stream, token: Tensor, sublayers: list, scheme: AlternatingUpdates
 
 
 @every(AlternatingUpdates)
-def test_a_token_of_zeros_has_finite_gradients(scheme):
+def test_a_zero_token_has_finite_gradients(scheme):
     """The row of padding in an embedding is such a token: its size is 0, where the derivative of a root is not
     finite."""
     stream = perturbed(scheme.build(DIM, 4)).double()
@@ -79,7 +79,7 @@ def test_a_block_consists_of_attention_and_mlp():
             assert_close(stream.collapse(state), expected)
 
 
-def test_streams_made_from_the_embedding_have_its_size():
+def test_projected_streams_have_the_size_of_the_embedding():
     expand = built(AlternatingUpdates()).expand
     x = 3 * normal(2, 3, DIM)
     streams = expand(x)

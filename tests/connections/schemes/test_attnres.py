@@ -86,7 +86,7 @@ def test_sources_are_the_embedding_the_sums_of_completed_blocks_and_the_running_
 
 
 @blocks
-def test_queries_of_zeros_are_the_plain_residual_up_to_eps(block_size):
+def test_zero_queries_give_the_plain_residual_up_to_eps(block_size):
     """The read is then h / n, the mean of n sources with the sum h, and RMSNorm forgets the n but for its eps.
 
     With m = mean(h^2), norm(h / n) = h / sqrt(m + n^2 eps) where the residual has h / sqrt(m + eps): shorter by a
@@ -110,6 +110,6 @@ def test_queries_of_zeros_are_the_plain_residual_up_to_eps(block_size):
 
 
 @blocks
-def test_it_starts_with_queries_of_zeros_and_gains_of_one(block_size):
+def test_attnres_starts_with_zero_queries_and_unit_gains(block_size):
     reads = [part.attend for part in AttentionResiduals(block_size=block_size).build(DIM, 4).parts[2:]]
     assert all(not read.query.any() and (read.gain == 1).all() for read in reads)

@@ -167,7 +167,7 @@ def test_the_update_equals_the_formulas_of_the_paper(name):
 @pytest.mark.parametrize("eps", [1e-5, 0.3])
 @pytest.mark.parametrize("guard", ["rms", "add", "clamp", "rms_d"])
 @pytest.mark.parametrize("length", [0.0, 1e-6, 1.0])
-def test_guards_differ_only_near_a_direction_of_zero(guard, eps, length):
+def test_guards_differ_only_near_a_zero_direction(guard, eps, length):
     """Only near |k~| = eps do the guards differ; k~ = 0 leaves the state as it is."""
     scheme = DeepDelta(k_norm=guard, k_eps=eps)
     connection = perturbed(scheme.build(DIM, 2).double()).connections[0]
@@ -320,7 +320,7 @@ def test_a_constant_value_is_not_rounded_to_the_dtype_of_a_narrow_state():
     ],
 )
 @torch.no_grad()
-def test_the_size_of_the_output_counts_only_if_it_is_not_normalised_to_a_direction(options, sized, skips):
+def test_the_size_of_the_output_matters_only_if_the_output_is_not_normalised(options, sized, skips):
     """LayerScale and the factor of DropPath do nothing in a k-Map; a dropped output leaves its state as it is."""
     stream = perturbed(DeepDelta(k_eps=1e-12, **options).build(8, 2).double())
     connection, (sublayer, _) = stream.connections[0], bare_sublayers(8, 2)
@@ -334,7 +334,7 @@ def test_the_size_of_the_output_counts_only_if_it_is_not_normalised_to_a_directi
     assert torch.equal(connection(state, torch.zeros_like), state) == skips
 
 
-def test_a_gate_that_reads_the_sublayers_output_is_known_only_in_the_write():
+def test_a_gate_that_reads_the_sublayers_output_is_computed_only_in_the_write():
     connection, x = perturbed(DeepDelta(beta_input="sublayer_out").build(8, 2)).connections[0], normal(2, 5, 8).float()
     seen, carry = connection.read(x)
     assert carry.coefficients.beta is None

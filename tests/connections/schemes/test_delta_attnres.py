@@ -52,7 +52,7 @@ def test_values_and_gradients_are_those_of_the_published_form(scheme, sublayers)
     assert_computes(perturbed(scheme.build(DIM, sublayers)).double(), published, scheme)
 
 
-def test_it_starts_with_queries_and_null_sources_of_zeros():
+def test_delta_attnres_starts_with_zero_queries_and_null_sources():
     scheme = DeltaAttentionResiduals(read_gate="sigmoid", null_source=True)
     first, *others = scheme.build(DIM, 4).connections
     assert [name for name, _ in first.named_parameters()] == ["norm.weight"]

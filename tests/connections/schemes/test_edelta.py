@@ -177,7 +177,7 @@ def test_the_projections_start_as_the_identity():
 
 
 @torch.no_grad()
-def test_the_router_starts_uniform_in_reading_and_drawn_in_writing():
+def test_the_router_starts_with_uniform_reads_and_random_writes():
     """Rows that are read and written alike would stay alike."""
     torch.manual_seed(0)
     biases = []
@@ -233,7 +233,7 @@ def count(scheme: EDelta | EDeltaStream, dim: int) -> int:
 
 @pytest.mark.parametrize("n", [2, 4])
 @torch.no_grad()
-def test_the_first_read_decides_on_the_sign_once_the_gate_reflects(n):
+def test_the_first_read_decides_the_sign_once_the_gate_reflects(n):
     """The rows of g are multiples c_i x of the embedding. A reflection turns some of them around."""
     (connection,) = perturbed(EDeltaStream(num_streams=n).build(DIM, 1)).double().connections
     connection.heads.k.weight.zero_()

@@ -102,7 +102,7 @@ def one_step(erase: str, *, bias: float):
     return carry.coefficients.erase, x, connection.write(y, carry), y
 
 
-def test_it_is_a_delta_write_with_a_separate_gate_for_the_value():
+def test_gated_delta_is_a_delta_write_with_a_separate_gate_for_the_value():
     """DDL's residual start, v = k^T x + ..., made for every token: v = w |h| / e."""
     erase, x, after, y = one_step("signed", bias=0.4)
     length = (y.square().sum(-1, keepdim=True) + 1e-10).sqrt()
@@ -119,7 +119,7 @@ def test_a_positive_gate_only_erases(bias):
     assert_close(positive, torch.full_like(positive, max(0.0, 2 * math.tanh(bias))))
 
 
-def test_an_output_of_zero_changes_nothing_and_has_finite_gradients():
+def test_a_zero_output_changes_nothing_and_has_finite_gradients():
     stream, x = built(OPTIONS["write"]), normal(2, 3, DIM).requires_grad_()
     zero = torch.zeros(2, 3, DIM).double().requires_grad_()
     after = stream.connections[0](x, lambda _: zero)
@@ -130,7 +130,7 @@ def test_an_output_of_zero_changes_nothing_and_has_finite_gradients():
 
 
 @pytest.mark.parametrize("options", [{}, {"value_channels": 4, "compress": "channel", "k_eps": 0.3}], ids=["1", "4"])
-def test_with_coupled_gates_it_is_deep_delta_learning(options):
+def test_gated_delta_with_coupled_gates_is_deep_delta_learning(options):
     x, functions = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
     ddl = perturbed(DeepDelta(**options).build(DIM, SUBLAYERS)).double()
     ours = GatedDelta(erase="coupled", write="value", **options).build(DIM, SUBLAYERS).double()
@@ -147,7 +147,7 @@ def test_the_directions_made_from_one_output_start_as_parts_of_it():
     assert all(part.unflatten(-1, (4, 3)).count_nonzero(-1).eq(1).all() for part in parts)
 
 
-def test_with_several_channels_successive_blocks_start_by_reading_different_ones():
+def test_successive_blocks_start_by_reading_different_channels():
     stream = GatedDelta(value_channels=3, compress="channel", write_gate=True).build(DIM, 7)
     reads = [stream.connections[i].compressor.weights()[:, 0].tolist() for i in range(7)]
     reads.append(stream.collapse.compress.weights()[:, 0].tolist())
@@ -155,7 +155,7 @@ def test_with_several_channels_successive_blocks_start_by_reading_different_ones
     assert reads == [one[0], one[0], one[1], one[1], one[2], one[2], one[0], one[1]]
 
 
-def test_without_gates_it_is_the_plain_residual_without_parameters():
+def test_gated_delta_without_gates_is_the_plain_residual_without_parameters():
     stream = perturbed(GatedDelta(erase="none").build(DIM, 2))
     assert {name.rpartition(".")[0] for name, _ in stream.named_parameters()} == {
         f"connections.{i}.norm" for i in range(2)

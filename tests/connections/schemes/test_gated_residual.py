@@ -50,7 +50,7 @@ def test_the_start_is_the_published_one():
         assert_close(carry.coefficients.h_post, torch.ones(2, 5, 4), dtype=torch.bfloat16, factor=20)
 
 
-def test_the_connection_has_no_norm_beside_its_own_gains():
+def test_the_connection_has_no_gains_of_a_norm_besides_its_own():
     """Its parameters are the gains of the streams, D, U and B; no norm adds a gain."""
     connection = GatedResidual(gate_rank=3).build(DIM, 2).connections[0]
     assert {name for name, _ in connection.named_parameters()} == {
@@ -61,7 +61,7 @@ def test_the_connection_has_no_norm_beside_its_own_gains():
     }
 
 
-def test_the_gated_head_is_normalised_and_so_preserves_only_up_to_a_norm():
+def test_the_normalised_gated_head_preserves_the_residual_only_up_to_a_norm():
     """With head="gated" and start="residual" the result is the residual, divided by its root mean square."""
     x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
     ours = built(GatedResidual(start="residual"))(x, sublayers)

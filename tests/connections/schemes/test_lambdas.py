@@ -112,7 +112,7 @@ def test_values_and_gradients_are_those_of_the_public_form(name):
     assert_computes(built(scheme, 8), form)
 
 
-def test_behind_the_embedding_convolution_it_is_the_same_stream_from_another_start():
+def test_after_the_embedding_convolution_the_stream_is_the_same_as_without_it():
     plain, behind = (built(resolve(f"lambdas:gate=token{more}"), 4) for more in ("", ",expand=conv"))
     plain.load_state_dict({name: x for name, x in behind.state_dict().items() if name != "expand.taps"})
     x, functions = normal(2, 5, DIM), bare_sublayers(DIM, 4)
@@ -174,7 +174,7 @@ def test_a_given_first_value_is_also_the_default_of_the_last():
 
 
 @pytest.mark.parametrize(("sublayers", "middle"), [(24, 14), (8, 6), (6, 4), (4, 3), (2, 1), (1, 0)])
-def test_the_middle_is_after_block_half_or_before_the_last_sublayer(sublayers, middle):
+def test_the_middle_state_is_taken_after_half_of_the_blocks_or_before_the_last_sublayer(sublayers, middle):
     stream = Lambdas(backout=1.0).build(DIM, sublayers).double()
     functions, states = bare_sublayers(DIM, sublayers), [normal(1, 2, DIM)]
     plain = Residual().build(DIM, sublayers).double()
@@ -183,7 +183,7 @@ def test_the_middle_is_after_block_half_or_before_the_last_sublayer(sublayers, m
     assert_close(stream(states[0], functions), states[-1] - states[middle])
 
 
-def test_the_state_holds_what_its_options_need():
+def test_the_state_holds_the_tensors_that_its_options_need():
     x = normal(1, 2, DIM)
     assert Lambdas(z=None).build(DIM, 2).expand(x) is x
     for scheme, count in ((Lambdas(), 2), (Lambdas(z=None, backout=0.1), 2), (Lambdas(backout=0.1), 3)):

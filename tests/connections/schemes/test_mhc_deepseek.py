@@ -115,7 +115,7 @@ def test_in_a_single_pass_a_sublayer_reads_with_the_weights_of_the_previous_one(
     assert torch.equal(second.streams(second_state), streams)
 
 
-def test_it_is_a_site_of_deepseek_v41():
+def test_a_connection_equals_a_site_of_deepseek_v41():
     reason = "this transformers has no DeepSeek-V4.1"
     modeling = pytest.importorskip("transformers.models.deepseek_v41.modeling_deepseek_v41", reason=reason)
     layer, n = modeling.DeepseekV41DecoderLayer, 4

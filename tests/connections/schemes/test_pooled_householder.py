@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_dense_algebra(context):
 @every_context
 @pytest.mark.parametrize(("asked", "got"), [(1.0, 1.0), (0.3, 0.3), (1.9, 1.9), (0, 2e-6), (2, 2 - 2e-6)])
 @torch.no_grad()
-def test_beta_starts_as_asked(context, asked, got):
+def test_beta_starts_at_the_requested_value(context, asked, got):
     stream = PooledHouseholder(context=context, beta_init=asked).build(DIM, 2).double()
     for connection in stream.connections:
         beta = connection.read(normal(2, 5, DIM))[1].coefficients.beta

@@ -52,7 +52,7 @@ def test_reading_through_the_token_compression_is_deep_delta_that_writes_h(optio
 
 
 @pytest.mark.parametrize("preset", ["residual", "lambdas", "gated-orthogonal", "orthogonal"])
-def test_a_scheme_that_reads_through_a_convolution_starts_as_without_it(preset):
+def test_a_scheme_with_a_read_convolution_starts_as_the_scheme_without_it(preset):
     x = normal(2, 6, DIM)
     plain, through = (resolve(preset + options) for options in ("", ":compress=token"))
     assert torch.equal(outputs(plain, x, start=True), outputs(through, x, start=True))
@@ -88,6 +88,6 @@ def test_the_gate_is_that_of_the_plain_form():
     assert_computes(perturbed(Residual(write_gate=True).build(DIM, 4)).double(), gated)
 
 
-def test_only_a_gated_residual_has_facts_of_a_gate():
+def test_only_a_gated_residual_has_gate_facts():
     assert not Residual().gates
     assert Residual(write_gate=True).gates.keys() == {"gate"}

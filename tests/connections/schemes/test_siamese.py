@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_the_public_form(scheme):
     assert_computes(built(scheme, noise=0.3, count=5), published, scheme, tokens=(1, 2))
 
 
-def test_gains_of_zero_are_the_plain_residual_but_for_the_eps_of_a_second_norm():
+def test_zero_gains_give_the_plain_residual_except_for_the_eps_of_a_second_norm():
     """The pre-norm case of the paper."""
     x, sublayers = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
     expected = built(Residual())(x, sublayers)

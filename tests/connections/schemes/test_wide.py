@@ -52,7 +52,7 @@ def test_reads_start_even_and_symmetric_with_sum_one(num_streams):
     assert torch.equal(biases, biases.flip(0))
 
 
-def test_the_preserving_form_forgets_nothing():
+def test_the_preserving_form_has_full_retention():
     assert WideResidual(retention=0.99).preserving() == WideResidual()
 
 

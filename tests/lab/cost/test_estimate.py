@@ -32,7 +32,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_output_gate": True, "head_dim": 24, "tie_word_embeddings": False}])
-def test_products_are_six_for_each_weight_plus_the_causal_half_of_attention(options):
+def test_flops_are_six_for_each_weight_plus_the_causal_half_of_attention(options):
     """All matrices of the plain residual are linear maps, the head included: 2 forward and 4 backward."""
     config = ResiduaConfig(connection="residual", **SMALL | options)
     weights = sum(m.weight.numel() for m in ResiduaForCausalLM(config).modules() if isinstance(m, LINEAR_MAPS))
@@ -48,7 +48,7 @@ def products(connection):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_products_of_the_connections_are_at_least_those_of_their_linear_maps(name):
+def test_flops_of_the_connections_are_at_least_those_of_their_linear_maps(name):
     linear = [
         module.weight.numel()
         for name, module in ResiduaForCausalLM(ResiduaConfig(connection=name, **SMALL)).named_modules()

@@ -116,7 +116,7 @@ def test_counting_gives_the_same_number_again_and_leaves_no_gradient(changes):
     assert all(parameter.grad is None for parameter in one.model.parameters())
 
 
-def test_a_narrow_state_keeps_less():
+def test_a_bfloat16_state_keeps_less_memory_than_a_float32_state():
     wide, narrow = (
         [step(name, **WIDER, **changes).kept() for name in ("ddl-tc:recompute=none", "residual")]
         for changes in ({}, {"model__state_dtype": "bfloat16"})

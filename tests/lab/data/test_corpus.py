@@ -40,7 +40,7 @@ def stdlib():
 
 
 @pytest.mark.nightly
-def test_stdlib_holds_each_english_documentation_once(stdlib):
+def test_stdlib_has_each_english_document_once(stdlib):
     found = [document.text for document in stdlib]
     assert 1.7e6 < stdlib.size == sum(len(text.encode()) for text in found) < 2.6e6
     assert len(set(found)) == len(found)
@@ -353,7 +353,7 @@ BEFORE = {
 
 
 @pytest.mark.parametrize(("fraction", "tokenizer"), BEFORE)
-def test_a_text_that_was_prepared_before_keeps_its_fingerprint(tmp_path, fraction, tokenizer):
+def test_a_text_prepared_by_an_earlier_version_keeps_its_fingerprint(tmp_path, fraction, tokenizer):
     rows = [" ".join(f"w{i * j % 97}" for j in range(5 + i % 40)) + f" {i}." for i in range(400)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     (tmp_path / "a.txt").write_text("\n\n".join(rows))
@@ -362,7 +362,7 @@ def test_a_text_that_was_prepared_before_keeps_its_fingerprint(tmp_path, fractio
     assert data.fingerprint == BEFORE[fraction, tokenizer]
 
 
-def test_a_text_of_few_documents_is_split_as_before_on_request(tmp_path):
+def test_the_earlier_split_of_a_text_with_few_documents_is_available_on_request(tmp_path):
     rows = [" ".join(f"w{i * j % 97}" for j in range(5 + i % 40)) + f" {i}." for i in range(400)]
     (tmp_path / "a.txt").write_text("\n\n".join(rows))
     data = prepare(tmp_path, tmp_path / "out", tokenizer="byte", split="documents")

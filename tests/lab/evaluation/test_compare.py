@@ -93,7 +93,7 @@ def test_without_a_shared_seed_the_means_are_compared_with_a_note(make_run):
     assert any("share no seed" in note for note in comparison.notes)
 
 
-def test_differences_by_seconds_hold_the_clock_equal_and_by_step_the_steps(make_run):
+def test_differences_are_taken_at_equal_steps_or_at_equal_seconds(make_run):
     # The slow run loses the same at every step, so at equal seconds it is behind by the steps it has not made yet.
     comparison = compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=1.0)])
     slow = comparison.rows[1]
@@ -112,7 +112,7 @@ def test_runs_of_different_length_are_compared_over_their_common_steps(make_run)
     assert any("3,840 tokens" in note for note in comparison.notes)
 
 
-def test_a_run_without_validation_has_no_difference_but_a_row(make_run):
+def test_a_run_without_validation_has_a_row_but_no_difference(make_run):
     comparison = compare([make_run("a"), make_run("b", connection="ddl", evaluate=False)])
     _, rows = comparison.table()
     assert rows[1][:4] == ["ddl", "seed 0", "–", "–"]
@@ -120,7 +120,7 @@ def test_a_run_without_validation_has_no_difference_but_a_row(make_run):
     assert any("no validation loss" in note for note in comparison.notes)
 
 
-def test_runs_whose_evaluations_do_not_overlap_have_no_difference_but_a_reason(make_run):
+def test_runs_whose_evaluations_do_not_overlap_have_a_reason_in_place_of_a_difference(make_run):
     comparison = compare([make_run("a", every=100), make_run("b", connection="ddl", steps=60, every=60)])
     assert [row[3] for row in comparison.table().rows] == ["baseline", "–"]
     (note,) = (note for note in comparison.notes if note.startswith("ddl: no difference"))
@@ -142,7 +142,7 @@ def test_a_run_that_was_stopped_is_marked(make_run):
     assert [group["stopped"] for group in comparison.to_json()["groups"]] == [[], [[40, 100]]]
 
 
-def test_the_longer_of_two_runs_with_the_same_seed_counts(make_run):
+def test_the_longer_of_two_runs_with_the_same_seed_is_used(make_run):
     crashed, finished = make_run("crashed", offset=1.0, crashed_at=40), make_run("finished")
     for folders in ((crashed, finished), (finished, crashed)):
         comparison = compare(folders)
@@ -230,7 +230,7 @@ def test_a_loss_without_its_place_in_the_run_is_refused(place, make_run):
             compare([metrics.parent])
 
 
-def test_a_factor_that_is_no_number_gives_no_tokens_and_no_text_as_long_as_their_product(make_run):
+def test_a_factor_that_is_not_a_number_gives_no_token_count(make_run):
     run = make_run("a", steps=10**7, crashed_at=10, batch_size=10**7, sequence_length=10**7, gradient_accumulation="x")
     assert compare([run]).rows[0].measure.tokens is None
 

@@ -149,7 +149,7 @@ def planted_small(make_run, name, connection, ends_at):
     return folder
 
 
-def test_published_curves_stand_beside_runs_of_their_scheme_and_size(make_run, tmp_path):
+def test_published_curves_are_drawn_with_runs_of_their_scheme_and_size(make_run, tmp_path):
     folders = [planted_small(make_run, name, name, ends_at=5.5) for name in ("residual", "ddl-tc")]
     comparison = compare([*folders, make_run("other", connection="mhc")])
     (picture,) = draw_published(comparison, tmp_path)

@@ -117,7 +117,7 @@ def test_unusable_input_gives_one_line_and_writes_nothing(capsys, run, tmp_path)
         ([run, tmp_path / "none"], "must be a run folder or a trace, found no such file"),
         ([empty], "config.yaml"),
         (texts[:1], "must be a trace"),
-        ([*texts[:1], "--tokens", "3"], "a trace cannot be made again"),
+        ([*texts[:1], "--tokens", "3"], "got the file of a trace"),
         (texts, "at most 12"),
         ([run, "--checkpoint", "3"], "must hold a checkpoint of step 3, found those of steps 2, 4"),
         ([run, "--tokens", "33"], "1 to 32 tokens, the model's context, got 33"),

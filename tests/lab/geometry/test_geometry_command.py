@@ -77,5 +77,5 @@ def test_full_sizes_begin_with_the_first_seed_of_every_model(tmp_path, monkeypat
     assert asked.call_args.args[1]["steps"] == 2000
 
 
-def test_the_models_that_are_not_quick_are_models():
+def test_the_models_left_out_of_quick_runs_exist():
     assert {*geometry.NOT_QUICK, *geometry.FULL_MODELS} <= set(MODELS)

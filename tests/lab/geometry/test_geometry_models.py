@@ -51,7 +51,7 @@ def test_published_models_have_the_published_layers_and_width(name, layers, widt
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_causal_unless_they_say_sequence(name):
+def test_models_are_causal_unless_their_name_ends_in_sequence(name):
     # An EDelta-Stream sees its context as its preset says: each token.
     torch.manual_seed(0)
     model = perturbed(match(name, features=6, length=5, **QUICK).build(), scale=0.1)

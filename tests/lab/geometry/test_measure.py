@@ -88,7 +88,7 @@ def test_the_causality_of_outputs_that_are_not_finite_is_an_error():
 
 @pytest.mark.parametrize("stride", [1, 5])
 @pytest.mark.parametrize("model", [running_mean, Network(16, pooled=False)])
-def test_online_and_full_agree_for_a_causal_model(data, model, stride):
+def test_the_online_and_the_full_loss_agree_for_a_causal_model(data, model, stride):
     scores = full_and_online(model, *data[2:], trajectories=32, stride=stride)
     assert scores.online_loss == pytest.approx(scores.loss, rel=1e-5)
     assert abs(scores.online_difference) < 1e-6
@@ -98,7 +98,7 @@ def test_online_and_full_agree_for_a_causal_model(data, model, stride):
         assert scores.by_position == pytest.approx(expected.mean((0, 2)).tolist())
 
 
-def test_online_is_computed_from_prefixes_for_every_model(data):
+def test_the_online_loss_is_computed_from_prefixes_for_every_model(data):
     """There is no short cut: a model that seems causal is run on prefixes too."""
     lengths = []
 

@@ -40,7 +40,7 @@ def test_values_that_were_read_are_written_back_bit_for_bit(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_value_at_the_last_boundary_gives_its_logits(name):
+def test_a_value_written_at_the_last_boundary_determines_the_logits(name):
     model, changed = tiny_model(name), []
     with boundaries(model) as points:
         points["2 mlp"].register_forward_hook(
@@ -52,7 +52,7 @@ def test_a_value_at_the_last_boundary_gives_its_logits(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_lens_at_the_last_boundary_is_the_model(name):
+def test_the_lens_at_the_last_boundary_gives_the_logits_of_the_model(name):
     model = tiny_model(name)
     lens, ids = logit_lens(model, prompt(7), top=3), prompt(7)
     chances = logits(model, ids[None])[0].float().log_softmax(-1)

@@ -132,7 +132,7 @@ def test_the_similarity_of_streams_is_the_mean_cosine_of_all_pairs(name):
             assert_close(found[row], torch.stack(pairs).mean(0).float())
 
 
-def test_streams_of_zeros_and_copies_have_defined_similarities():
+def test_zero_streams_and_copies_have_defined_similarities():
     x = torch.randn(1, 3, 1, 8, generator=torch.Generator().manual_seed(0))
     assert_close(stream_similarity(x.expand(1, 3, 4, 8)), torch.ones(3))
     assert_close(stream_similarity(torch.cat([x, -x], -2)), -torch.ones(3))

@@ -11,7 +11,7 @@ TEXT = ["</script><img onerror=alert(1)>", "ü", "\n", "", "\u2028", "\ufffd", '
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_trace_survives_its_file(name, tmp_path):
+def test_a_trace_is_restored_from_its_file(name, tmp_path):
     found = trace(tiny_model(name), prompt(8), text=TEXT)
     path = found.save(tmp_path / "there" / "trace.safetensors")
     again = Trace.load(path)
@@ -38,7 +38,7 @@ def test_a_trace_file_names_run_and_checkpoint_and_replaces_an_earlier_file(tmp_
         (None, "must be a trace of version 1, got other tensors"),
     ],
 )
-def test_another_version_and_other_tensors_are_refused_in_one_line(tmp_path, metadata, message):
+def test_a_trace_file_of_another_version_or_with_other_tensors_is_refused_in_one_line(tmp_path, metadata, message):
     path = tmp_path / "trace.safetensors"
     save_file({"beta": torch.ones(2)}, path, metadata)
     with pytest.raises(InputError) as error:

@@ -70,7 +70,7 @@ def test_records_are_returned_in_the_order_of_the_jobs_and_saved(tmp_path):
     assert {row["number"]: row["double"] for row in jsonlines.read(path)} == {1: 2, 2: "old", 3: 6}
 
 
-def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_path):
+def test_jobs_with_a_smaller_order_begin_first_and_then_the_longest(tmp_path):
     jobs = [Job(1, double, (1,), order=(1,)), Job(2, double, (2,), order=(0,)), Job(3, double, (3,), 5, order=(0,))]
     with Records(tmp_path / "records.jsonl", number) as records:
         run_jobs(jobs, records, progress=False)
@@ -78,7 +78,7 @@ def test_jobs_of_a_smaller_order_begin_first_and_among_equals_the_longest(tmp_pa
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.processes)])
-def test_wanted_jobs_may_follow_from_finished_ones(processes, tmp_path, request):
+def test_wanted_jobs_may_depend_on_finished_jobs(processes, tmp_path, request):
     """No run is made twice, and the last answer of the plan is returned."""
     if processes > 1:
         request.getfixturevalue("quick_pool")
@@ -149,7 +149,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     wait_for(lambda: not any(running(worker) for worker in workers()))
 
 
-def test_keys_may_be_tuples_and_the_last_of_equal_ones_counts(tmp_path):
+def test_keys_may_be_tuples_and_the_last_record_of_a_key_counts(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{"a": 1, "b": "x", "n": 1}\n{"a": 1, "b": "x", "n": 2}\n')
     with Records(path, lambda row: (row["a"], row["b"])) as records:
@@ -187,7 +187,7 @@ def test_different_keys_have_different_folders(tmp_path):
     assert all(len(place.name) < 120 and place.name not in ("..", ".") for place in places)
 
 
-def test_free_settings_may_change_and_others_not(tmp_path):
+def test_only_free_settings_may_change(tmp_path):
     with open_runs(tmp_path / "out", {"lr": 1, "device": "cpu"}):
         pass
     with open_runs(tmp_path / "out", {"lr": 1, "device": "cuda"}, free={"device"}):

@@ -192,7 +192,7 @@ def test_an_outage_of_the_controller_loses_no_work_and_duplicates_no_job(out):
     assert len(jobs_in(out)) == 3
 
 
-def test_a_command_that_starts_during_an_outage_of_the_controller_adopts_its_jobs(out):
+def test_a_command_that_starts_during_an_outage_of_the_controller_finds_its_earlier_jobs(out):
     command = start(out, 40)
     until(lambda: steps(out))
     command.kill()

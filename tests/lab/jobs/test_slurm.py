@@ -131,7 +131,7 @@ def test_a_run_that_is_always_killed_is_no_longer_repeated(tmp_path, monkeypatch
     assert len(jobs_in(tmp_path / "out")) == slurm.KILLS
 
 
-def test_only_one_of_two_commands_on_two_machines_makes_the_runs(tmp_path):
+def test_only_one_of_two_commands_on_two_machines_performs_the_runs(tmp_path):
     out = tmp_path / "out"
     starts = [start(out, tmp_path / "go"), start(out, tmp_path / "go", ELSEWHERE)]
     wait_for(lambda: any(one.poll() is not None for one in starts))
@@ -142,7 +142,7 @@ def test_only_one_of_two_commands_on_two_machines_makes_the_runs(tmp_path):
     assert len(jobs_in(out)) == len(jsonlines.read(out / "records.jsonl")) == 1
 
 
-def test_jobs_outlive_a_killed_command_and_the_same_command_adopts_them(tmp_path, monkeypatch):
+def test_jobs_continue_after_their_command_is_killed_and_the_next_command_waits_for_them(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm, "SETTLE_SECONDS", 60.0)
     out = tmp_path / "out"
     first = start(out, tmp_path / "go")
@@ -203,7 +203,7 @@ def test_a_forged_job_number_does_not_reach_slurm(row, cluster, tmp_path):
 
 
 @pytest.mark.parametrize(("elsewhere", "name"), [("", "there"), ("original", "here"), ("original", None)])
-def test_a_copied_folder_neither_waits_for_nor_cancels_the_jobs_of_another(elsewhere, name, cluster, tmp_path):
+def test_a_copied_folder_neither_waits_for_nor_cancels_the_jobs_of_the_original(elsewhere, name, cluster, tmp_path):
     out, row = tmp_path / "out", {"run": "1", "job": "11"}
     begun(out, row | ({"cluster": name} if name else {}), jobs=["11"], prints_into=elsewhere and tmp_path / elsewhere)
     (tmp_path / "squeue").write_text('#!/bin/sh\necho "12|CANCELLED|None|x"; echo "11|RUNNING|None|x"\n')
@@ -215,7 +215,7 @@ def test_a_copied_folder_neither_waits_for_nor_cancels_the_jobs_of_another(elsew
 
 @pytest.mark.parametrize("row", [{}, {"cluster": "here"}], ids=["of an earlier version", "of this one"])
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_job_of_the_folder_is_adopted_and_forgotten_only_if_slurm_cancelled_it(row, refuses, cluster, tmp_path):
+def test_an_earlier_job_is_waited_for_and_leaves_the_log_only_if_slurm_cancelled_it(row, refuses, cluster, tmp_path):
     out = tmp_path / "out"
     begun(out, {"run": "1", "job": "12_0"} | row, jobs=["12"])
     if refuses:

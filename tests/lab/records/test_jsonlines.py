@@ -62,7 +62,7 @@ def test_damage_gives_one_line_and_changes_nothing(content, number, tmp_path):
     assert path.read_bytes() == content
 
 
-def test_no_file_has_no_rows_and_a_folder_is_refused(tmp_path):
+def test_a_missing_file_has_no_rows_and_a_folder_is_refused(tmp_path):
     assert jsonlines.read(tmp_path / "none") == []
     with pytest.raises(InputError, match="Is a directory"):
         jsonlines.read(tmp_path)

@@ -87,7 +87,7 @@ def test_a_scheme_with_parameters_of_its_own_has_their_rate_tuned(data):
 
 
 @pytest.mark.slow
-def test_no_seed_that_tuned_is_reported_and_only_baselines_are_trained_longer(data):
+def test_no_seed_used_for_tuning_is_reported_and_only_baselines_are_trained_longer(data):
     plan = Plan(study(), data)
     runs = walked(plan, by_rate(0.008))
     assert {run.config.train.seed for run in runs if run.kind == "tune"} == {0}

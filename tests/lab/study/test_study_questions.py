@@ -67,14 +67,14 @@ def test_an_interval_that_excludes_zero_only_before_the_correction_is_not_bold()
     assert "| tokens | -0.1000 ± " in markdown(found)
 
 
-def test_two_schemes_that_are_no_baselines_are_compared():
+def test_two_schemes_that_are_not_baselines_are_compared():
     more = changed(copied("hc"), lambda row: {"val_loss": row["val_loss"] + 0.1})
     pair = {"pair": {"ask": "Which?", "compare": [["hc", "ddl"]]}}
     (answer,) = planted(records() + more, [], schemes={"residual": {}, "ddl": {}, "hc": {}}, questions=pair).answers
     assert answer.difference.estimate.mean == pytest.approx(0.1)
 
 
-def test_without_all_seeds_or_longer_runs_the_reason_replaces_the_answer():
+def test_a_question_without_all_of_its_runs_shows_the_reason_in_place_of_an_answer():
     found = asked(without(records(), scheme="ddl", seed=3))
     assert [(answer.difference, answer.waiting) for answer in found.answers] == [(None, ["ddl"])] * 2
     assert "\n\nWaiting for `ddl`.\n" in markdown(found)

@@ -40,7 +40,7 @@ def test_differences_are_paired_by_seed_and_have_the_interval_of_students_t():
     assert named.holm == pytest.approx(difference.p)
 
 
-def test_all_seeds_choose_the_point_and_the_report_shows_the_others_and_who_copies():
+def test_the_point_is_chosen_over_all_seeds_and_the_report_shows_the_other_points_and_which_runs_copy():
     """One run of the lower rate copies, so that its mean of all labels is the best; the others are worse."""
     rates = {0.004: (4.2, [3.9, 2.0, 3.9]), 0.008: (4.0, [3.8, 3.8, 3.8])}
     runs = [
@@ -182,7 +182,7 @@ def test_tuning_runs_of_another_length_are_ignored():
     assert row.tuning_runs == 2
 
 
-def test_the_reported_one_of_points_with_equal_losses_counts():
+def test_of_points_with_equal_losses_the_reported_one_counts():
     equal = changed(records(), lambda row: {"val_loss": 4}, scheme="ddl", kind="tune")
     for runs in (equal, list(reversed(equal))):
         row = row_of(planted(runs))

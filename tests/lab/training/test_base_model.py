@@ -90,7 +90,7 @@ def test_the_first_step_has_the_loss_of_the_base(config, base, prepared, tmp_pat
 
 
 @pytest.mark.slow
-def test_over_a_frozen_base_the_checkpoints_hold_the_connections(config, base, prepared, tmp_path):
+def test_with_a_frozen_base_the_checkpoints_hold_only_the_connections(config, base, prepared, tmp_path):
     config = changed(config, freeze_base=True)
     whole = run(config, tmp_path / "run", progress=False)
     newest = tmp_path / "run" / "checkpoints" / f"step-{STEPS}"
@@ -128,7 +128,7 @@ def test_the_weights_of_a_base_are_read_once_for_their_digest(frozen, config, tm
 
 
 @pytest.mark.slow
-def test_other_weights_than_those_of_the_frozen_base_are_refused(config, base, tmp_path):
+def test_weights_that_differ_from_the_frozen_base_are_refused(config, base, tmp_path):
     elsewhere = shutil.copytree(base, tmp_path / "base")
     run(changed(config, base=str(elsewhere), freeze_base=True), tmp_path / "run", progress=False)
     file = elsewhere / "model.safetensors"

@@ -42,7 +42,7 @@ def test_the_trainer_resumes_where_it_stopped(connection, tmp_path):
 
 
 @pytest.mark.parametrize("connection", [PLAIN, WINDOWED])
-def test_lora_trains_beside_the_connections_and_merges(connection):
+def test_lora_trains_together_with_the_connections_and_merges(connection):
     peft = pytest.importorskip("peft", reason="LoRA comes with peft")
     model = converted(connection)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["stream"])

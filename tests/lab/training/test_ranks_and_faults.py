@@ -114,7 +114,7 @@ def test_an_error_of_one_rank_in_the_last_save_fails_the_run(rank, name, newest,
     assert latest_checkpoint(folder).step == newest
 
 
-def test_a_mistake_of_one_rank_before_the_first_step_ends_the_other_silently(data, tmp_path, start):
+def test_an_error_of_one_rank_before_the_first_step_ends_the_other_silently(data, tmp_path, start):
     job = run_ranks(start, 2, tmp_path / "run", options(data), {1: [(fail_to_build, ZeroDivisionError())]})
     assert job.statuses == [1, 3], job.out
     assert job.out[0] == ""

@@ -135,7 +135,7 @@ def test_gradients_of_repeated_streams_are_exact():
     assert_as_good(through(write), through(hyper_write), [y, y + 1, h_res, h_post])
 
 
-def test_gradients_may_have_strides_of_zero_or_gaps():
+def test_gradients_may_have_zero_strides_or_gaps():
     """The gradient of a sum is one number for all; that of a transposed result has no contiguous rows."""
     x, y, h_res, h_post = (t.requires_grad_() for t in arguments((2, 3), 4, 5))
     for op, plain, inputs in [
@@ -151,7 +151,7 @@ def test_gradients_may_have_strides_of_zero_or_gaps():
 
 
 @pytest.mark.parametrize("leading", [(2, 0), (2,)], ids=["no tokens", "no features"])
-def test_empty_inputs_give_gradients_of_zero(leading):
+def test_empty_inputs_give_zero_gradients(leading):
     x, y, h_res, h_post = arguments(leading, 3, 4 if 0 in leading else 0, own=())
     for op, inputs in [
         (read, (x, h_post)),
@@ -201,7 +201,7 @@ def test_a_second_derivative_is_an_error():
 WITH_KERNELS = ("hyper_read", "hyper_write", "sinkhorn")
 
 
-def test_kernels_are_measured_beside_the_plain_definitions(monkeypatch):
+def test_kernels_are_timed_against_the_plain_definitions(monkeypatch):
     monkeypatch.setattr(benchmark, "cold", lambda clock, device: clock)
     settings = benchmark.OpSettings(
         operations=WITH_KERNELS,

@@ -154,8 +154,8 @@ class StreamMemory:
             return id(part)
         if self._tokens and not any(stream.is_of(place.stream) for stream in self._streams):
             raise ValueError(
-                "memory must be of this stream, got that of another one, such as the stream that this one was copied "
-                "from; begin with a new StreamMemory(), or copy both together: copy.deepcopy((stream, memory))"
+                "memory must belong to this stream, got the memory of another stream, such as the original of a copy; "
+                "begin with a new StreamMemory(), or copy both together: copy.deepcopy((stream, memory))"
             )
         self._streams = (place.stream,)
         return place.number
@@ -173,22 +173,23 @@ class StreamMemory:
         self._tokens[number] = had
 
     def _expect_one_pass(self) -> None:
-        """Raise ValueError in a backward pass, if this memory is of a forward pass: it has moved on since."""
+        """Raise ValueError in a backward pass if the forward pass has filled this memory."""
         task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
         if not self._tokens:
             self._task = task
         elif self._task != task:
             raise ValueError(
-                "memory must be None in an activation checkpoint, which reads it again in the backward pass, got one "
-                "that has moved on; pass whole sequences, or a new StreamMemory() made inside the checkpoint"
+                "memory must be None in an activation checkpoint, got a memory: the forward pass has changed it "
+                "before the backward pass repeats the call; pass whole sequences, or make a new StreamMemory() in the "
+                "checkpoint"
             )
 
     def _earlier(self, number: Any, batch: int) -> Tensor | None:
-        """Return the rows of a part. Raises ValueError if they are of another number of sequences."""
+        """Return the rows of a part. Raises ValueError if they belong to a different number of sequences."""
         rows = self._rows.get(number)
         if rows is not None and rows.shape[0] != 1 and rows.shape[0] != batch:  # a graph knows no `in`
             raise ValueError(
-                f"memory must be of as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
+                f"memory must have as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
                 "memory.reorder(indices), or begin with a new StreamMemory()"
             )
         return rows
@@ -271,14 +272,16 @@ def memory_of(
         expect_separable(part)
     if not getattr(part, "causal", True):
         if memory is not None:
-            raise ValueError("memory must be None for a scheme that reads the whole sequence, got one")
+            raise ValueError("memory must be None for a scheme that reads the whole sequence, got a memory")
         if attention_mask is not None:
             wrong = ~tokens_of(attention_mask)
             expect_none(wrong, "attention_mask: this scheme reads the whole sequence; there must be no padding")
     if not window_of(part) or (memory is None and attention_mask is None and documents is None):
         return None
     if documents is not None and memory is not None:
-        raise ValueError("documents: packed documents come whole, in one call; memory must be None, got one")
+        raise ValueError(
+            "memory must be None with packed documents, got a memory; pass such documents whole, in one call"
+        )
     padding = None if attention_mask is None else tokens_of(attention_mask)
     documents = None if documents is None else consecutive(expect_rows("documents", documents))
     if memory is None:

@@ -98,8 +98,8 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
 class SharedModule:
     """A module that belongs to another connection, the owner; only the owner registers its parameters.
 
-    It runs inside a call of the owner, whose hooks may gather or load them. What these hooks make of its input and of
-    its result is not used, but for the input's dtype and device: it counts in the owner's own calls.
+    It runs inside a call of the owner, whose hooks may gather or load them. If these hooks change the input or the
+    result, the change is ignored here, except for the input's dtype and device.
     """
 
     def __init__(self, owner: Any, name: str):

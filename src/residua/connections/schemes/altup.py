@@ -192,7 +192,11 @@ def _innovation(active: int, updated: Tensor, predicted: Tensor) -> Tensor:
 
 
 def closed(state: State, active: int) -> Tensor:
-    """Return the streams, (batch, seq, n, dim). In the middle of a block they are corrected with weights of 1."""
+    """Return the streams of a state before or after a connection, (batch, seq, n, dim).
+
+    Between the attention and the MLP of a block the innovation has not been added yet; it is added here to every
+    stream, with weight 1.
+    """
     if not isinstance(state, tuple):
         return state
     streams, updated = state
@@ -226,7 +230,7 @@ class ProjectedExpand(nn.Module):
 
 
 class ClosedCollapse(nn.Module):
-    """The readout `read` of the streams, also of a state in the middle of a block."""
+    """The readout `read` of the streams, also between the attention and the MLP of a block."""
 
     def __init__(self, scheme: AlternatingUpdates, read: nn.Module):
         super().__init__()

@@ -22,7 +22,7 @@ from residua.connections.parts.projection import Projection
 from residua.errors import Count, Finite, Positive
 from residua.ops import KNorm, at_least_float32, delta_write, delta_write_v1, rms_norm, unit
 
-MAPPED = ("scaled_sigmoid", "linear")  # activations of a learned value
+MAPPED = ("scaled_sigmoid", "linear")  # activations after a learned map to v
 NETS = ("mlp", "pool_mlp", "flatten_mlp", "attention")  # forms of phi_k with a hidden width
 
 

@@ -62,10 +62,10 @@ class CostEstimate:
 
 
 def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus: int = 1) -> CostEstimate:
-    """Estimate a run of one of our models, from scratch or with a base.
+    """Estimate the cost of a run of a residua model, from scratch or from a base.
 
     Raises:
-        InputError: the GPU is unknown, the model is a converted one, or a step cannot be divided among this number of
+        InputError: the GPU is unknown, the model is converted, or a step cannot be divided among this number of
             GPUs.
     """
     ours = isinstance(model, ResiduaConfig)

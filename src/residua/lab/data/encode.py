@@ -34,7 +34,7 @@ def text_key(text: bytes) -> int:
 
 
 def lost_bytes(text: str, decoded: str) -> int:
-    """Return how many UTF-8 bytes of a text are missing in `decoded`, at least 1 if the texts differ.
+    """Return how many UTF-8 bytes of a text are missing from `decoded`; at least 1 if the texts differ.
 
     Whitespace that a tokenizer adds or drops at the ends is ignored.
     """

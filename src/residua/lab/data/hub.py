@@ -73,7 +73,9 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
                     raise InputError(f"{place} must hold strings, got {type(text).__name__}")
                 yield Document(text, len(text.encode()))
         except UnicodeError as error:
-            raise InputError(f"{place} must be UTF-8 text: {error.reason}; the data set needs mending") from error
+            raise InputError(
+                f"{place} must be UTF-8 text: {error.reason}; choose another data set or column"
+            ) from error
 
 
 def download_tokenizer(name: str) -> str:

@@ -99,7 +99,7 @@ def _held_out(place: Path, tokenizer: "PreTrainedTokenizerFast", folder: Path, t
     same = theirs.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     if not same or theirs.eos_token_id != tokenizer.eos_token_id:
         raise InputError(
-            f"--data must be tokens of the tokenizer in {folder}, got those of another in {place}; prepare its text "
+            f"--data must be tokens of the tokenizer in {folder}, got tokens of another in {place}; prepare its text "
             f"with: residua prepare --tokenizer {folder}; or give the text itself"
         )
     length = None if data.facts.get("lost_share") else data.validation_bytes

@@ -154,7 +154,7 @@ def _kept_trace(path: Path, reading: Reading) -> Path | None:
     """Return the trace file of a path; None if a new trace is needed. Raises InputError if none can be made."""
     if path.is_file():
         if reading.again:
-            raise InputError(f"{path}: a trace cannot be made again; give the folder of its run or model")
+            raise InputError(f"{path} must be a run or a model to make a new trace, got the file of a trace")
         return path
     if is_model_folder(path):
         if reading.prompt is None:

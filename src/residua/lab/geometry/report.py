@@ -48,7 +48,7 @@ SEQUENCE_COLUMNS = {"causal": "causal", "loss": "MSE, full sequence", "online_lo
 SEQUENCE_COLUMNS |= {"position0_loss": "MSE, position 0", "norm_deviation": "norm deviation"}
 REFLECTION_COLUMNS = {"cosine": "cosine with −x", "beta": "β", "gamma": "γ", "loss": "MSE"}
 AVERAGED = ("loss", "online_loss", "position0_loss", "norm_deviation", "cosine", "beta", "gamma")
-# The formats of a mean and its deviation, for losses and for other values.
+# The formats of a mean and of its standard deviation, for other values and for losses.
 STYLES = dict.fromkeys(("cosine", "beta", "gamma"), (".3f", ".3f")) | {"norm_deviation": (".3g", ".1g")}
 LOSS_STYLE = (".2e", ".1e")
 

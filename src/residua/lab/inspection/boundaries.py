@@ -37,7 +37,7 @@ READ_TOLERANCE = 1e-6
 
 @contextmanager
 def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
-    """Yield a module for every boundary of a model, ours or converted, on which to register forward hooks.
+    """Yield a module for each boundary of a residua model or a converted model, on which to register forward hooks.
 
     The first module is named "embedding", the others after the sublayer that wrote last, such as "1 attention". In
     every forward pass, the output of a module is the readout of the state at its boundary, (batch, seq, dim), before
@@ -49,8 +49,9 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
     the `with` block runs, the modules are also the submodule `boundaries` of the model.
 
     Raises:
-        InputError: the model is neither ours nor converted. In a forward pass: the readout reads earlier tokens and
-            rows are padded, packed or continued from a cache; or no state near the current one has the wanted readout.
+        InputError: the model is neither a residua model nor converted. In a forward pass: the readout reads earlier
+            tokens and rows are padded, packed or continued from a cache; or no state near the current one has the
+            wanted readout.
     """
     subject = Subject.of(model)
     names = [name.replace(".", " ") for name in ("embedding", *subject.sublayers)]

@@ -1,4 +1,4 @@
-"""One interface for analyses to our language models and converted ones."""
+"""One interface for the analysis of residua language models and of converted models."""
 
 import inspect
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Subject:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Subject":
-        """Return the subject of a model. Raises InputError for a model that is neither ours nor converted."""
+        """Return the subject of a model. Raises InputError if it is neither a residua model nor converted."""
         if isinstance(model, (ResiduaForCausalLM, ResiduaModel)):
             trunk = model.model if isinstance(model, ResiduaForCausalLM) else model
             config = trunk.config
@@ -57,7 +57,7 @@ class Subject:
             head = getattr(model, "get_output_embeddings", lambda: None)() is not None
         else:
             raise InputError(
-                f"trace needs a model with a residual scheme, one of ours or a converted one, got "
+                f"trace needs a model with a residual scheme, a residua model or a converted model, got "
                 f"{type(model).__name__}; residua convert gives it one"
             )
         return cls(

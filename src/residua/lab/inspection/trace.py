@@ -100,7 +100,7 @@ class Trace:
             InputError: the scheme has no beta.
         """
         if "beta" not in self.values:
-            raise InputError(f"regimes needs a trace of a scheme with beta, got one of {sorted(self.values)}")
+            raise InputError(f"regimes needs a trace with values of beta, got a trace with {sorted(self.values)}")
         beta = self.values["beta"]
         enlarging, reflecting, between = beta < -identity, beta > reflection, (beta >= identity) & (beta <= reflection)
         return torch.stack([enlarging, (beta < identity) & ~enlarging, between, reflecting], -1).float().mean(1)
@@ -207,7 +207,7 @@ def trace(
         facts: further metadata for `Trace.facts`, such as run and checkpoint.
 
     Raises:
-        InputError: the model is neither ours nor converted, or the tokens do not fit the model.
+        InputError: the model is neither a residua model nor converted, or the tokens do not fit the model.
     """
     subject = Subject.of(model)
     ids = _token_ids(tokens, subject)

@@ -78,8 +78,8 @@ class Slurm:
     """An executor for `run_jobs`: every run is a Slurm job. If a job is preempted, killed or reaches its time limit,
     another job continues from its saved state.
 
-    If this process is killed, its jobs continue, and the same command adopts them. If it ends in another way, it
-    cancels its jobs.
+    If this process is killed, its jobs continue, and the next call of the command waits for them. If it ends in another
+    way, it cancels its jobs.
 
     options  options of sbatch, by submitit's names; `time`, in minutes, is required
     most     the largest number of jobs in the queue; None for all
@@ -186,7 +186,7 @@ class _Queue:
         self._unsure = True
 
     def begin(self) -> bool:
-        """Submit the runs that may begin, and adopt earlier jobs. Return whether any run is unfinished."""
+        """Submit the runs that may begin, except those with a job from an earlier call. Return whether any is left."""
         most = self._settings.most
         while (most is None or len(self._runs) < most) and (job := self._work.next()):
             run = _Run(job, unlinked(self._folder / f"{file_name(job.name)}.json"))
@@ -216,7 +216,7 @@ class _Queue:
                 self._count_kill(run)
 
     def cancel(self) -> None:
-        """Cancel the jobs. A job that Slurm does not cancel stays in the log, so that the same command adopts it."""
+        """Cancel the jobs. A job that cannot be cancelled stays in the log; the next call of the command finds it."""
         runs = {run.handle.job_id: run for run in self._runs if run.handle is not None}
         failures = controller.cancel(list(runs)) if self._slurm else {}
         for number, run in runs.items():
@@ -228,7 +228,10 @@ class _Queue:
             self._cancel_unknown()
         if failures:
             why = first_line(next(iter(failures.values())))
-            say(f"jobs that could not be cancelled: {_spans(failures)} ({why}); the same command takes them up again")
+            say(
+                f"jobs that could not be cancelled: {_spans(failures)} ({why}); call the same command again to wait "
+                "for them"
+            )
 
     def _jobs_of_earlier_commands(self) -> dict[str, tuple[str, bool]]:
         """Return the number of each run's job, and whether it is in this cluster's queue and belongs to this folder.

@@ -111,7 +111,7 @@ def hold(
         with writable(path):
             path.mkdir(parents=True, exist_ok=True)
             if markers is not None and not is_new(path) and not any((path / name).exists() for name in markers):
-                raise InputError(f"{path} must be a new or empty folder, got one with other files in it; {hint}")
+                raise InputError(f"{path} must be a new or empty folder, got a folder with other files; {hint}")
             lock = filelock.FileLock(path / LOCK)  # FileLock follows no link
             lease_file = unlinked(path / LEASE)
             lease = filelock.SoftFileLease(lease_file, lease_duration=LEASE_SECONDS)

@@ -322,10 +322,10 @@ class Study:
         return folder
 
     def only(self, schemes: Sequence[str] | None = None, sizes: Sequence[str] | None = None) -> "Study":
-        """Return this study with only some of its sizes, and only its baselines and some of its other schemes.
+        """Return a copy of this study that is limited to `schemes` and `sizes`; None keeps all.
 
-        A scheme that is not in the file, such as a registered one, is added under its name. Raises InputError for an
-        unknown size.
+        The baselines stay, as do the schemes and sizes on which the chosen ones depend. A scheme that is missing in
+        the file, such as a registered scheme, is added under its name. Raises InputError for an unknown size.
         """
         check_names("--sizes", sizes, self.sizes)
         chosen = self.schemes

@@ -64,7 +64,7 @@ def run_study(
 
     Raises:
         InputError: the study, the data or the folder cannot be used.
-        RunError: a run failed for another reason than divergence, or a result could not be written.
+        RunError: a run failed for a reason other than divergence, or a result could not be written.
     """
     out = Path(out)
     plan = Plan(study, study.data(data), sizes)
@@ -200,7 +200,7 @@ def _fixed(study: Study) -> dict[str, Any]:
 
 
 def _growing(study: Study) -> dict[str, Sequence[Any]]:
-    """Return the lists that may grow but not shrink, because shortening one would select among results."""
+    """Return the lists that may grow but not shrink: an entry must not be removed after its results are known."""
     parts = {name: getattr(study, name) for name in ("seeds", "baselines", "longer")}
     parts["tuning.final_seeds"] = study.tuning.finalist_seeds
     parts |= {f"primary.{name}": [tuple(sorted(pair)) for pair in study.primary.get(name, ())] for name in study.sizes}

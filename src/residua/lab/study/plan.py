@@ -209,7 +209,7 @@ class Plan:
             ours, theirs = (flatten(asdict(self.config(size, name))) for name in (scheme, first))
             if reasons := judged(Measurement.of(ours, {}), Measurement.of(theirs, {})).reasons:
                 raise InputError(
-                    f"schemes.{scheme} must be comparable with {first} at {size}, got {'; '.join(reasons)}"
+                    f"schemes.{scheme} must be comparable with {first} at {size}, but they have {'; '.join(reasons)}"
                 )
 
     def _misfit(self, size: str, scheme: str) -> InputError | None:

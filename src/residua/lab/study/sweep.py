@@ -56,7 +56,7 @@ class Sweep:
         if not self.over:
             raise InputError("--over must have at least one key to sweep, such as train.lr=1e-3,2e-3; got none")
         if "train.seed" in self.over:
-            raise InputError("--over must be another key than train.seed; --seeds N trains every point N times")
+            raise InputError("--over must not be train.seed; --seeds N trains every point N times")
         if self.neighbours and not self.tuned:
             raise InputError("--neighbours needs --over with a key whose values are numbers to tune, got none")
 
@@ -327,7 +327,7 @@ def train_sweep(
 
     Raises:
         InputError: the configuration or the folder cannot be used, see `jobs.pool.open_runs`.
-        RunError: a run failed for another reason than divergence, or a result could not be written.
+        RunError: a run failed for a reason other than divergence, or a result could not be written.
     """
     for values in itertools.product(*sweep.over.values()):
         point = dict(zip(sweep.over, values))

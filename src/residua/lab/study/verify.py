@@ -55,9 +55,9 @@ class Verified(NamedTuple):
 class Sample(NamedTuple):
     """The runs to repeat, with their records.
 
-    of        the number of runs from which they were drawn
-    like      how many of these were recorded with the device and PyTorch of this machine
-    tokens    the tokens that the drawn runs train on
+    of        the number of runs from which the sample was taken
+    like      how many of the `of` runs were recorded with the device and PyTorch version of this machine
+    tokens    the number of tokens that the sampled runs train on
     """
 
     runs: Sequence[PlannedRun]
@@ -68,7 +68,7 @@ class Sample(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The total seconds of the drawn runs, from the records that have them."""
+        """The recorded training time of these runs in total, in seconds; a record without a time counts as 0."""
         return sum(record.get("seconds") or 0.0 for record in self.records)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def sample(
     Runs with the device and PyTorch of this machine come first, because others can differ in the last bits.
 
     Args:
-        schemes, sizes, seeds: the runs to draw from; None for all.
+        schemes, sizes, seeds: sample only runs with these; None for all.
 
     Raises:
         InputError: the folder has no such run, or records of runs that do not belong to the study; or an argument is

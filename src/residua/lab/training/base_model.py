@@ -67,7 +67,7 @@ def expect_digest(folder: Path, sha256: str) -> None:
 
 
 def base_connection(folder: Path) -> str | dict[str, Any]:
-    """Return the residual scheme of the model in a folder; "residual" if the model is neither converted nor ours."""
+    """Return the residual scheme of the model in a folder; "residual" if it is a plain transformers model."""
     if is_run(folder):
         connection = load_config(str(folder / "config.yaml")).model.connection
         return "residual" if connection is None else connection

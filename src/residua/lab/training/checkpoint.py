@@ -164,7 +164,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         except OSError as error:
             raise InputError(f"{path}: cannot read {name}: {error.strerror or error}") from error
         if not whole:
-            raise InputError(f"{path}: {name} was cut short or changed: its sha256 is not the one in {MANIFEST}")
+            raise InputError(
+                f"{path / name} was cut short or changed: its sha256 differs from {MANIFEST}; use another checkpoint"
+            )
     return checkpoint
 
 
@@ -272,7 +274,9 @@ def _refuse_other_weights(source: Path, stored: Any, weights: Mapping[str, Tenso
     ]
     if differences:
         examples = ", ".join(differences[:EXAMPLES]) + (" and others" if len(differences) > EXAMPLES else "")
-        raise InputError(f"{source} must hold the weights of this model, which differ in {examples}")
+        raise InputError(
+            f"{source} must hold weights with the names and shapes of this model's, which differ in {examples}"
+        )
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -353,7 +353,7 @@ def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, A
 def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
     """Return the bases of a recipe or file, then itself, each with its own values by dotted key."""
     if source in chain:
-        raise InputError(f"base: {' -> '.join([*chain, source])} is a circle")
+        raise InputError(f"base must not lead back to the same file, got {' -> '.join([*chain, source])}")
     document = parse_yaml(_source_text(source, pipe=not chain), source)
     base = document.pop("base", None) if isinstance(document, dict) else None
     bases = [] if base is None else _chain(str(base), (*chain, source))
