@@ -113,7 +113,7 @@ def draw_demo() -> None:
         for number, group in enumerate(schemes):
             points = [(point["at"], point["mean"]) for point in group["differences"][axis]]
             figures.curve(panel, points, **figures.line_style(number), label=label(group["name"]))
-        panel.set(xlabel=words, xlim=(0, None), ylim=(-0.15, 0.15))
+        panel.set(xlabel=words, xlim=(0, None))
     panels[0].set_ylabel("Validation loss minus the baseline's\n(nats per token, below 0 is better)")
     panels[1].set_title("One seed: the noise is not measured.", loc="right", fontsize=8, color="#555555")
     figures.legend(figure)
