@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from residua.errors import Count, InputError, NotInstalled, Positive, check_types, decoded, extra
+from residua.errors import Count, InputError, NotInstalled, Positive, check_types, decoded, extra, keywords, shown
 
 
 @pytest.mark.parametrize(("name", "package"), [("lab", "yaml"), ("eval", "lm_eval"), ("eval", "transformers")])
@@ -55,3 +55,26 @@ def test_a_wrong_mapping_gives_one_line_with_the_dotted_key(document, message):
     with pytest.raises(InputError) as error:
         decoded(document, Lamp, "room.lamp")
     assert str(error.value) == message
+
+
+@keywords
+def turn(connection, *, num_layers=1):
+    """Return the arguments."""
+    return connection, num_layers
+
+
+def test_an_unknown_keyword_gives_the_nearest_one_or_all_of_them():
+    assert turn("mhc", num_layers=2) == turn(connection="mhc", num_layers=2) == ("mhc", 2)
+    with pytest.raises(TypeError, match=r"turn takes no argument 'layers'; did you mean num_layers\?"):
+        turn("mhc", layers=2)
+    with pytest.raises(TypeError, match=r"'device'; it takes connection, num_layers; .*'ddl-tc:beta_init=0.5'$"):
+        turn("mhc", device="cpu")
+
+
+def test_a_value_is_shown_in_one_line():
+    class Tall:
+        def __repr__(self):
+            return "Tall(\n  head\n)"
+
+    assert shown(Tall()) == "Tall( head )"
+    assert shown("a\nb") == r"'a\nb'"

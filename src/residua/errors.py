@@ -1,6 +1,7 @@
 """The errors that the command line prints as one line, and the checks of user input that raise them."""
 
 import functools
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LAB = {
     *("datasets", "filelock", "huggingface_hub", "matplotlib", "numpy", "plotly", "pyarrow", "rich", "safetensors"),
@@ -86,8 +88,8 @@ def require(condition: bool, name: str, expected: str, got: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a value as an error shows it, cut if it is long. A tuple is shown as the list of a file."""
-    text = repr(list(value) if isinstance(value, tuple) else value)
+    """Return the repr of a value in one line, cut if it is long. A tuple is shown as the list of a file."""
+    text = " ".join(map(str.strip, repr(list(value) if isinstance(value, tuple) else value).split("\n")))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
@@ -102,6 +104,22 @@ def did_you_mean(
     if not close:
         return ""
     return f"; did you mean {close[0] if show is None else show[close[0]]}?"
+
+
+def keywords(function: Function) -> Function:
+    """Decorate a function without `**` so that a call with an unknown keyword names the nearest one, or all of them."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        for name in named.keys() - known:
+            hint = did_you_mean(name, known) or f"; it takes {', '.join(word for word in known if word != 'self')}"
+            if "connection" in known and hint.startswith("; it takes"):
+                hint += "; an option of the scheme goes with its name, as in 'ddl-tc:beta_init=0.5'"
+            raise TypeError(f"{function.__name__} takes no argument {name!r}{hint}")
+        return function(*arguments, **named)
+
+    return checked  # type: ignore[return-value]
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:

@@ -86,6 +86,14 @@ def test_token_ids_in_place_of_embeddings_give_one_clear_line():
         stream(torch.zeros(2, 5, dtype=torch.long), bare_sublayers(8, 2))
 
 
+@pytest.mark.parametrize("memory", [True, residua.StreamMemory])
+@pytest.mark.parametrize("name", ["residual", "ddl-tc"])
+def test_a_memory_of_another_type_is_refused(name, memory):
+    stream = residua.build(name, dim=8, num_sublayers=2)
+    with pytest.raises(TypeError, match=r"memory must be a StreamMemory, got .*memory=StreamMemory\(\)"):
+        stream(torch.zeros(2, 5, 8), bare_sublayers(8, 2), memory=memory)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_an_empty_batch_and_an_empty_sequence_are_allowed(name):
     stream = perturbed(ALL[name].build(8, 2))

@@ -100,6 +100,8 @@ def test_a_wrong_value_gives_one_clear_line(options, words):
 def test_an_unknown_argument_is_refused(name):
     with pytest.raises(TypeError, match=f"ResiduaConfig takes no argument '{name}'"):
         ResiduaConfig(**{name: 4})
+    with pytest.raises(TypeError, match="did you mean connection"):
+        ResiduaConfig(conection="ddl-cc")
 
 
 def test_arguments_common_to_all_configurations_are_accepted():

@@ -46,7 +46,7 @@ from residua.connections.parts.phases import as_call, open_to_phases, within
 from residua.connections.parts.projection import LINEAR_MAPS, WideProjection
 from residua.connections.parts.sharded import SelfStarting
 from residua.connections.parts.spec import TensorSpec
-from residua.errors import ranges_of, require
+from residua.errors import keywords, ranges_of, require
 from residua.ops.precision import at_least_float32
 from residua.ops.shapes import expect_shape
 
@@ -277,6 +277,7 @@ class Stream(WideParts):
         """The parts that may need a memory (`window` above 0): expand, every connection and collapse, in this order."""
         return [self.expand, *self.connections, self.collapse]
 
+    @keywords
     def param_groups(self, *, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """Return the trainable parameters as groups for a torch optimizer.
 

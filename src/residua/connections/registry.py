@@ -16,7 +16,7 @@ from residua.connections import schemes as papers
 from residua.connections.base import Norm, Scheme, Stream
 from residua.connections.names import RESERVED, entry_points, package_of
 from residua.connections.parts.options import check_options, named
-from residua.errors import did_you_mean
+from residua.errors import did_you_mean, keywords, shown
 
 
 def _preset(text: str) -> Scheme:
@@ -28,6 +28,7 @@ SCHEMES: dict[str, type[Scheme]] = {name: getattr(papers, kind) for name, kind i
 PRESETS: dict[str, Scheme] = {name: _preset(text) for name, text in names.PRESETS.items()}
 
 
+@keywords
 def build(
     connection: str | Mapping[str, Any] | Scheme,
     dim: int,
@@ -104,7 +105,8 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
         connection = {"preset": name, **overrides}
     if not isinstance(connection, Mapping) or len(keys := {"preset", "scheme"} & connection.keys()) != 1:
         raise ValueError(
-            f"connection must be a preset's name or a mapping with the key 'preset' or 'scheme', got {connection!r}"
+            "connection must be a preset's name or a mapping with the key 'preset' or 'scheme', "
+            f"got {shown(connection)}"
         )
     (key,) = keys
     options = {name: _tuples(value) for name, value in connection.items() if name not in RESERVED}

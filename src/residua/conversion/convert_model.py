@@ -24,7 +24,7 @@ from residua.conversion.flow import LayerStream, UnknownUse, layers_in, release
 from residua.conversion.memory import around
 from residua.conversion.probe import Situation, change, outputs, situations, small_inputs
 from residua.conversion.rebuild import exchange, is_converted, new_streams, rebuild, restore, stack_in, streams_of
-from residua.errors import InputError, extra, first_line, require
+from residua.errors import InputError, extra, first_line, keywords, require
 from residua.models.configuration import causal_scheme
 from residua.models.dialects import DIALECTS
 from residua.models.evaluating import evaluating
@@ -54,6 +54,7 @@ BACK = (
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
+@keywords
 @torch.inference_mode(False)  # connections made in inference mode could not be trained
 def convert(
     model: Model,
@@ -104,6 +105,7 @@ def convert(
     return model
 
 
+@keywords
 def unconvert(model: Model, *, lossy: bool = False, inputs: Mapping[str, Any] | None = None) -> Model:
     """Give a converted model its plain residual back, in place, and return it.
 

@@ -22,7 +22,7 @@ from residua.conversion.configuration import (
 from residua.conversion.convert_model import Model, convertible_stack
 from residua.conversion.flow import STREAM
 from residua.conversion.rebuild import is_converted, new_streams, rebuild, streams_of
-from residua.errors import InputError, extra, first_line, shown
+from residua.errors import InputError, extra, first_line, require, shown
 from residua.files.durable import replacing
 from residua.files.reading import expect_regular, read_json
 from residua.files.tensors import read_tensors, write_tensors
@@ -149,6 +149,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     """
     if not os.path.exists(folder) and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)):
         raise InputError(f"{folder} must be a folder, or OWNER/NAME on the Hugging Face hub; found no such folder")
+    require(not Path(folder).is_file(), "folder", "a folder that save_pretrained wrote", str(folder))
     expect_regular(Path(folder))
     auto = _auto_class(folder, options)
     opened: Any = auto.from_pretrained(folder, **options, output_loading_info=True)

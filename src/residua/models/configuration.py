@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from residua.connections import Scheme, describe, resolve
-from residua.errors import InputError, check_types, extra, types_of
+from residua.errors import InputError, check_types, did_you_mean, extra, types_of
 from residua.model_fields import MOST_LAYERS, ModelFields
 
 with extra("lab"):
@@ -99,7 +99,8 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
         if "model_type" not in kwargs:  # a saved configuration may have options of another version of transformers
             for name in kwargs:
                 if name in vars(self) and name not in TOKENS and not hasattr(type(self), name):
-                    raise TypeError(f"{type(self).__name__} takes no argument {name!r}")
+                    hint = did_you_mean(name, types_of(ModelFields))
+                    raise TypeError(f"{type(self).__name__} takes no argument {name!r}{hint}")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from residua.errors import shown
 from residua.ops.conv import consecutive
 from residua.ops.shapes import expect_shape
 from residua.ops.transforms import transformed
@@ -211,11 +212,11 @@ class StreamMemory:
 @contextmanager
 def whole_piece(memory: StreamMemory | None) -> Iterator[None]:
     """Restore the memory if the `with` block raises, so that the same piece can be passed again."""
-    before = None if memory is None else memory.copy()
+    before = memory.copy() if isinstance(memory, StreamMemory) else None
     try:
         yield
     except BaseException:
-        if memory is not None:
+        if before is not None:
             vars(memory).update(vars(before))
         raise
 
@@ -265,9 +266,12 @@ def memory_of(
     them.
 
     Raises:
+        TypeError: `memory` is something else, such as the class.
         ValueError: there is padding between tokens; documents are passed together with a memory, or to a part that
             cannot separate them; or padding or a memory is passed to a part that reads the whole sequence.
     """
+    if memory is not None and not isinstance(memory, StreamMemory):
+        raise TypeError(f"memory must be a StreamMemory, got {shown(memory)}; write memory=StreamMemory()")
     if documents is not None:
         expect_separable(part)
     if not getattr(part, "causal", True):
