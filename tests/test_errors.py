@@ -51,7 +51,7 @@ def test_a_mapping_is_converted_to_an_object():
         ({"watts": 1, "height": -1}, "room.lamp.height must be a positive number, got -1"),
     ],
 )
-def test_a_wrong_mapping_gives_one_line_with_the_dotted_key(document, message):
+def test_a_wrong_mapping_gives_a_one_line_error_with_the_dotted_key(document, message):
     with pytest.raises(InputError) as error:
         decoded(document, Lamp, "room.lamp")
     assert str(error.value) == message

@@ -203,7 +203,7 @@ def test_a_dry_run_measures_and_resumes_where_it_ended(gpu, tmp_path, capsys):
     assert "[1/" not in capsys.readouterr().out
 
 
-def test_without_a_gpu_the_script_gives_one_line(gpu, capsys, monkeypatch):
+def test_without_a_gpu_the_script_gives_a_one_line_message(gpu, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpu.main([]) == 2
     assert "needs a machine with a CUDA device, found none; --dry-run" in capsys.readouterr().err

@@ -133,7 +133,7 @@ def test_the_extra_for_vllm_allows_the_tested_minor_releases():
     assert str(requirements()["vllm"].specifier) == f"<{major}.{newest + 1},>={major}.{oldest}"
 
 
-def test_a_transformers_newer_than_tested_gives_one_line(caplog):
+def test_a_transformers_newer_than_tested_gives_a_one_line_warning(caplog):
     """Once per process, as `residua.models` does it when it is imported."""
     major, minor = residua.models.TESTED
     for version in (f"{major}.{minor}.9", f"{major}.{minor - 1}.0", f"{major - 1}.99"):

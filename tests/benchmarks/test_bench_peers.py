@@ -92,7 +92,7 @@ def test_a_peer_whose_mapping_is_bfloat16_is_timed_with_a_note(installed):
     assert "computed in bfloat16 under autocast" in result.notes[0]
 
 
-def test_each_unusable_path_gives_one_line(monkeypatch, capsys):
+def test_each_unusable_path_gives_a_one_line_message(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "attn_res", None)
     monkeypatch.setitem(sys.modules, "mhc", None)
     assert command("--packages", "attn-res", "liger-kernel", "mhc") == 0

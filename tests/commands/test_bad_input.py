@@ -102,7 +102,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
         (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
     ],
 )
-def test_sizes_beyond_the_machine_give_one_line(error, status, said, capsys, monkeypatch):
+def test_sizes_beyond_the_machine_give_a_one_line_error(error, status, said, capsys, monkeypatch):
     monkeypatch.setattr("residua.connections.registry.schemes", Mock(side_effect=error))
     assert main(["schemes"]) == status
     (line,) = capsys.readouterr().err.splitlines()
@@ -124,7 +124,7 @@ def test_a_bug_in_residua_keeps_its_traceback(monkeypatch):
         main(["schemes"])
 
 
-def test_an_interrupt_while_the_command_line_is_imported_gives_one_line(capsys, monkeypatch):
+def test_an_interrupt_while_the_command_line_is_imported_gives_a_one_line_message(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "residua.commands.cli")
     monkeypatch.setattr(sys, "meta_path", [Mock(find_spec=Mock(side_effect=KeyboardInterrupt))])
     assert residua.__main__.main() == 130

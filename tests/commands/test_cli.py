@@ -145,7 +145,9 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("study geometry quick --device tpu", "--device must be one of auto, cpu, cuda, got 'tpu'"),
     ],
 )
-def test_bad_input_gives_one_line_and_status_2_and_writes_nothing(capsys, tmp_path, monkeypatch, line, expected):
+def test_bad_input_gives_a_one_line_error_and_status_2_and_writes_nothing(
+    capsys, tmp_path, monkeypatch, line, expected
+):
     monkeypatch.chdir(tmp_path)
     assert expected in error(capsys, shlex.split(line))
     assert not list(tmp_path.iterdir())

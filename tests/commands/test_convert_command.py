@@ -50,7 +50,7 @@ def test_a_converted_folder_computes_the_same_logits(folder, tmp_path, capsys):
         (["--connection", "ihc", "--start", "warm"], "warm"),
     ],
 )
-def test_inputs_that_do_not_fit_give_one_line(arguments, says, folder, tmp_path, capsys):
+def test_inputs_that_do_not_fit_give_a_one_line_error(arguments, says, folder, tmp_path, capsys):
     assert main(["convert", str(folder), *arguments, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert says in error
@@ -64,7 +64,7 @@ def test_the_folder_of_a_run_must_be_exported_first(tmp_path, capsys):
     assert f"{tmp_path} must be a Hugging Face folder, got a run" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_tokenizer_gives_one_line_with_advice(tmp_path, capsys):
+def test_a_folder_without_a_tokenizer_gives_a_one_line_error_with_advice(tmp_path, capsys):
     llama(torch.float32, vocab_size=257).save_pretrained(tmp_path / "llama")
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "llama"), "--connection", "ihc", "--out", str(tmp_path / "out")]) == 2
@@ -219,7 +219,7 @@ def test_check_reads_the_configuration_of_a_folder(config, status, says, tmp_pat
         (["llama", "--connection", "ihc"], "--out must be given, or --check"),
     ],
 )
-def test_missing_or_unknown_options_give_one_line(arguments, says, capsys):
+def test_missing_or_unknown_options_give_a_one_line_error(arguments, says, capsys):
     assert main(["convert", *arguments]) == 2
     assert says in capsys.readouterr().err
 

@@ -129,7 +129,7 @@ CASES = [(command, "full") for command in COMMANDS] + [("study report", name) fo
     ("command", "disk"),
     [pytest.param(*case, marks=() if case[0] in OFTEN else pytest.mark.nightly) for case in CASES],
 )
-def test_a_full_disk_gives_one_line_and_the_command_then_succeeds(command, disk, home, tmp_path, start):
+def test_a_full_disk_gives_a_one_line_error_and_the_command_then_succeeds(command, disk, home, tmp_path, start):
     out = tmp_path / "out"
     out.mkdir()
     argv = f"{command} {COMMANDS[command]}".format(home=home, out=out).split()

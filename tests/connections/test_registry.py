@@ -164,7 +164,7 @@ def resolve_after_another(name: str) -> int:
         ("broken = not_there:Scaled", "ModuleNotFoundError: No module named 'not_there'"),
     ],
 )
-def test_a_broken_package_gives_one_clear_line_and_affects_no_other_scheme(entry, reason, tmp_path, run):
+def test_a_broken_package_gives_a_one_line_error_and_affects_no_other_scheme(entry, reason, tmp_path, run):
     site = installed(tmp_path, "scaled_residuals", MODULE, entry)
     told = run(resolve_after_another, "broken", site=site, status=1).err
     module = entry.split()[-1].partition(":")[0]

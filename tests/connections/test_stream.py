@@ -80,7 +80,7 @@ def test_narrowing_the_gates_of_a_model_gives_a_warning(narrow):
         torch.nn.Sequential(residua.build("residual", dim=8, num_sublayers=2)).to(narrow)  # norms, and no gate
 
 
-def test_token_ids_in_place_of_embeddings_give_one_clear_line():
+def test_token_ids_in_place_of_embeddings_give_a_one_line_error():
     stream = residua.build("ddl-tc", dim=8, num_sublayers=2)
     with pytest.raises(TypeError, match=r"x must be .*, got torch\.int64"):
         stream(torch.zeros(2, 5, dtype=torch.long), bare_sublayers(8, 2))
@@ -134,7 +134,7 @@ def test_only_the_sequence_axis_is_mixed(name):
 
 
 @pytest.mark.parametrize("name", ["ddl-tc", "mhc", "residual"])
-def test_nonsensical_options_give_one_line(name):
+def test_nonsensical_options_give_a_one_line_error(name):
     stream, x, sublayers = residua.build(name, dim=8, num_sublayers=2), torch.randn(2, 5, 8), bare_sublayers(8, 2)
     for wrong in (torch.randn(2, 8, 4, 4), x.mT, torch.randn(2, 5, 6), torch.tensor(1.0)):
         with pytest.raises(ValueError, match=r"x must be \(batch, seq, dim\) with dim = 8, got \("):
@@ -153,7 +153,7 @@ def test_nonsensical_options_give_one_line(name):
         stream.connections[0](stream.expand(x), None)
 
 
-def test_invalid_numbers_and_norms_of_a_stream_give_one_line():
+def test_invalid_numbers_and_norms_of_a_stream_give_a_one_line_error():
     for dim in ("64", 64.0, None, 0, [64]):
         with pytest.raises(ValueError, match=r"^dim must be .*, got"):
             residua.build("ddl-tc", dim, 2)

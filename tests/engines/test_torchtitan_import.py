@@ -16,7 +16,7 @@ def _import_anew(monkeypatch):
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
 
 
-def test_a_missing_torchtitan_gives_one_line(monkeypatch):
+def test_a_missing_torchtitan_gives_a_one_line_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module(MODULE)

@@ -231,7 +231,7 @@ def test_the_vllm_command_serves_an_unchanged_folder(folders, scheme, ranks):
 
 @with_vllm
 @pytest.mark.timeout(3600)
-def test_a_scheme_that_vllm_cannot_serve_gives_one_line(folders, tmp_path):
+def test_a_scheme_that_vllm_cannot_serve_gives_a_one_line_error(folders, tmp_path):
     converted("pooled-householder", torch.float32).save_pretrained(tmp_path / "refused")
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     asked = [

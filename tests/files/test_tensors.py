@@ -23,7 +23,7 @@ HEADER = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
     [None, b"", b"no tensors", len(HEADER).to_bytes(8, "little") + HEADER],
     ids=["missing", "empty", "text", "truncated"],
 )
-def test_a_damaged_file_gives_one_line(content, tmp_path):
+def test_a_damaged_file_gives_a_one_line_error(content, tmp_path):
     path = tmp_path / "a.safetensors"
     if content is not None:
         path.write_bytes(content)

@@ -240,7 +240,7 @@ def test_the_code_of_another_packages_scheme_is_not_copied(tmp_path):
 
 
 @pytest.mark.parametrize("size", [100, 3000, 20_000])
-def test_a_full_disk_gives_one_line_and_leaves_no_folder(size, trained, tmp_path, capsys):
+def test_a_full_disk_gives_a_one_line_error_and_leaves_no_folder(size, trained, tmp_path, capsys):
     """A limit on the size of files fails as a full disk does: first a text, then the tokenizer, then the weights."""
     with room(size):
         assert main(["export", str(trained), str(tmp_path / "out")]) == 1

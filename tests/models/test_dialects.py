@@ -518,7 +518,7 @@ def test_the_parameters_of_deepseek_v41_have_their_names_and_shapes():
     assert all(torch.equal(tensor, stream.state_dict()[name]) for name, tensor in other.state_dict().items())
 
 
-def test_inputs_that_do_not_fit_give_one_clear_line():
+def test_inputs_that_do_not_fit_give_a_one_line_error():
     class Config:
         model_type = "llama"
 

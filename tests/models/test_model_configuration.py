@@ -88,7 +88,7 @@ def test_a_saved_configuration_can_be_opened_with_another_scheme(change, tmp_pat
         ({"connection": "frac", "hidden_size": 62, "head_dim": 16}, ["num_fractions", "divisor", "62"]),
     ],
 )
-def test_a_wrong_value_gives_one_clear_line(options, words):
+def test_a_wrong_value_gives_a_one_line_error(options, words):
     with pytest.raises(ValueError) as raised:
         ResiduaConfig(**options)
     message = str(raised.value)

@@ -183,7 +183,7 @@ def test_one_of_four_states_is_kept(erased, states):
         (lambda: gated_delta(CHANNELS, H, None, torch.ones(1)), ["write must be (..., 5 or 1, groups)", "(1,)"]),
     ],
 )
-def test_wrong_shapes_give_one_clear_line(call, words):
+def test_wrong_shapes_give_a_one_line_error(call, words):
     with pytest.raises(ValueError) as raised:
         call()
     assert "\n" not in str(raised.value)

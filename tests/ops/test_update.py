@@ -106,7 +106,7 @@ def test_a_sum_without_scales_is_exactly_the_plain_sum():
         (lambda: scaled_sum((X, H), (None, normal(4))), ["scales must be () or (dim,)"]),
     ],
 )
-def test_wrong_shapes_give_one_clear_line(call, words):
+def test_wrong_shapes_give_a_one_line_error(call, words):
     with pytest.raises(ValueError) as raised:
         call()
     assert "\n" not in str(raised.value)

@@ -1015,7 +1015,7 @@ def test_a_wrong_adapter_is_distinguished_from_a_wrong_module(parameters, words)
         checks()["parameters"](type("Wrong", (Block,), {"parameters": parameters})())
 
 
-def test_an_object_that_is_not_an_adapter_gives_one_clear_line():
+def test_an_object_that_is_not_an_adapter_gives_a_one_line_error():
     with pytest.raises(TypeError, match=r"ConnectionAdapter .*StreamAdapter, got HyperBlock"):
         check_module(HyperBlock(4))
     block = Block()

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(argv: list[str], signals: list[int]) -> int:
     try:
-        with extra("lab"):  # for an import without one of its own
+        with extra("lab"):  # for an import that no other `extra` wraps
             status = _dispatch(argv) or 0
         sys.stdout.flush()
         return status

@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         """Parse all arguments; an unknown one is an error."""
         for argument in args:
-            if argument.startswith("--") and argument.endswith("=--"):  # argparse would return the value [] for it
+            if argument.startswith("--") and argument.endswith("=--"):  # argparse would return [] as its value
                 self.error(f"argument {argument[:-3]} must have a value, got --")
         for argument in takewhile(lambda argument: argument != "--", args):
             misspelt = argument.startswith("--") and argument.partition("=")[0] not in self._option_string_actions

@@ -349,7 +349,7 @@ class Scheme(ABC):
 
     title, equation, paper, users: shown by `residua schemes`; users: the models and code that use the scheme, with
         their sources. `source`, which may depend on the options, is shown in place of paper.
-    constraint: the constraint on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None without one.
+    constraint: the constraint on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None for no constraint.
     derived: for each option that may be None, the options from which its value is then derived.
     published: the options whose values are all published. `check_module` accepts a module that agrees with any of
         these versions, and names the version.

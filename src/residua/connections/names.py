@@ -260,7 +260,7 @@ def _respelled(text: str, *, back: bool = False) -> str:
     name, colon, listed = text.partition(":")
     parts = [part.partition("=") for part in listed.split(",")] if colon else []
     if not parts or not all(equals for _, equals, _ in parts) or len({part[0] for part in parts}) < len(parts):
-        return text  # `named` refuses it
+        return text  # `named` raises the error
     options = renamed(_scheme_of(name), {option: value for option, _, value in parts}, back=back)
     return f"{name}:{_listed(options)}"
 

@@ -165,7 +165,8 @@ def rebuild(
 ) -> None:
     """Give every layer of a model its part of the stream, and convert the layer to run on it.
 
-    streams: the parts; None for new ones. layers: the layers, if the model's list holds wrappers; None for the list.
+    streams: the parts; None to build them. layers: the layers to convert, if the model's list holds wrappers around
+    them; None for the entries of the list.
     """
     stack = stack_in(model, conversion)
     found: list[Any] = list(layers or stack)

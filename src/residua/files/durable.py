@@ -38,7 +38,7 @@ def unlinked(path: Path) -> Path:
     """
     if path.is_symlink():
         raise InputError(
-            f"{path}: must not be a link, because writing would change its target, got one to {os.readlink(path)}; "
+            f"{path}: must not be a link, because writing would change its target, got a link to {os.readlink(path)}; "
             "remove it, or put a copy in its place"
         )
     return path

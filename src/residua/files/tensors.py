@@ -17,7 +17,7 @@ with extra("lab"):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Replace the content of a file in one step, see `durable.replacing`. Raises OSError."""
+    """Write tensors by name, and metadata, as a safetensors file that replaces `path` in one step. Raises OSError."""
     cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_bytes(path, save(cpu_tensors, dict(metadata)))
 

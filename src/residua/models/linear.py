@@ -1,4 +1,4 @@
-"""The MLP, and the linear maps of attention and MLP: plain `nn.Linear`, as quantizers expect, initialised as ours."""
+"""The MLP, and the linear maps of attention and MLP: plain `nn.Linear`, as quantizers expect, with our own start."""
 
 import math
 

@@ -57,14 +57,14 @@ def consecutive(documents: Tensor) -> Tensor:
 
 
 def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Continue `causal_read` from kernel - 1 sums of the earlier tokens (the transposed form).
+    """Continue `causal_read` from kernel - 1 partial sums over the earlier tokens, in place of these tokens.
 
     P_s[t] = sum_j taps[s, j] X[t, j];   A_r[t] = P_r[t] + A_{r+1}[t-1] for 0 < r < kernel, and x[t] = A_0[t].
 
     streams: (batch, seq, streams, dim), taps: (kernel, streams, dim), sums: (batch, 1, kernel - 1, dim), the A_r of the
     token before, or None at the start. Returns x (batch, seq, dim) in the dtype of `streams`, and the A_r of every
-    token (batch, seq, kernel - 1, dim) in at least float32. The sums are exact and take 1 / streams of the memory that
-    the tokens would. A kernel of one tap has no sums: (batch, seq, 0, dim). Raises ValueError if the streams or widths
+    token (batch, seq, kernel - 1, dim) in at least float32. The sums are exact and take 1 / streams of the memory of
+    the tokens. A kernel of one tap has no sums: (batch, seq, 0, dim). Raises ValueError if the streams or widths
     differ.
     """
     kernel = taps.shape[0]

@@ -243,7 +243,10 @@ class Composition(NamedTuple):
             return identity - self.k.mT @ self.t @ self.k
 
     def write(self, state: Tensor, v: Tensor) -> Tensor:
-        """Write all n values v: (..., n, value_channels) into state: (..., value_channels, dim); returns its dtype."""
+        """Return the state, (..., value_channels, dim), after all n writes of the values v: (..., n, value_channels).
+
+        The result has the dtype of the state.
+        """
         expect_shape("v", v, (*state.shape[:-2], self.k.shape[-2], state.shape[-2]), "(..., n, value_channels)")
         wide_state, wide_v, k, t = promote(state, v, self.k, self.t)
         with without_autocast(self.k.device):

@@ -126,7 +126,7 @@ def _wide_parts(state: Tensor, y: Tensor, *gates: Tensor | None) -> tuple[Tensor
     present = [gate for gate in gates if gate is not None]
     groups = present[0].shape[-1] if present else 1
     x, h, *_ = promote(state, y, *present)
-    # Not `unflatten`: torch cannot batch it over gradients.
+    # `unflatten` cannot be used here: it has no batching rule for vmap over gradients.
     channels = 1 if state.dim() == y.dim() else state.shape[-2]
     size = (groups, y.shape[-1] // groups)
     return x.reshape(*y.shape[:-1], channels, *size), h.reshape(*y.shape[:-1], 1, *size)

@@ -54,7 +54,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 _AS_IT_IS = nullcontext()
 
 FEW = 8  # up to this many outputs of a linear map, compiled sums of products cost less than a matrix product
-FEW_TOKENS = 8  # up to this many tokens, in eager mode, the number of operations matters more than that of bytes
+FEW_TOKENS = 8  # up to this many tokens, in eager mode, the number of operations matters more than the bytes moved
 
 
 def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -136,7 +136,7 @@ def _recomputed(node: Any) -> Tensor:
 
 
 def _behind(edge: tuple[Any, int]) -> Any:
-    """Return the node whose first output is the tensor of this edge, skipping `PASSES_THROUGH`; None if none."""
+    """Return the node whose first output is the tensor of this edge, skipping `PASSES_THROUGH`; None without a node."""
     node, output = edge
     while node is not None and node.name() in PASSES_THROUGH:
         node, output = node.next_functions[output]

@@ -670,7 +670,7 @@ class Detached(nn.Module):
 def frozen(pair: Pair, agrees: Callable[[Callable], bool]) -> str | None:
     """Return, in words, the part that is detached in the module, if this explains all gradients; otherwise None.
 
-    agrees: a function from a changed version of our module to whether its gradients are theirs.
+    agrees: a function that returns whether a changed version of our module has the gradients of the module under test.
     """
     with torch.no_grad():
         state = _states(pair, normal(1, 2, pair.adapter.dim).to(pair.dtype))[pair.adapter.index]

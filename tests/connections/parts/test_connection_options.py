@@ -235,7 +235,7 @@ wide:max_forget=0.0 | max_forget must be a number above 0 and below 1
         for name in row.partition(":")[0].split()
     ],
 )
-def test_a_wrong_option_gives_one_clear_line(preset, options, words):
+def test_a_wrong_option_gives_a_one_line_error(preset, options, words):
     with pytest.raises(ValueError) as raised:
         resolve(f"{preset}:{options}")
     message = str(raised.value)
@@ -267,7 +267,7 @@ mhc:num_streams=3,layout=split | num_streams must be a divisor of the width dim 
 
 
 @pytest.mark.parametrize("row", NOT_BUILT.strip().splitlines())
-def test_an_invalid_build_gives_one_clear_line(row):
+def test_an_invalid_build_gives_a_one_line_error(row):
     text, words = row.split(" | ")
     with pytest.raises(ValueError, match=words):
         resolve(text).build(8, 2)
@@ -323,7 +323,7 @@ def test_a_numeric_option_must_be_a_finite_number(options):
         ({"preset": ["ddl"]}, ["no preset is called ['ddl']"]),
     ],
 )
-def test_a_wrong_name_gives_one_clear_line(connection, words):
+def test_a_wrong_name_gives_a_one_line_error(connection, words):
     with pytest.raises(ValueError) as raised:
         resolve(connection)
     message = str(raised.value)
@@ -332,7 +332,7 @@ def test_a_wrong_name_gives_one_clear_line(connection, words):
     assert all(word in message for word in words), message
 
 
-def test_a_scheme_without_a_name_gives_one_clear_line():
+def test_a_scheme_without_a_name_gives_a_one_line_error():
     class Mine(Residual):
         pass
 

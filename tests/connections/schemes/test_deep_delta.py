@@ -294,7 +294,7 @@ def test_a_replaced_compressor_is_used_by_both_sublayers():
     assert all(connection.compressor is other for connection in stream.connections)
 
 
-def test_the_general_block_checks_its_options():
+def test_delta_residual_checks_its_options():
     for options, words in [
         ({"beta_init": 3.0}, r"beta_init must be a number in \[0, 2\], got 3.0"),
         ({"beta_init": float("nan")}, r"beta_init must be a number in \[0, 2\], got nan"),

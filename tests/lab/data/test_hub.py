@@ -138,7 +138,7 @@ def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_hub_that_does_not_answer_gives_one_line_and_status_1(hub, tmp_path, monkeypatch, capsys):
+def test_a_hub_that_does_not_answer_gives_a_one_line_error_and_status_1(hub, tmp_path, monkeypatch, capsys):
     offline = OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled.\nMore.")
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=offline))
     argv = ["prepare", "--source", "fineweb-edu", "--tokenizer", "byte", "--out", str(tmp_path / "out")]

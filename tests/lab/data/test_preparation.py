@@ -73,7 +73,7 @@ def staging(out):
     return out.with_name(f".{out.name}.preparing")
 
 
-def test_ctrl_c_gives_one_line_and_loses_no_work(folder, undisturbed, small, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_gives_a_one_line_message_and_loses_no_work(folder, undisturbed, small, tmp_path, monkeypatch, capsys):
     save, out = Staging.save, tmp_path / "out"
 
     def interrupted(staging, splits):

@@ -144,7 +144,7 @@ def test_a_vocabulary_beyond_uint16_gets_uint32(tmp_path):
 
 
 def test_a_vocabulary_smaller_than_requested_gives_a_warning(source, tmp_path):
-    with pytest.warns(UserWarning, match=r"gives \d+ of the 60000 vocabulary entries"):
+    with pytest.warns(UserWarning, match=r"has \d+ entries, not 60000"):
         data = prepare(source, tmp_path / "a", vocab_size=60_000)
     assert data.vocab_size == data.facts["vocab_size"] == len(data.tokenizer()) < 2000
 

@@ -107,7 +107,7 @@ def test_a_page_has_the_requested_trace(capsys, run, tmp_path, monkeypatch):
     assert '"checkpoint":4' in (tmp_path / "other.html").read_text(encoding="utf-8")
 
 
-def test_unusable_input_gives_one_line_and_writes_nothing(capsys, run, tmp_path):
+def test_unusable_input_gives_a_one_line_error_and_writes_nothing(capsys, run, tmp_path):
     """This holds for several inputs, too: a run before the wrong one is not measured."""
     out, empty, texts = tmp_path / "page.html", tmp_path / "empty", [tmp_path / f"{n}.txt" for n in range(13)]
     empty.mkdir()

@@ -142,7 +142,7 @@ def test_a_readout_that_looks_back_refuses_padded_packed_and_continued_rows():
         model.generate(prompt(1, 7), max_new_tokens=1)
 
 
-def test_a_wrong_kind_of_model_or_shape_of_value_gives_one_line():
+def test_a_wrong_kind_of_model_or_shape_of_value_gives_a_one_line_error():
     with pytest.raises(InputError, match=r"^trace needs a model .*, got Linear"), boundaries(torch.nn.Linear(2, 2)):
         pass
     model = tiny_model("hc")

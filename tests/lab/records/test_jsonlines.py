@@ -52,7 +52,7 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path):
     ],
     ids=["middle", "last", "list", "number", "empty", "text", "bytes", "digits"],
 )
-def test_damage_gives_one_line_and_changes_nothing(content, number, tmp_path):
+def test_damage_gives_a_one_line_error_and_changes_nothing(content, number, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     for use in (jsonlines.read, JsonLines):

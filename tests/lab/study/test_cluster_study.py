@@ -93,14 +93,14 @@ def test_seconds_are_compared_only_on_the_same_processor(cpu):
         (["--slurm", "time=5", "nodes=2"], "--slurm has no option 'nodes'; did you mean nodelist?"),
     ],
 )
-def test_a_wrong_option_of_sbatch_gives_one_line(options, said, data, tmp_path, capsys):
+def test_a_wrong_option_of_sbatch_gives_a_one_line_error(options, said, data, tmp_path, capsys):
     argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     assert main([*argv, *options]) == 2
     assert error_in(capsys).startswith(f"residua: {said}")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_or_slurm_gives_one_line(data, tmp_path, monkeypatch, capsys):
+def test_a_missing_package_or_slurm_gives_a_one_line_error(data, tmp_path, monkeypatch, capsys):
     argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     monkeypatch.setenv("PATH", "")
     assert main([*argv, "--slurm", "time=5"]) == 2

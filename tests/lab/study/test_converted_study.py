@@ -129,7 +129,7 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
         ({"set": {"model.base": "nowhere"}}, "model.base: .*nowhere cannot be read"),
     ],
 )
-def test_an_unusable_base_gives_one_line_before_training(base, data, tmp_path, changes, said):
+def test_an_unusable_base_gives_a_one_line_error_before_training(base, data, tmp_path, changes, said):
     with pytest.raises(InputError, match=said) as error:
         Plan(load_study(str(written(tmp_path, base, **changes))), data)
     assert "\n" not in str(error.value)

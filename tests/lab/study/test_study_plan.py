@@ -368,7 +368,7 @@ def test_further_seeds_of_a_question_come_last_and_only_with_all_that_it_compare
     assert order == [run.key for run in plan.runs(finished)]
 
 
-def test_a_size_may_have_other_tokens_and_fewer_seeds_and_questions_add_none_there(data):
+def test_a_size_may_have_its_own_tokens_and_fewer_seeds_to_which_questions_add_no_seeds(data):
     small = DOCUMENT["sizes"]["small"]
     long = {**small, "tuned": "small", "tokens_per_parameter": 0.06, "seeds": [1, 3], "longer": []}
     asked = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [7]}}

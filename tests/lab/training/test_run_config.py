@@ -111,7 +111,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("given", "message"), MISTAKES)
-def test_a_mistake_gives_one_line(given, message, tmp_path):
+def test_a_mistake_gives_a_one_line_error(given, message, tmp_path):
     with pytest.raises(InputError) as error:
         load_config(write(tmp_path, given)) if isinstance(given, str) else load_config(None, given)
     said = str(error.value).replace(str(tmp_path / "config.yaml"), "FILE")

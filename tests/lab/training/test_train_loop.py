@@ -243,7 +243,7 @@ def test_a_full_disk_while_saving_keeps_the_last_checkpoint(
 
 
 @pytest.mark.parametrize("limit", [1200, 4000])
-def test_a_short_write_gives_one_line_and_keeps_earlier_files(limit, tmp_path, fit, rows):
+def test_a_short_write_gives_a_one_line_error_and_keeps_earlier_files(limit, tmp_path, fit, rows):
     """A real short write, into the metrics or into the optimizer's file."""
     with room(limit), pytest.raises(RunError, match="File too large") as error:
         fit(tmp_path / "run", checkpoint_every=12)

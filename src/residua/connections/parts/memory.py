@@ -116,7 +116,7 @@ class StreamMemory:
         self._rows: dict[Any, Tensor] = {}
         # (batch, 2): whether the row has begun, and whether its last entry is a token; absent without padding so far.
         self._ends: dict[Any, Tensor] = {}
-        self._task = -1  # autograd's number of the backward pass in which it began, -1 outside of one
+        self._task = -1  # autograd's number of the backward pass in which this memory began; -1 for none
 
     def of(self, part: nn.Module, attention_mask: Tensor | None = None) -> Memory | None:
         """Return the memory of one part of the stream; None if it needs none."""
@@ -188,7 +188,7 @@ class StreamMemory:
     def _earlier(self, number: Any, batch: int) -> Tensor | None:
         """Return the rows of a part. Raises ValueError if they belong to a different number of sequences."""
         rows = self._rows.get(number)
-        if rows is not None and rows.shape[0] != 1 and rows.shape[0] != batch:  # a graph knows no `in`
+        if rows is not None and rows.shape[0] != 1 and rows.shape[0] != batch:  # `in` breaks a graph
             raise ValueError(
                 f"memory must have as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
                 "memory.reorder(indices), or begin with a new StreamMemory()"
@@ -253,7 +253,7 @@ class _PartMemory:
 
 
 def window_of(part: nn.Module) -> int:
-    """Return the number of earlier tokens that a part of a stream reads: its `window`, or 0 without one."""
+    """Return the number of earlier tokens that a part of a stream reads: its `window`, or 0."""
     return getattr(part, "window", 0)
 
 

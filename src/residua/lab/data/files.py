@@ -32,7 +32,7 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
             f"{path}: no such file or folder; give a path, stdlib for the embedded corpus, fineweb-edu or hf:OWNER/NAME"
         )
     paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts) if path.is_dir() else [path]
-    # A pipe is read only if the user names it: one in a folder could wait for ever, and a device may have no end.
+    # A pipe is read only if the user names it: reading could wait for ever, and a device may have no end.
     irregular = {file for file in paths if path.is_dir() and file.exists() and not file.is_file()}
     files = [file for file in paths if kind(file) in SUFFIXES and file not in irregular]
     if len(files) > 1:

@@ -148,7 +148,9 @@ def prepare(
             say(f"prepare: {remark}")
     if tokenizer == "bpe" and data.vocab_size < entries:
         warnings.warn(
-            f"{corpus.name}: the text gives {data.vocab_size} of the {entries} vocabulary entries", stacklevel=2
+            f"{corpus.name}: the vocabulary has {data.vocab_size} entries, not {entries}, because the text has too few "
+            "repetitions; give more text, or a smaller vocab_size",
+            stacklevel=2,
         )
     return data
 

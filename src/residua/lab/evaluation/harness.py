@@ -149,7 +149,7 @@ def score(
             num_fewshot=num_fewshot,
             limit=limit,
             log_samples=False,
-            task_manager=manager,  # else it reads thousands of other tasks
+            task_manager=manager,  # otherwise the harness reads thousands of other tasks
         )
     scores = (score for tasks in chosen.values() for task in tasks for score in _scores(_task_name(task), report))
     return Scores(name, tuple(scores), lm_eval.__version__)

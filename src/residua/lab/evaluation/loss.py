@@ -40,7 +40,7 @@ def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> 
 
 
 def transition(points: Sequence[tuple[int, float, float]]) -> float | None:
-    """Return the step at which a model began to look up earlier pairs; None if it did not.
+    """Return the step at which a model began to copy what followed an earlier pair; None if it never did.
 
     This is the step at which the difference of the two losses first crosses `COPYING`, by linear interpolation between
     evaluations. points: (step, loss on repeated labels, loss on other labels).

@@ -1,4 +1,4 @@
-"""The numbers published for these tasks in arXiv 2605.06729 and its public repository. None of them is ours.
+"""The numbers published for these tasks in arXiv 2605.06729 and its public repository. None of them was measured here.
 
 The models have descriptive names here. The publication's "DDL" is a Householder shortcut pooled over the sequence,
 without the delta write. It is not Deep Delta Learning (arXiv 2601.00417). Its "mHC" splits the width into streams.

@@ -92,7 +92,7 @@ def _whole_rows(given: dict[str, Any]) -> bool:
 
 
 class _Passed(StandIn):
-    """A stand-in that visits the boundary before the connection's read and that after its write; None for neither."""
+    """A stand-in that visits the boundaries `before` the connection's read and `after` its write; None to skip one."""
 
     def __init__(self, connection: Any, before: nn.Module | None, after: nn.Module | None, collapse: nn.Module):
         super().__init__(connection)
@@ -108,10 +108,11 @@ class _Passed(StandIn):
 def _stand_ins(
     connections: Iterable[Any], points: Sequence[nn.Module], ends: Sequence[int], collapse: nn.Module
 ) -> list[_Passed]:
-    """Return the stand-ins of the connections. In our models the boundary after a connection is visited at its write.
+    """Return the stand-ins of the connections. In a residua model, a write visits the boundary after its connection.
 
-    ends: the last connections of the layers of a converted model; empty for ours. Such a layer may add attention and
-    MLP after a single read, so a boundary inside it is visited at the next read, and that at its end after the layer.
+    ends: the last connections of the layers of a converted model; empty for a residua model. A converted layer may add
+    attention and MLP after a single read. A boundary inside the layer is therefore visited at the next read, and the
+    boundary at its end after the layer.
     """
     if not ends:
         return [_Passed(c, None if i else points[0], points[i + 1], collapse) for i, c in enumerate(connections)]

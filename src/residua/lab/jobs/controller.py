@@ -52,7 +52,7 @@ def queue() -> dict[str, QueuedJob] | None:
 
 
 def state_in_accounts(number: str) -> str | None:
-    """Return the state of a job that left the queue, from accounting; None without accounting, as one line says."""
+    """Return the state of a job that left the queue, from sacct; None, and one line for the user, if sacct fails."""
     try:
         states = _answer("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}")
     except (OSError, RuntimeError) as error:

@@ -227,7 +227,7 @@ class Work:
         self.waiting = sorted(todo.values(), key=lambda job: (job.order, -job.cost * job.steps))
 
     def next(self) -> Job | None:
-        """Return the next job to begin; None if no job is waiting, perhaps until another is finished."""
+        """Return the next job to begin; None if no job is waiting. A finished job may add waiting jobs."""
         if not self.waiting:
             return None
         job = self.waiting.pop(0)

@@ -175,7 +175,9 @@ def refuse_changes(
     free: Collection[str] = FREE_KEYS,
     of: str = "a run",
 ) -> None:
-    """Compare the flat settings `now` with those in the file `source`, `before`, of a run or of what `of` says.
+    """Compare the flat settings `now` with `before`, the settings in the file `source`.
+
+    of: the owner of the settings in the message, such as "a run".
 
     Raises:
         InputError: keys outside `free` differ; the message names them.

@@ -55,7 +55,7 @@ def repository() -> str | None:
 
 @functools.cache  # the loaded code stays the same, even if files change
 def _commit() -> str | None:
-    """Return the commit of the checkout that holds this file, with "-dirty" if files differ; None outside of one."""
+    """Return the commit of the checkout with this file, with "-dirty" if files differ; None if there is no checkout."""
     source = Path(__file__)
     if not _git(source.parent, "ls-files", "--error-unmatch", source.name):
         return None

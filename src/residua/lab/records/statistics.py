@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def of_known(cls, values: Iterable[float | None]) -> "Estimate | None":
-        """Return the estimate over the values that are not None; None if all are."""
+        """Return the estimate over the values that are not None; None if there are no such values."""
         known = [value for value in values if value is not None]
         return cls.of(known) if known else None
 
@@ -77,7 +77,7 @@ class Contrast(NamedTuple):
 
     @property
     def p_value(self) -> float | None:
-        """The probability of a mean at least this far from 0 if the true one were 0 (Student's t, two-sided).
+        """The probability of a mean at least this far from 0 if the true mean were 0 (Student's t, two-sided).
 
         None if the standard error is 0, because equal values do not determine their noise.
         """

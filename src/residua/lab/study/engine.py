@@ -56,10 +56,11 @@ def run_study(
 
     Args:
         data: a folder of prepared data, in place of the folder in the study's configuration.
-        sizes: the sizes to report; the study's other sizes are only tuned, if these need it. None for all sizes.
+        sizes: the sizes to report; other sizes are tuned only if a reported size takes settings from them. None for
+        all.
         processes: simultaneous runs, each with one thread; no result depends on their number.
         executor: runs the jobs and measures the costs in place of these processes, see `run_jobs`.
-        costs: measure time and memory of the schemes without a record of them.
+        costs: measure the time and memory of each scheme that has no record of its cost yet.
         rounds: the number of timing rounds, in which the schemes take turns.
 
     Raises:
@@ -152,7 +153,7 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
 
 
 def duration(hours: float) -> str:
-    """Return a number of hours in three digits, in minutes or seconds if it is below one hour or minute."""
+    """Return a number of hours in three digits, in minutes or seconds if it is below one hour or one minute."""
     small = (60 * hours, "minutes") if 60 * hours >= 1 else (3600 * hours, "seconds")
     amount, unit = (hours, "hours") if hours >= 1 else small
     return f"{float(f'{amount:.3g}'):,g} {unit}"
@@ -288,7 +289,7 @@ def measure_costs(
     executor: Executor | None = None,
     progress: bool = True,
 ) -> None:
-    """Measure the cost of every scheme at every size without a record of it.
+    """Measure the cost of every scheme at every size for which there is no record yet.
 
     again: measure all of them again, for example on a quieter machine or in more rounds; the last costs count.
     compiled: measure the time of a step through `torch.compile`, in addition to that of the step that the runs take.

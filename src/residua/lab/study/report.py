@@ -87,7 +87,7 @@ EVERY_POINT = (
 
 
 def points_table(rows: Sequence[SchemeRow]) -> Table | None:
-    """Return the mean losses of every point that was trained with all seeds; None if one seed searched."""
+    """Return the mean losses of every point that was trained with all seeds; None if the search used one seed."""
 
     def mean(losses: Sequence[float]) -> str:
         return estimate_text(Estimate.of(losses), ".4f") if all(map(math.isfinite, losses)) else "diverged"
@@ -354,7 +354,7 @@ UNFILLED = {"", "–", "baseline"}
 
 
 def _some_filled(cells: Iterable[str]) -> bool:
-    """Return whether a cell has a number of its own; that none of a row's runs learned to copy is none."""
+    """Return whether a cell has a number of its own, other than a count of 0 runs that learned to copy."""
     return any(cell not in UNFILLED and not cell.startswith("0 of ") for cell in cells)
 
 
@@ -366,8 +366,7 @@ def _filled(table: Table) -> Table:
 
 
 def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
-    """Return the columns in the tables of sizes that some row fills, as functions of a row by heading, for Markdown and
-    the page."""
+    """Map the heading of each column that some row fills to a function that returns the cell of a row."""
 
     def flops(row: SchemeRow) -> str:
         base = results.row(row.size, results.study.baselines[0])
@@ -399,7 +398,7 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
 
 
 def copying(runs: Sequence[Run]) -> str:
-    """Say how many of the runs in which it was measured learned to copy, and when: "2 of 3, step 800 to 950"."""
+    """Return how many runs learned to copy, of those measured, and at which steps: "2 of 3, step 800 to 950"."""
     transitions = [run.transition for run in runs if run.transition is not None]
     steps = [step for step in transitions if math.isfinite(step)]
     ends = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps)))) if steps else ""

@@ -154,7 +154,7 @@ class SchemeRow:
 
     @property
     def transitions(self) -> list[float | None]:
-        """The steps at which reported runs began to look up earlier pairs of tokens; None for a run that did not.
+        """The steps at which reported runs began to copy, see `loss.transition`; None for a run that never began.
 
         Runs in which this was not measured are left out.
         """

@@ -1,6 +1,6 @@
-"""Tune keys of a training configuration with the search of a study, without baselines and comparisons.
+"""Tune keys of a training configuration, with the search that a study uses but without baselines and comparisons.
 
-Every scheme must be tuned before it is compared. Swept keys with numbers as values are tuned. All other keys, such as
+Every scheme must be tuned before it is compared. Swept keys whose values are numbers are tuned. All other keys, such as
 `model.connection`, form groups, and each group has its own search. Keys that determine how a loss is measured, such as
 `train.sequence_length`, form groups too, so that a best point is never chosen among losses that cannot be compared.
 """
@@ -183,7 +183,7 @@ class Outcome:
 
     @property
     def commands(self) -> dict[str, str]:
-        """The command line for the best point, or for the best of each group if these cannot be compared, by group."""
+        """The command lines by group: for the best point of each group, or of all groups if they can be compared."""
         return {row.name: self.sweep.command(row.point) for row in (self.won[:1] if self.unit else self.won)}
 
     @property

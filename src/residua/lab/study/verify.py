@@ -38,7 +38,7 @@ class Verified(NamedTuple):
 
     @property
     def elsewhere(self) -> str:
-        """The device and PyTorch of the record if they differ from those here, which explains the bits; else ""."""
+        """The recorded device and PyTorch if they differ from those here, which may change the last bits; else ""."""
         made, now = ((run.get("facts") or {}) for run in (self.recorded, self.repeated))
         other = [f"{name} {made.get(name)}, here {now.get(name)}" for name in SAME if made.get(name) != now.get(name)]
         return "; ".join(other) if now else ""

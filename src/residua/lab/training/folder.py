@@ -80,9 +80,9 @@ def _expect_own_checkpoints(run: RunFolder) -> None:
     """
     if run.checkpoints.is_symlink() and str(run.path.resolve()) not in runs_of_checkpoints(run.path):
         raise InputError(
-            f"{run.checkpoints} must be checkpoints of this run, got a link to {run.checkpoints.resolve()}, in "
-            f"which no manifest.json has {run.path.resolve()} as its run; if they are this run's, move them to the "
-            "place of the link"
+            f"{run.checkpoints} must be checkpoints of this run, got a link to {run.checkpoints.resolve()}, where no "
+            f"manifest.json names the run {run.path.resolve()}; if those checkpoints belong to this run, put their "
+            "folder in place of the link"
         )
 
 

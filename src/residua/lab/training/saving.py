@@ -37,8 +37,8 @@ class RunState:
     """The files of a run; only the first rank writes them. newest: the newest complete checkpoint, if any.
 
     parent: metadata of the model from whose weights the run begins, if any.
-    facts: metadata of the data. Checkpoints hold the fingerprints in them among the settings, and also the optimizer's
-        weight decays that differ from `train.weight_decay`, as under muP.
+    facts: metadata of the data. The settings in a checkpoint include the fingerprints from `facts`, and the weight
+        decays of the optimizer that differ from `train.weight_decay`, as under muP.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class Step:
     """A step of training: forward and backward over its micro-batches, a finite check, clipping, the update.
 
     The model is moved to the device and left there in training mode. The optimizer has the peak learning rates. After a
-    loss or gradient that is not finite (see `finite`), nothing is updated any more.
+    loss or gradient that is not finite (see `finite`), nothing more is updated.
 
     Args:
         batch: a function from the index of a micro-batch to the arguments of the loss.
