@@ -155,7 +155,7 @@ def test_bad_input_gives_a_one_line_error_and_status_2_and_writes_nothing(
 
 @pytest.mark.slow
 def test_the_schemes_command_explains_one_scheme(capsys):
-    """It prints the values of the preset beside the defaults, the meaning of each option, and the published results."""
+    """It prints the values of the preset, the defaults, the meaning of each option, and the published results."""
     text = output(capsys, ["schemes", "ddl-cc"])
     (record,) = [json.loads(output(capsys, ["schemes", "ddl-cc", "--json"]))]
     kind = PRESETS["ddl-cc"]

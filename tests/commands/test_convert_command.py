@@ -86,7 +86,7 @@ def test_the_weights_can_be_read_by_all_users_who_can_read_the_settings(folder, 
 
 
 def test_the_other_commands_accept_a_converted_folder(folder, tmp_path, capsys):
-    """It generates and is explored; commands that need a text name it if it is missing."""
+    """The folder generates text and can be explored. A command that needs a text names the missing option."""
     out = tmp_path / "out"
     assert main(["convert", str(folder), "--connection", "hc", "--out", str(out)]) == 0
     capsys.readouterr()

@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 class Gain(Connection):
-    """A connection of somebody else's scheme: x + gain y, where gain starts at 0.5."""
+    """A connection of a third-party scheme: x + gain y, where gain starts at 0.5."""
 
     def __init__(self):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Every scheme either starts as exactly the plain residual, whatever the norms and sublayers are, and can learn from
-there, or says why it cannot."""
+"""Every scheme starts as exactly the plain residual, whatever the norms and sublayers are, and can learn from this
+start, or gives the reason why it cannot."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ class GemmaNorm(nn.Module):
 
 
 def foreign_norm(i: int) -> nn.Module:
-    """A norm of somebody else's model, with parameters at random: LayerNorms with a bias, and `GemmaNorm`."""
+    """A norm of a third-party model, with random parameters: LayerNorms with a bias, and `GemmaNorm`."""
     if i % 2:
         return GemmaNorm(i)
     norm = nn.LayerNorm(DIM, eps=0.1).double()

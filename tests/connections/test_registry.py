@@ -339,7 +339,7 @@ class Weights(Residual):
     anything: Any = 1
 
     def __post_init__(self):
-        """Check nothing, as a stranger's."""
+        """Check nothing, as the class of a third party may do."""
 
 
 @pytest.mark.usefixtures("names")

@@ -1,4 +1,4 @@
-"""What a scheme and a stream print, and the help that a stream gives to an optimizer, a dtype and a wrong input."""
+"""What a scheme and a stream print, and how it treats optimizers, dtypes and wrong inputs."""
 
 import copy
 import warnings

@@ -274,7 +274,7 @@ def test_a_scheme_keeps_the_residual_in_float32(family, connection):
 
 @torch.no_grad()
 def test_padding_between_tokens_is_refused():
-    """In a batch, or behind a row that ended before a second turn; padding at the end is not in the way."""
+    """In a batch, or behind a row that ended before a second turn; padding at the end is accepted."""
     model = converted(WINDOWED).eval()
     gap = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0, 1], [1] * 9])
     with pytest.raises(ValueError, match="got padding between them"):
@@ -413,7 +413,7 @@ def test_reentrant_checkpoints_which_would_lose_gradients_are_refused():
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_reentrant_checkpoint_of_a_training_loop_is_refused(first):
-    """The embedding and the layers before the last would have no gradient, without a word."""
+    """The embedding and the layers before the last would silently get no gradient."""
     model = converted(PLAIN).train()
     for layer in model.get_decoder().layers[first:]:
 

@@ -1,4 +1,4 @@
-"""`residua.convert` on encoders of images, text and sound, and on the halves of encoder-decoders."""
+"""`residua.convert` on encoders of images, text and sound, and on the encoder and the decoder of encoder-decoders."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Foreign files: plain data is read, everything else is one line that names the file."""
+"""Untrusted files: plain data is read; anything else gives a one-line error that names the file."""
 
 import os
 

@@ -150,7 +150,7 @@ def test_a_second_held_out_text_is_evaluated_and_changes_no_step(config, text, p
     assert evaluate(open_run(tmp_path / "both"))["val_loss"] == pytest.approx(alone[-1]["val_loss"], rel=1e-6)
 
 
-def test_a_second_held_out_text_of_another_tokenizer_is_refused(config, text, tmp_path):
+def test_a_second_held_out_text_with_another_tokenizer_is_refused(config, text, tmp_path):
     other = prepare(text, tmp_path / "other", vocab_size=300, progress=False)
     both = replace(config, data=replace(config.data, further_validation=str(other.folder)))
     with pytest.raises(InputError, match=r"data\.further_validation must be tokenized"):
@@ -274,7 +274,7 @@ def test_commands_that_read_the_data_of_a_run_refuse_other_data(replaced, config
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [("evaluate",), ("explore", "--no-page", "--tokens", "3")], ids=lambda c: c[0])
 def test_a_copied_run_is_read_with_its_data_at_their_new_place(command, config, prepared, tmp_path, capsys):
-    """The data are found beside it as before, or where --data names them; the data of another run are refused."""
+    """The data are found next to the run as before, or where --data names them; the data of another run are refused."""
     shutil.copytree(prepared.folder, tmp_path / "before" / "data")
     config = replace(config, data=DataConfig(path=str(tmp_path / "before" / "data")))
     run(config, tmp_path / "before" / "run", progress=False)
@@ -339,7 +339,7 @@ def test_a_run_that_repeats_its_text_gives_a_note(steps, said, config, prepared,
     assert (line in capsys.readouterr().err) is said
 
 
-def test_a_run_with_another_rule_of_weight_decay_does_not_resume(prepared, tmp_path):
+def test_a_run_with_a_different_rule_for_weight_decay_does_not_resume(prepared, tmp_path):
     """In earlier versions, muP's decay was the same at every width, and no checkpoint records which rule was used."""
     config = run_config(options(prepared, model={"mup": "true", "mup_base_width": 8, "connection": "ddl"}, steps=4))
     run(replace(config, train=replace(config.train, checkpoint_every=2)), tmp_path / "run", progress=False)

@@ -66,7 +66,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture
 def place(home, tmp_path, monkeypatch):
-    """A copy of the artefacts, beside a file that must stay, in a process that reaches no network."""
+    """A copy of the artefacts, next to a file that must not change, in a process without a network."""
 
     def refuse(*arguments):
         pytest.fail(f"reached out to the network: {arguments}")

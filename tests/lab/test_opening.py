@@ -1,4 +1,4 @@
-"""What is asked of a model of transformers that somebody brings."""
+"""What is read from a user's transformers model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the authors' names and layouts, made here, of both of their codes: every option, and clear errors."""
+"""Checkpoints made here in the names and layouts of both of the authors' codes: every option, and clear errors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Equal to both of the authors' codes: logits, losses and the gradient of every parameter against numbers of theirs.
+"""Logits, losses and the gradient of every parameter equal those that both of the authors' codes computed.
 
 The numbers are in authors/ (their first code) and authors/current/, whose READMEs say where they come from.
 """
@@ -130,7 +130,7 @@ def test_padded_and_packed_rows_match_the_test_vectors(case):
 @torch.no_grad()
 @current_case
 def test_a_saved_configuration_has_the_keys_of_the_authors(case):
-    """A config.json has keys of transformers beside theirs."""
+    """A config.json has keys of transformers in addition to the authors' keys."""
     config, state, tensors = load(case, torch.float64)
     model = load_authors_checkpoint(config | CURRENT["config_json"], state)
     assert (model(tensors["input_ids"]).logits - tensors["logits.f64"]).abs().max() <= 1e-9

@@ -1,4 +1,4 @@
-"""The residuals of released models: our connections beside the models of transformers themselves.
+"""The residuals of released models: our connections against the models of transformers.
 
 Tiny configurations and random parameters. The model runs once and records what its sublayers are called with; then its
 sublayers run inside our stream, which has loaded the model's parameters. What every module of a sublayer is called

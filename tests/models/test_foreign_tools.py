@@ -131,7 +131,7 @@ def test_hooks_on_a_connection_run_around_read_and_write(name):
     assert all(calls.count(connection) >= 2 for connection in model.model.stream.connections)
 
 
-def test_a_call_of_super_in_a_phase_runs_hooks_once():
+def test_a_call_to_super_in_a_phase_runs_hooks_once():
     class Louder(type(model_of("ddl").model.stream.connections[0])):  # type: ignore[misc]
         def read(self, state, memory=None):
             x, carry = super().read(state, memory)

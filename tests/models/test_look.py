@@ -1,4 +1,4 @@
-"""A scheme of a stranger, a softmax over the last tokens: with a cache the numbers that it has without."""
+"""A third-party scheme, a softmax over the last tokens, gives the same numbers with a cache as without."""
 
 import pytest
 import torch
@@ -54,8 +54,8 @@ def test_pieces_shorter_than_the_window_and_left_padding_change_no_number(model,
     [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}],
     ids=["greedy", "beams", "static"],
 )
-def test_generation_with_a_look_back_equals_the_full_pass(model, options):
-    """A prompt shorter than the window beside a longer one."""
+def test_generation_with_a_scheme_that_looks_back_equals_the_full_pass(model, options):
+    """The batch has a prompt shorter than the window and a longer prompt."""
     ids, mask = left_padded([prompt(7, seed=1), prompt(2, seed=2)])
     plain = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 6, "eos_token_id": -1, "pad_token_id": PAD}
     expected = {key: value for key, value in options.items() if key == "num_beams"}

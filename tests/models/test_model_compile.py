@@ -158,7 +158,7 @@ def test_packed_documents_compile():
 @pytest.mark.nightly
 @torch.no_grad()
 def test_compiled_rows_of_documents_equal_eager_ones():
-    """Batches and lengths change, and rows beside a cache are refused as without a compiler."""
+    """Batches and lengths change, and packed rows with a cache are refused as without a compiler."""
     model = tiny_model("ddl-tc", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for rows, length in ((1, 6), (2, 6), (3, 8)):

@@ -71,7 +71,7 @@ def test_tied_weights_are_stored_once(tmp_path):
 
 
 def test_a_whole_model_loads_from_a_checkpoint_of_the_trunk(tmp_path):
-    """With a tied head nothing is missing."""
+    """With a tied head no parameter is missing."""
     model = tiny_model("ddl-tc", torch.float32)
     model.model.save_pretrained(tmp_path)
     same(ResiduaForCausalLM.from_pretrained(tmp_path), model)
@@ -79,8 +79,8 @@ def test_a_whole_model_loads_from_a_checkpoint_of_the_trunk(tmp_path):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_missing_parameters_start_as_declared(name, tmp_path):
-    """A checkpoint without the stream (of a plain model, say): its parameters start as in a new model, everything that
-    was stored is left alone."""
+    """If a checkpoint lacks the stream, as that of a plain model, the stream starts as in a new model. All stored
+    parameters are loaded unchanged."""
     torch.manual_seed(0)
     fresh = ResiduaForCausalLM(tiny_config(name))
     model = tiny_model(name, torch.float32)
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_another_scheme_is_reported(tmp_path):
         ("beta-mlp", "connections.0.beta.out.weight"),
     ],
 )
-def test_a_module_of_which_one_parameter_is_missing_keeps_the_others(name, missing, tmp_path):
+def test_a_module_with_one_missing_parameter_keeps_the_others(name, missing, tmp_path):
     """This also holds for parameters that are initialised element by element."""
     model = tiny_model(name, torch.float32)
     model.save_pretrained(tmp_path)

@@ -42,7 +42,7 @@ def test_only_the_state_is_rounded(name):
 @pytest.mark.parametrize("name", ["edelta", "edelta-stream"])
 @pytest.mark.parametrize("state", [None, "bfloat16"])
 def test_models_with_weights_of_mixed_dtypes_train_and_generate(name, state):
-    """Gates in float32 beside narrow sublayers, the reverse, and every second parameter of the stream."""
+    """Gates in float32 with narrow sublayers, the reverse, and every second parameter of the stream."""
     ids = prompt(1, 5)
     for choice in ("gates", "stream", "sublayers", "every second"):
         model = tiny_model(name, torch.float32, state_dtype=state)

@@ -97,7 +97,7 @@ def test_an_empty_batch_and_no_tokens_are_allowed(leading):
         assert torch.equal(taps.grad, torch.zeros_like(taps))
 
 
-def test_taps_of_another_shape_are_named():
+def test_taps_with_the_wrong_shape_are_named():
     for taps in [(4, 1, 5), (4, 2, 5), (4, 3, 1)]:
         with pytest.raises(ValueError, match=r"^taps must be \(kernel, streams, dim\) = \(4, 3, 5\), got \(4,"):
             causal_read(torch.ones(2, 6, 3, 5), torch.ones(taps))

@@ -366,13 +366,13 @@ def test_writes_over_depth_are_deltanet_over_time(sequence):
         ("beta", (2, 5, 1)),
     ],
 )
-def test_a_write_names_the_argument_of_another_shape(write, name, shape):
+def test_a_write_names_the_argument_with_the_wrong_shape(write, name, shape):
     arguments = {"state": (2, 5, 4, 8), "k": (2, 5, 8), "v": (2, 5, 4), "beta": (2, 5), name: shape}
     with pytest.raises(ValueError, match=rf"^{name} must be \(\.\.\.,.*got \("):
         write(**{key: torch.full(size, 0.5) for key, size in arguments.items()})
 
 
-def test_operators_name_the_argument_of_another_shape():
+def test_operators_name_the_argument_with_the_wrong_shape():
     with pytest.raises(ValueError, match=r"^beta must be \(\.\.\.,\) = \(3,\), got \(1,\)"):
         delta_operator(torch.ones(3, 4), torch.ones(1))
     with pytest.raises(ValueError, match=r"^beta must be \(\.\.\., n\) = \(3,\), got \(\)"):

@@ -224,7 +224,7 @@ def test_the_weighted_sum_of_bfloat16_sources_is_computed_in_float32():
     assert torch.equal(x, exact.float().to(torch.bfloat16))
 
 
-def test_the_weighted_sum_refuses_other_shapes():
+def test_the_weighted_sum_refuses_wrong_shapes():
     sources = [torch.zeros(2, 3), torch.zeros(2, 4)]
     with pytest.raises(ValueError, match="must be at least one tensor"):
         depth_mix([], torch.zeros(0))

@@ -1,4 +1,4 @@
-"""The gated delta, a delta write with a gate for each of its halves, against its formula and the delta operator."""
+"""The gated delta, with separate gates for erasing and writing, against its formula and the delta operator."""
 
 import pytest
 import torch

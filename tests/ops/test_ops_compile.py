@@ -15,7 +15,7 @@ FIRST = {*{name.partition("-")[0]: name for name in reversed(OPS)}.values()}  # 
 
 @pytest.mark.parametrize("name", some(OPS, FIRST.__contains__))
 def test_every_operation_compiles_into_one_graph(name):
-    """In bfloat16, which takes every path of float32 and the casts beside it."""
+    """In bfloat16, which runs every path of float32, and the casts as well."""
     torch.compiler.reset()
     op, shapes = OPS[name]
     g = generator(0)

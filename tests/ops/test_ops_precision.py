@@ -1,4 +1,4 @@
-"""Dtypes: results in the dtype that came in, small decisions in float32 at least, float64 all the way."""
+"""Dtypes: results in the dtype of the inputs, gates in at least float32, float64 throughout."""
 
 import pytest
 import torch

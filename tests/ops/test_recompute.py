@@ -77,7 +77,7 @@ def gate(streams: Tensor, y: Tensor) -> Tensor:
 
 
 def corrected(state: Tensor, x: Tensor, y: Tensor, every: int) -> Tensor:
-    """A write to predicted streams of how far the prediction was off, which is not kept."""
+    """A write of the prediction error to predicted streams; the error is not kept."""
     chosen = derive if every > 1 else lambda function, *inputs: function(*inputs)
     h_res = (x[..., :STREAMS, None] * x[..., None, STREAMS : 2 * STREAMS]).softmax(-1)
     predicted = chosen(hyper_mix, state, h_res)

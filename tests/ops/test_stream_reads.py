@@ -57,7 +57,7 @@ def test_stream_read_is_the_weighted_sum(num_streams, dim, seed):
     assert_close(stream_read(streams, average), streams.mean(-2))
 
 
-def test_weights_of_another_shape_are_named():
+def test_weights_with_the_wrong_shape_are_named():
     for shape in [(1, 5), (2, 5), (3, 1), (3,)]:
         with pytest.raises(ValueError, match=r"^weights must be \(streams, dim\) = \(3, 5\), got \("):
             stream_read(torch.ones(2, 3, 5), torch.ones(shape))

@@ -1,4 +1,4 @@
-"""What we use of smaller libraries beyond the few functions that everybody calls."""
+"""The names of smaller libraries that residua uses beyond their common functions."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""What we use of PyTorch below its public surface, or that it does not promise."""
+"""The private or undocumented names of PyTorch that residua uses."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What we use of transformers below its public surface."""
+"""The private names of transformers that residua uses."""
 
 import inspect
 

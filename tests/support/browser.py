@@ -86,7 +86,7 @@ def open_page(browser) -> Iterator[OpenPage]:
 
 @pytest.fixture(scope="module")
 def open_shared_page(browser) -> Iterator[OpenPage]:
-    """As `pages`, for tests that go on with one page, which takes seconds to open; trouble is told after the last."""
+    """As `pages`, for tests that share one page, which takes seconds to open; errors are reported after the last."""
     with pages(browser) as opened:
         yield opened
 

@@ -122,7 +122,7 @@ def other_families() -> list[str]:
 
 
 def halves() -> list[str]:
-    """Return the names of the halves of encoder-decoders, as `tiny` takes them."""
+    """Return the names of the encoders and decoders of encoder-decoders, as `tiny` takes them."""
     return [f"{family}: {half}" for family in encoder_decoders() for half in ("encoder", "decoder")]
 
 
@@ -133,7 +133,7 @@ def encoder_decoders() -> list[str]:
 
 
 def tiny(name: str) -> PreTrainedModel:
-    """Return the model of a family, or the half "family: encoder", in evaluation mode.
+    """Return the model of a family, or its part "family: encoder", in evaluation mode.
 
     Its weights depend on the name alone, and no norm is trivial.
     """

@@ -1,4 +1,4 @@
-"""Arguments for kernels, and the comparison of a kernel with the plain definition beside it."""
+"""Arguments for kernels, and the comparison of a kernel with its plain definition."""
 
 from collections.abc import Callable, Sequence
 

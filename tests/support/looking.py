@@ -1,4 +1,4 @@
-"""Schemes of a stranger: a softmax over the last tokens, where a row of zeros that is no token would count."""
+"""Third-party schemes: a softmax over the last tokens, where a row of zeros that is no token would count."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

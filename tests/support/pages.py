@@ -15,7 +15,7 @@ RESBENCH = ROOT / "resbench"
 
 
 def script(name: str, folder: Path = EXPERIMENTS) -> ModuleType:
-    """A script as a module; it may import others beside it and in tools/."""
+    """A script as a module; it may import others from its own folder and from tools/."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(TOOLS)
         patch.syspath_prepend(folder)

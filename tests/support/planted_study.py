@@ -111,7 +111,7 @@ def records():
 
 
 def copied(name):
-    """The records of ddl again, as those of another scheme."""
+    """The records of ddl, copied under the name of another scheme."""
     rows = [r for r in records() if r["scheme"] == "ddl"]
     return [{**r, "scheme": name, "connection": name, "key": r["key"].replace("ddl", name)} for r in rows]
 

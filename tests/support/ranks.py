@@ -85,7 +85,7 @@ def mislead(wrong):
 
 
 def rank_main(rank, size, port, folder, arguments, fates):
-    """One rank: the command line itself, its output in a file beside the run, its windows in another."""
+    """One rank: the command line itself, with its output in a file next to the run, and its windows in another file."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
@@ -105,7 +105,7 @@ def rank_main(rank, size, port, folder, arguments, fates):
 
 
 class Job:
-    """What became of the ranks: exit statuses, what each printed, and the windows that each asked for, in order."""
+    """The outcome of the ranks: exit statuses, what each printed, and the windows that each read, in order."""
 
     def __init__(self, folder, port, size, statuses):
         files = [folder.with_name(f"{folder.name}.{port}.{rank}.") for rank in range(size)]
@@ -117,7 +117,7 @@ class Job:
 
 
 def run_ranks(start, size, folder, arguments, fates=None, *, resume=False) -> Job:
-    """Run `size` ranks to their ends; `arguments` are those of `tiny_runs.options`, `fates` say what befalls a rank."""
+    """Run `size` ranks to their ends. arguments: as for `tiny_runs.options`; fates: the fault of each rank."""
     file = folder.with_name(f"{folder.name}.yaml")
     file.write_text(run_config(arguments).to_yaml())
     arguments = ["--config", str(file), *(["--resume"] if resume else [])]

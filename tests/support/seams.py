@@ -1,4 +1,4 @@
-"""Seams: the places where we reach below the public surface of another library, and what must be there."""
+"""Seams: the private names of other libraries that residua uses, and what they must provide."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""What the schemes of several streams are asked in common: how they start, and whether their streams part."""
+"""Shared checks of schemes with several streams: how they start, and whether their streams become different."""
 
 from collections.abc import Iterator
 
@@ -33,5 +33,5 @@ def states(stream: Stream) -> Iterator[tuple[Connection, Tensor]]:
 
 
 def spread_over_streams(state: Tensor) -> float:
-    """How far the streams lie apart, beside their size. state: (batch, seq, streams, dim)."""
+    """Return the distance between the streams relative to their size. state: (batch, seq, streams, dim)."""
     return ((state - state.mean(-2, keepdim=True)).norm() / state.norm()).item()

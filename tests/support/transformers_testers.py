@@ -155,7 +155,7 @@ class ModelTester:
 def test_case(config_class: type, model_class: type, head_class: type, **options: Any) -> type[unittest.TestCase]:
     """Return the test class of a model: `model_class` alone, and with the language-model head, `head_class`.
 
-    options: arguments of `config_class` beside the sizes.
+    options: arguments of `config_class` other than the sizes.
     """
     classes = {"config_class": config_class, "base_model_class": model_class, "causal_lm_class": head_class}
     tester = type("Tester", (ModelTester,), {**classes, "options": options})

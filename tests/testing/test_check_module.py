@@ -1,4 +1,4 @@
-"""The kit names planted copies of public bugs, and accuses nothing that is right.
+"""The kit names planted copies of public bugs, and passes every correct module.
 
 The modules here are written as people write them: one projection for all mappings, their own names, their own layout.
 """

@@ -75,9 +75,8 @@ class ConvertedConfig(Swapped):
             InputError: the class of the model is that of the plain model, which would leave the connections out.
         """
         asking = sys._getframe(1)
-        while (
-            asking.f_back is not None and asking.f_code.co_name == "__getattribute__"
-        ):  # of the class of configurations
+        # Attributes of a configuration are read through its own `__getattribute__`.
+        while asking.f_back is not None and asking.f_code.co_name == "__getattribute__":
             asking = asking.f_back
         if asking.f_code is PreTrainedModel.__init__.__code__:
             raise InputError(

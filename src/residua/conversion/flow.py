@@ -596,7 +596,7 @@ def _swapped_back(cls: type) -> type:
 
 
 def _rebased(cls: type, *bases: type) -> type:
-    """Return a copy of `cls` with other bases; `cls` was made at run time, by a parametrisation or FSDP2, say."""
+    """Return a copy of `cls` with other bases; `cls` was made at run time, for example by FSDP2."""
     return type(cls)(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
 
 

@@ -68,9 +68,8 @@ class Check:
         config = vllm_config.model_config.hf_config
         expect_served(config, is_moe=vllm_config.model_config.is_moe)
         if config.architectures == [LOOKING_BACK]:
-            vllm_config.cache_config.enable_prefix_caching = (
-                False  # prefix caching of states needs Triton, and is untested
-            )
+            # Prefix caching of states needs Triton, and was not tested on GPUs.
+            vllm_config.cache_config.enable_prefix_caching = False
             vllm_config.model_config.enforce_eager = True
             logger = logging.getLogger("vllm.residua")
             logger.info("Prefix caching and compilation are off for a scheme that reads earlier tokens")

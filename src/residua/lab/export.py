@@ -326,7 +326,7 @@ def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
     for alias in node.names:
         inner = f"{node.module}.{alias.name}"
         if _source(inner) is not None:
-            # Not `from . import name`, because transformers only copies files whose name follows a dot.
+            # `from . import name` would not do, because transformers only copies files whose name follows a dot.
             name = alias.asname or alias.name
             lines += [f"from .{_file(inner)} import __name__ as {name}", f"{name} = __import__('sys').modules[{name}]"]
             modules.append(inner)

@@ -491,8 +491,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         `shift_labels` (already the next tokens) are given; -100 does not count. In training the loss includes the
         scheme's penalty, if it has one. `ResiduaModel.forward` lists the other outputs.
         """
-        # Not in the signature: the transformers Trainer evaluates a loss only if its batches hold every argument
-        # with "label" in its name.
+        # `shift_labels` is not in the signature, because the transformers Trainer evaluates a loss only if its batches
+        # hold every argument with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,

@@ -367,7 +367,7 @@ def padding_changes_no_token(scheme: Scheme) -> None:
 @CONTRACT.add
 @torch.no_grad()
 def pieces_with_padding_equal_the_rows_alone(scheme: Scheme) -> None:
-    """Padded rows in pieces give the same numbers as without padding, so padding in a memory is not a token."""
+    """Padded rows in pieces give the same numbers as without padding: a memory must not count padding as tokens."""
     expect_causal(scheme)
     stream = build(scheme)
     sublayers = bare_sublayers(DIM, SUBLAYERS)

@@ -29,7 +29,7 @@ def with_branch(stream: Stream) -> list[BranchConnection]:
 
 
 def convolved(y: Tensor, taps: Tensor) -> Tensor:
-    """y + conv(y), with the taps of the parameters less the one of the token itself. y: (batch, seq, dim)."""
+    """y + conv(y), with the taps of the parameters minus the tap of the token itself. y: (batch, seq, dim)."""
     taps = taps.squeeze(1) - F.one_hot(torch.tensor(0), len(taps)).unsqueeze(1)
     padded = F.pad(y.mT, (len(taps) - 1, 0))
     return y + F.conv1d(padded, taps.flip(0).T.unsqueeze(1), groups=y.shape[-1]).mT

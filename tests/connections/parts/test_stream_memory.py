@@ -358,7 +358,7 @@ def test_document_numbers_may_repeat_in_any_order(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["ddl-tc", "ddl-ec"])
 def test_a_row_that_ended_cannot_continue_in_a_later_piece(name):
-    """This holds with a mask or without; rows move with the beams, a copy knows them, a reset forgets them."""
+    """This holds with a mask or without. Reordering and copying keep the state of each row; a reset clears it."""
     stream, x, memory = build(name), normal(2, 4, DIM), StreamMemory()
     stream(x[:, :1], SUB, memory=memory)
     stream(x[:, :2], SUB, memory=memory, attention_mask=torch.tensor([[1, 1], [1, 0]]))

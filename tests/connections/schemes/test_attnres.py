@@ -87,7 +87,7 @@ def test_sources_are_the_embedding_the_sums_of_completed_blocks_and_the_running_
 
 @blocks
 def test_zero_queries_give_the_plain_residual_up_to_eps(block_size):
-    """The read is then h / n, the mean of n sources with the sum h, and RMSNorm forgets the n but for its eps.
+    """The read is then h / n, the mean of n sources with the sum h, and RMSNorm removes the factor n up to its eps.
 
     With m = mean(h^2), norm(h / n) = h / sqrt(m + n^2 eps) where the residual has h / sqrt(m + eps): shorter by a
     factor of at least 1 - (n^2 - 1) eps / (2 (m + eps)), because 1 - 1 / sqrt(1 + t) <= t / 2.

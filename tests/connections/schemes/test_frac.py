@@ -39,7 +39,7 @@ def test_values_and_gradients_are_those_of_the_algorithm(scheme):
 
 @pytest.mark.parametrize(("dynamic", "count"), [(False, 1152), (True, 165_056)])
 def test_the_number_of_parameters_is_the_published_one(dynamic, count):
-    """Of OLMo-1B with four fractions, width 2048 and 16 layers (section 4.4), beside the norms before the sublayers."""
+    """OLMo-1B with four fractions, width 2048 and 16 layers (section 4.4), without the norms before the sublayers."""
     with torch.device("meta"):
         stream = FracConnections(dynamic=dynamic).build(2048, 32)
     assert sum(parameter.numel() for parameter in stream.parameters()) == count + 32 * 2048

@@ -51,7 +51,7 @@ def test_the_start_is_the_published_one():
 
 
 def test_the_connection_has_no_gains_of_a_norm_besides_its_own():
-    """Its parameters are the gains of the streams, D, U and B; no norm adds a gain."""
+    """The parameters are the gains of the streams, D, U and B; no norm adds a gain."""
     connection = GatedResidual(gate_rank=3).build(DIM, 2).connections[0]
     assert {name for name, _ in connection.named_parameters()} == {
         "gated.weight",

@@ -168,7 +168,7 @@ def test_scales_at_every_sublayer_run_from_the_first_to_the_last():
     assert starts(scheme, 1, "r") == [1.0]
 
 
-def test_a_given_first_value_is_also_the_default_of_the_last():
+def test_a_given_first_value_is_also_the_default_of_the_last_value():
     assert resolve("lambdas:r=1.0,z=0.0") == Lambdas(backout=0.2)
     assert resolve("lambdas:r=1.0,r_last=0.9").r_last == 0.9
 

@@ -149,7 +149,7 @@ def test_a_pipe_and_a_device_in_a_folder_are_left_out_and_named(tmp_path):
     assert [document.text for document in corpus] == ["text"]
     assert corpus.left_out == ("b.txt (a pipe or a device)", "c.jsonl (a pipe or a device)")
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(InputError, match="must be or hold files ending in"):
+    with pytest.raises(InputError, match="must be a file, or hold files, ending in"):
         open_corpus(str(tmp_path))
 
 
@@ -189,7 +189,7 @@ NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 3, 6], "<i4"
             pa.table({"text": NOT_UTF8}),
             "a.parquet must be UTF-8 text: invalid start byte",
         ),
-        ("a.docx", b"text\none\n", r"a.docx must be or hold files ending in .txt .md .jsonl .*, found \.docx"),
+        ("a.docx", b"text\none\n", r"a.docx must be a file, or hold files, ending in .txt .md .jsonl .*, found \.docx"),
         ("a.csv", b'text\n"one\n', "a.csv:2: not a readable table"),
         ("a.csv", b"content\none\n", 'a.csv must have rows with .* "text", got .*content'),
         ("a.json", b'[{"text": "one"}', "a.json must be an array of JSON objects"),

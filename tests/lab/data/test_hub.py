@@ -195,12 +195,12 @@ def real_datasets(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=COMMIT))
 
 
-def test_the_library_gives_the_rows_in_order_each_time(real_datasets):
+def test_the_datasets_library_gives_the_rows_in_order_each_time(real_datasets):
     corpus = open_corpus("hf:a/b")
     for _ in range(2):
         assert [document.text for document in corpus] == TEXTS[:300]
 
 
-def test_a_split_that_the_library_does_not_know_is_an_input_error(real_datasets):
+def test_a_split_that_the_datasets_library_does_not_know_is_an_input_error(real_datasets):
     with pytest.raises(InputError, match="hf:a/b:nowhere: Bad split"):
         list(open_corpus("hf:a/b:nowhere"))

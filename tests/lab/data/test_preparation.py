@@ -1,4 +1,4 @@
-"""Prepare shard by shard: a kill or a full disk loses at most a shard, and the result equals an undisturbed run's."""
+"""Prepare shard by shard: a kill or a full disk loses at most a shard, and does not change the result."""
 
 import errno
 import itertools

@@ -107,7 +107,7 @@ def test_rows_without_overlap_are_named_below_a_panel_or_in_place_of_it(make_run
 
 
 @pytest.mark.parametrize(("pace", "said"), [(0.5, False), (0.52, False), (0.6, True), (0.3, False)])
-def test_at_equal_seconds_a_slower_run_is_noted_to_be_earlier_in_its_schedule(make_run, pace, said):
+def test_a_note_says_that_a_slower_run_is_earlier_in_its_schedule_at_equal_seconds(make_run, pace, said):
     steps, seconds = _difference_figure(
         compare([make_run("a"), make_run("b", connection="ddl", seconds_per_step=pace)])
     ).axes

@@ -19,7 +19,7 @@ def data():
 
 
 def given_the_plane(inputs):
-    """A cheat: position 0 is answered with what the later inputs show, the rest honestly."""
+    """A leak: position 0 is predicted from later inputs, all other positions only from earlier inputs."""
     honest = solved_rotation(inputs)
     if inputs.shape[1] == 1:
         return honest
@@ -155,7 +155,7 @@ def test_the_leak_detector_catches_a_model_that_knows_the_plane(data):
     assert position0(given_the_plane, data).position0_leak
 
     def partly(inputs):
-        """Sees the next input through a veil: 5 % below the floor, as a pooled model may be."""
+        """Sees the next input with noise: 5 % below the floor, as a pooled model may be."""
         predictions = solved_rotation(inputs)
         predictions[:, 0] = 0.975 * expected_first_point(inputs) + 0.025 * inputs[:, 1]
         return predictions

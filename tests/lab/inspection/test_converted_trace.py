@@ -1,4 +1,4 @@
-"""A trace of a converted model is what a trace of our own model is: seen through its connections alone."""
+"""A trace of a converted model is made from its connections alone, like the trace of a residua model."""
 
 import pytest
 import torch

@@ -207,7 +207,7 @@ def test_a_command_that_starts_during_an_outage_of_the_controller_finds_its_earl
 
 
 def test_only_jobs_that_slurm_cancelled_count_as_cancelled(out):
-    """Ctrl-C during an outage of the controller leaves the job, and the same command adopts it."""
+    """Ctrl-C during an outage of the controller leaves the job, and the next call of the command waits for it."""
     command = start(out, 30)
     until(lambda: steps(out))
     daemon("stop", "slurmctld")
@@ -256,7 +256,7 @@ def test_a_run_resumes_after_its_node_went_down(out):
 
 
 def test_a_job_that_sbatch_submitted_without_reporting_it_is_cancelled(out):
-    """sbatch may time out after Slurm has taken the job. It would fail in a minute, as its run is not beside it."""
+    """sbatch may time out after Slurm has taken the job. The job would fail in a minute: its run has no file."""
     (out / "slurm").mkdir(parents=True)
     (out / "records.jsonl").touch()
     script = out / "slurm" / ".submission_file_lost.sh"

@@ -248,7 +248,7 @@ def test_the_record_of_a_job_that_ended_long_ago_is_used(cluster, tmp_path):
 
 @pytest.mark.parametrize("lacks", [["scontrol"], ["squeue"], ["scontrol", "squeue"]], ids="-".join)
 def test_squeue_or_scontrol_may_be_unavailable_to_users(lacks, cluster, tmp_path, monkeypatch, capsys):
-    """The job of an earlier command is adopted if either of the two shows that it belongs to this folder."""
+    """The command waits for an earlier job if squeue or scontrol shows that it belongs to this folder."""
     out = tmp_path / "out"
     script(tmp_path / "squeue", f"echo '12|FAILED|None|x'; echo '11_0|'$(cat {tmp_path}/state)'|None|{out}/slurm/a.sh';"
            f"echo FAILED > {tmp_path}/state")  # fmt: skip

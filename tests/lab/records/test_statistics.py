@@ -107,7 +107,7 @@ def test_two_schemes_have_the_noise_of_their_paired_differences():
     assert Noise.of([]) is None
 
 
-def test_schemes_that_differ_in_their_noise_are_compared_as_by_scipy():
+def test_schemes_that_differ_in_their_noise_are_compared_as_in_scipy():
     ours, theirs = [4.0, 4.3, 3.9, 4.1], [4.5, 4.45, 4.5]
     contrast, test = welch(ours, theirs), ttest_ind(ours, theirs, equal_var=False)
     assert contrast.p_value == pytest.approx(test.pvalue)

@@ -1,4 +1,4 @@
-"""Foreign text cannot steer a terminal."""
+"""Untrusted text cannot control a terminal."""
 
 import json
 

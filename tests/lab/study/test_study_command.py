@@ -208,7 +208,7 @@ def test_a_repeated_run_equals_its_record_to_the_last_bit_and_another_number_is_
 
 @pytest.mark.slow
 def test_runs_of_a_similar_device_are_repeated_first(finished, data, tmp_path, monkeypatch, capsys):
-    """Behind a line with their cost."""
+    """The runs follow a line with their cost."""
     folder = shutil.copytree(finished / "out", tmp_path / "mixed")
     rows = jsonlines.read(folder / "records.jsonl")
     other = [{**row, "facts": {**row["facts"], "device": "NVIDIA H200"}} for row in rows[1:]]

@@ -111,7 +111,7 @@ def test_losses_that_are_not_measured_alike_are_refused(data):
         Plan(study(tuning={**DOCUMENT["tuning"], "over": over, "runs": 2, "baseline_runs": 2}), data)
 
 
-def test_a_scheme_of_which_every_run_diverges_is_not_reported(data):
+def test_a_scheme_whose_runs_all_diverge_is_not_reported(data):
     runs = walked(Plan(study(), data), lambda run: None if run.scheme == "ddl" else 1.0)
     assert of(runs, "ddl", "tune")
     assert not of(runs, "ddl", "report")

@@ -1,4 +1,4 @@
-"""What a study is asked, it answers from its records: with an interval, a verdict, or what it waits for."""
+"""A study answers its questions from its records: with an interval, or with the runs that are missing."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What records say: planted differences are found, and nothing is said where there is nothing to compare with."""
+"""Planted differences are found in the records, and a missing comparison gives no result."""
 
 import csv
 import io
@@ -175,7 +175,7 @@ def test_the_reported_point_is_the_one_that_tuning_chose():
     assert row.loss.mean == pytest.approx(4.02 - 0.2)
 
 
-def test_tuning_runs_of_another_length_are_ignored():
+def test_tuning_runs_of_a_different_length_are_ignored():
     shorter = [*records(), record("ddl", "tune", 0, 1.0, lr=0.004, steps=50)]
     row = row_of(planted(shorter))
     assert row.point == {"train.lr": 0.008}
@@ -442,7 +442,7 @@ def test_a_size_that_searches_again_has_the_point_of_its_own_search():
     assert "- large: the settings of small, but train.lr 0.004/0.008, searched again in full length." in markdown(found)
 
 
-def test_a_search_from_another_starting_point_gives_no_row():
+def test_a_search_from_a_different_starting_point_gives_no_row():
     found = searched_again(4.0)
     assert found.row("small", "ddl")
     assert found.row("large", "ddl") is None

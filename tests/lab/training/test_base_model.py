@@ -1,4 +1,4 @@
-"""`model.base`: a transformers model trains on with another residual, from a folder, and its run stands alone."""
+"""`model.base`: a transformers model is trained further with another residual, and needs it only at its start."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""With document masks, the documents of a sequence are read as if each came alone."""
+"""With document masks, the documents of a sequence are read as if each were alone."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""connections.jsonl: what is seen of the gates on the way, and that looking changes nothing."""
+"""connections.jsonl: the gates that are logged during training, and that logging them changes nothing."""
 
 import json
 import signal

@@ -17,7 +17,7 @@ from support.toy_language_model import ToyModel, toy_config
 
 
 class Everything(ToyModel):
-    """Each kind of parameter that a connection may have beside linear maps."""
+    """Each kind of parameter that a connection may have besides linear maps."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What befalls several processes: they end together, lose nothing, and any number of them goes on."""
+"""Failures of several processes: they end together and lose nothing, and any number of processes can resume."""
 
 import os
 import shutil

@@ -19,7 +19,7 @@ from support.toy_language_model import ToyBatches
 @pytest.mark.parametrize(
     "names", [["config.yaml"], [".lock", "records.jsonl", "settings.json"], [".lock", "settings.json", "study.json"]]
 )
-def test_a_folder_of_another_kind_is_refused_and_unchanged(names, tmp_path, fit):
+def test_a_folder_of_the_wrong_kind_is_refused_and_unchanged(names, tmp_path, fit):
     """The folder of a study is an example."""
     for name in names:
         (tmp_path / name).write_text("mine")

@@ -88,9 +88,8 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(self: Any, state: Any, sublayer: Any, **options: Any) -> Any:
         if isinstance(sublayer, Phase):
-            args, kwargs = (
-                ((state,), {}) if isinstance(state, Tensor) else state
-            )  # a single tensor comes from a `SharedModule`
+            # A single tensor comes from a `SharedModule`.
+            args, kwargs = ((state,), {}) if isinstance(state, Tensor) else state
             return sublayer(self, *args, **kwargs)
         return forward(self, state, sublayer, **options)
 

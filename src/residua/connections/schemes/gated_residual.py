@@ -102,7 +102,7 @@ class GatedRead(SelfStarting):
     def normalised(self, streams: Tensor) -> Tensor:
         if isinstance(self.norm, RMSNorm):
             return self.norm(streams)
-        # Another library's norm sums gradients in its own order, so it is always computed by the same operations.
+        # The norm of another library sums gradients in its own order, so `norm` itself must compute the result here.
         names = [name for name, _ in self.norm.named_parameters()]
 
         def normed(x: Tensor, *weights: Tensor) -> Tensor:

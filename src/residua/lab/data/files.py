@@ -41,8 +41,8 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
         suffixes = sorted({file.suffix or file.name for file in paths}) or ["no files"]
         more = f" and {len(suffixes) - MOST_SUFFIXES:,} more" if len(suffixes) > MOST_SUFFIXES else ""
         raise InputError(
-            f"{path} must be or hold files ending in {' '.join(SUFFIXES)} (the texts among them also in .gz or .zst), "
-            f"found {', '.join(suffixes[:MOST_SUFFIXES])}{more}"
+            f"{path} must be a file, or hold files, ending in {' '.join(SUFFIXES)} (text, JSON and CSV also with .gz "
+            f"or .zst), found {', '.join(suffixes[:MOST_SUFFIXES])}{more}"
         )
     rows = any(kind(file) not in PROSE for file in files)
     require(rows or text_column == "text", "text_column", f"left out, since {path} has no rows", text_column)

@@ -1,4 +1,4 @@
-"""Draw a comparison: the losses, and the differences to the baseline, in which schemes can be distinguished."""
+"""Draw a comparison: the losses, and the differences to the baseline, which distinguish schemes better."""
 
 import math
 from collections.abc import Iterator, Sequence

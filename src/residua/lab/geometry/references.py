@@ -17,7 +17,7 @@ Predictor = Callable[[Tensor], Tensor]
 
 
 def running_mean(inputs: Tensor) -> Tensor:
-    """Return the mean of x_s over s <= t: nearly the best predictor on stability."""
+    """Return the mean of x_s over s <= t: nearly the best predictor for the task "stability"."""
     counts = torch.arange(1, inputs.shape[1] + 1, device=inputs.device, dtype=torch.float64)
     return (inputs.cumsum(1, dtype=torch.float64) / counts.unsqueeze(-1)).to(inputs.dtype)
 

@@ -167,7 +167,10 @@ def written(collapse: nn.Module, state: State, value: Tensor) -> State:
         changes = (point - start).split([shape.numel() for shape in shapes])
         state = tree_unflatten([(p.double() + c.reshape(p.shape)).to(p.dtype) for p, c in zip(flat, changes)], form)
         if not (target - read(point)).norm() <= READ_TOLERANCE * target.norm():
-            raise InputError("boundaries found no state near this one whose readout is the value of the hook")
+            raise InputError(
+                "boundaries must get a value that the readout of some state equals; found no such state near the "
+                "current state; return a value nearer to the readout"
+            )
         return state
 
 
