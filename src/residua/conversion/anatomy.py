@@ -160,7 +160,7 @@ class Observed:
             last = self.readers[-1][-1] if self.readers else ""
             if self.additions and self._is_norm(last):
                 raise UnknownUse(
-                    f"normalises its residual after adding to it ({last}), but only sublayer inputs may be normalised"
+                    f"normalises its residual after adding to it ({last}): post-norm layers cannot be converted"
                 )
             raise UnknownUse("does not return its residual")
         if not self.readers or flows[0].carry is not None:

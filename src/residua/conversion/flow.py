@@ -114,7 +114,7 @@ class Flow:
             connection, memory = self.ahead[0]
             x, self.carry = connection.read(self.state, memory)
             if not isinstance(x, Tensor):
-                raise UnknownUse("takes one input for a sublayer, but this scheme gives several")
+                raise UnknownUse("takes one input, and this scheme reads several for every sublayer")
             first = self.state if isinstance(self.state, Tensor) else self._leaf
             dtype = self.read_dtype or first.dtype  # a scheme may read in float32 in a model of half precision too
             self.x = x if x.dtype == dtype or under_autocast(x.device) else x.to(dtype)
