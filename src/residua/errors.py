@@ -88,7 +88,7 @@ def require(condition: bool, name: str, expected: str, got: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a value in one line, cut if it is long. A tuple is shown as the list of a file."""
+    """Return the repr of a value in one line, cut if it is long. A tuple is shown as a list, as in a file."""
     text = " ".join(map(str.strip, repr(list(value) if isinstance(value, tuple) else value).split("\n")))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 

@@ -43,7 +43,7 @@ def test_only_matrices_that_read_the_width_are_scaled(tied):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_scheme_has_a_rule(name):
+def test_every_scheme_has_a_learning_rate_rule(name):
     built = model(ALL[name], num_hidden_layers=1)
     factors = learning_rate_factors(built)
     for parameter, factor in factors.items():

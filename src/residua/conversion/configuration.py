@@ -118,7 +118,10 @@ class ConvertedConfig(Swapped):
         require(kind in CONFIG_MAPPING, f"config.json: {KEY}.{BASE}.model_type", "a model type of transformers", kind)
         base.pop("auto_map", None)  # remote code is not needed: transformers has this type
         if base.get("quantization_config"):
-            raise InputError("config.json must have no quantization_config in base, which only plain models have")
+            raise InputError(
+                "config.json must have no quantization_config in base, because quantised models cannot be converted; "
+                "convert the model before it is quantised"
+            )
         config, unused = CONFIG_MAPPING[kind].from_dict(base, **{**options, "return_unused_kwargs": True})
         converted = with_conversion(config, conversion)
         converted.architectures = settings.get("architectures")

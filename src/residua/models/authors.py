@@ -232,8 +232,9 @@ def _is_honoured(state: Mapping[str, Tensor]) -> bool:
     """Return True, or raise ValueError if the parameters do not tell whether the convolution was causal or centred."""
     if not _is_current(state):
         raise ValueError(
-            "ddl_state_dv_shortconv_causal must be false with the authors' first names (c_proj), got true: only the "
-            "accelerated file of that code is causal then, and the parameters do not tell which file made them"
+            "ddl_state_dv_shortconv_causal must be false for a checkpoint of the authors' first code (c_proj), got "
+            "true: only the accelerated file of that code obeys the option, and the parameters do not tell which file "
+            "made them"
         )
     return True
 

@@ -256,7 +256,7 @@ def test_out_must_be_new_or_empty(source, tmp_path):
     [
         ("", {}, "must hold documents"),
         (" \n\n ", {}, "must hold documents"),
-        ("One short text.", {}, r"too small: of 1 document\(s\) nothing is left for"),
+        ("One short text.", {}, r"its 1 document\(s\) leave nothing for"),
         ("One short text.", {"vocab_size": 256}, "vocab_size must be 257 .* got 256"),
         ("One short text.", {"vocab_size": 10**9}, "vocab_size must be 257 .* to 1,000,000, got 1000000000"),
         ("One short text.", {"validation_fraction": 0.0}, "validation_fraction must be a number between 0 and 1"),

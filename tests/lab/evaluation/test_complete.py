@@ -86,7 +86,7 @@ def test_a_model_whose_logits_are_not_finite_generates_no_text(greedy, model, to
     diverged = copy.deepcopy(model)
     with torch.no_grad():
         diverged.lm_head.weight[7] = torch.nan
-    with pytest.raises(InputError, match="got logits "):
+    with pytest.raises(InputError, match="got NaN "):
         complete(diverged, tokenizer, "abc", max_new_tokens=2, greedy=greedy)
 
 

@@ -136,7 +136,7 @@ def test_too_few_rounds_give_no_error_and_no_difference():
     assert row.difference("residual", "FLOPs") is not None
 
 
-def test_a_reported_run_that_diverged_has_a_row_and_no_difference_and_breaks_no_report(tmp_path):
+def test_a_reported_run_that_diverged_has_a_row_without_a_difference(tmp_path):
     diverged = lambda row: {"val_loss": None, "curve": []}  # noqa: E731
     found = planted(changed(records(), diverged, scheme="ddl", kind="report", seed=2))
     assert row_of(found).loss is None

@@ -183,7 +183,7 @@ def mirrored_biases(num_streams: int, spread: float, *, magnitude: float, eps: f
 
 @cache
 def _different_pair(total: float) -> tuple[float, float]:
-    """Return two numbers near 1 and -1 whose sigmoids sum to `total`, near 1, to 1e-12."""
+    """Return two numbers near 1 and -1 whose sigmoids sum to `total` within 1e-12; `total` must be near 1."""
     low, high = _balanced(-1, -(2**-19), total, (1, 1), choices=2**18)  # down to -1.5
     return high, low
 

@@ -235,8 +235,8 @@ def _index(
     for split, part in splits.items():
         if part.tokens < 2:
             raise InputError(
-                f"{corpus.name}: too small: of {documents} document(s) nothing is left for {split}; give more text, or "
-                "cut long documents with --longest-document"
+                f"{corpus.name} must have text for training and for validation, but its {documents} document(s) leave "
+                f"nothing for {split}; give more text, or cut long documents with --longest-document"
             )
     return {
         "format": FORMAT,

@@ -109,7 +109,9 @@ class _Numbers(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if (scores.isnan() | (scores == torch.inf)).any():
-            raise InputError("the model must compute numbers, got logits that are NaN or infinite")
+            raise InputError(
+                "the logits of the model must be finite, got NaN or infinity; try another checkpoint or dtype"
+            )
         return scores
 
 

@@ -168,7 +168,7 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Task
     if unknown:
         nearest = did_you_mean(unknown[0], manager.all_tasks)
         raise InputError(
-            f"--tasks must be names of tasks, of the harness or in --include-path, or paper; got {unknown[0]}{nearest}"
+            f"--tasks must be paper, or tasks of the harness or of --include-path; got {unknown[0]}{nearest}"
         )
     return manager
 

@@ -186,7 +186,7 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
 
 
 def _named(panel: Panel) -> set[str]:
-    """Return the names of groups to show in colour: all, or if many the plain residual, the lowest and the highest."""
+    """Return the groups to show in colour: all, or of many only the plain residual, the lowest and the highest."""
     ends = sorted((_mean(group, panel.curve)[-1][1], group.name) for group in panel.groups)
     names = [name for _, name in ends]
     return set(names) if len(names) <= MOST_LINES else {names[0], names[-1], "residual"}

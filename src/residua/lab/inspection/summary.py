@@ -212,7 +212,7 @@ def _not_finite(trace: Trace) -> list[str]:
     for name, value in values.items():
         numbers = value[..., :-1] if name in ("token_loss", "lens_loss") else value  # there is no token after the last
         if name == "token_loss" and numbers.isnan().all():
-            continue  # a model without a head
+            continue  # the model has no head
         if not numbers.isfinite().all():
             broken.append(name)
     if not broken:

@@ -114,7 +114,7 @@ def _grid(over: Mapping[str, Sequence[Any]]) -> str:
 
 def _setting(results: Results) -> list[str]:
     study, tuning = results.study, results.study.tuning
-    data = next((facts.get("data", {}) for facts in results.facts), {})  # all runs have the same
+    data = next((facts.get("data", {}) for facts in results.facts), {})  # all runs have the same data
     source, *digests = (str(data.get(name)) for name in ("source", "sha256", "fingerprint"))
     versions, torches, devices = (
         sorted({str(facts.get(name)) for facts in results.facts}) for name in ("residua", "torch", "device")

@@ -17,7 +17,7 @@ from residua.ops.kernels.launch import empty, launch, operator, runs
 # Autograd would keep every step for the backward pass, 2 n^2 numbers per iteration, although the streams have only n d.
 # Here only the logits are kept. The backward kernel runs the iterations again and stores the divisors of each step in
 # scratch memory. It multiplies the matrix after a step by the divisors to get the matrix before the step.
-NUMBERS = 256  # in the matrices of a program
+NUMBERS = 256  # numbers in the matrices of one program
 
 
 @triton.jit
