@@ -46,6 +46,11 @@ def test_invalid_yaml_is_refused(text):
     assert refused(parse_yaml, text, "some/file").startswith("some/file must be YAML, got: ")
 
 
+def test_a_tab_in_yaml_is_named():
+    with pytest.raises(InputError, match=r"line 2; .*spaces.*tabs"):
+        parse_yaml("set:\n\ttrain.steps: 8", "study.yaml")
+
+
 def test_valid_yaml_is_read():
     text = "a: 3e-4\nb: [1, 0x1f, -7, 1_000]\nc: {d: null, e: 'x'}\nf: true\ng: 1.5e3\n'h': |\n  two\n  lines\n"
     assert parse_yaml(text, "file") == {

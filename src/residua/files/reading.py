@@ -151,7 +151,8 @@ def write_yaml(value: Any) -> str:
 def _reason(error: Exception) -> str:
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem:  # str() of PyYAML's error has several lines
-        return f"{problem}, line {mark.line + 1}" if mark else str(problem)
+        reason = f"{problem}, line {mark.line + 1}" if mark else str(problem)
+        return f"{reason}; indent with spaces instead of tabs" if r"'\t'" in reason else reason
     return " ".join(str(error).split())
 
 

@@ -125,7 +125,7 @@ def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):
             {"tuning": {"over": {"train.connection_lr_factor": [10]}, "runs": 1, "baseline_runs": 1}},
             "tuning.over must be .*residual",
         ),
-        ({"sizes": {"small": {"model.base": 5}}}, "model.base: .*5 cannot be read"),
+        ({"sizes": {"small": {"model.base": 5}}}, "model.base must be text, got 5"),
         ({"set": {"model.base": "nowhere"}}, "model.base: .*nowhere cannot be read"),
     ],
 )

@@ -184,6 +184,17 @@ def test_matched_parameters_come_as_near_as_the_width_of_an_mlp_allows(data):
     assert abs(count["wide"] - count["ddl-tc"]) <= 3 * 16 / 2
 
 
+def test_a_width_may_be_odd_where_heads_have_a_size_of_their_own(data):
+    sizes = {"small": {**DOCUMENT["sizes"]["small"], "model.hidden_size": 15, "model.head_dim": 8}}
+    assert Plan(study(sizes=sizes, schemes={"residual": {}, "lambdas": {}}, primary={}), data).steps["small"] > 0
+
+
+def test_a_size_that_no_model_can_have_is_named(data):
+    sizes = {"small": {**DOCUMENT["sizes"]["small"], "model.head_dim": 15}}
+    with pytest.raises(InputError, match=r"sizes\.small: .*head_dim must be an even number, got 15"):
+        Plan(study(sizes=sizes), data)
+
+
 def test_a_tuned_key_that_does_not_exist_is_refused_before_anything_is_measured(data):
     tuning = {**DOCUMENT["tuning"], "over": {"train.lrr": [0.1]}}
     with pytest.raises(InputError, match=r"unknown key train.lrr; did you mean train.lr"):
@@ -197,6 +208,18 @@ def test_a_tuned_key_that_does_not_exist_is_refused_before_anything_is_measured(
         ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lrr": [0.1]}}}, "tuning.over: unknown key train.lrr"),
         ({"schemes": {"residual": {}, "lamdas+smear": {}}}, "schemes.lamdas+smear: no preset is called"),
         ({"schemes": {"residual": {"model.width": 8}}}, "schemes.residual: unknown key model.width"),
+        ({"set": {"train.batch_size": "eight"}}, "set: train.batch_size must be a whole number, got 'eight'"),
+        ({"set": {"train.sequence_length": -8}}, "set: train.sequence_length must be at least 1, got -8"),
+        ({"set": {"model.base": 3}}, "set: model.base must be text, got 3"),
+        ({"sizes": {"small": {"model.hidden_size": 0}}}, "sizes.small: model.hidden_size must be at least 1, got 0"),
+        (
+            {"schemes": {"residual": {"train.device": "gpu"}}},
+            "schemes.residual: train.device must be one of auto, cpu, cuda, got 'gpu'",
+        ),
+        (
+            {"schemes": {"residual": {"train.lr": 0.1}}},
+            "schemes.residual must not set train.lr, which tuning.over tunes",
+        ),
         ({"primary": {"huge": [["residual", "ddl"]]}}, "primary must be some of small"),
     ],
 )

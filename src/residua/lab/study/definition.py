@@ -26,7 +26,7 @@ from residua.files.reading import parse_yaml, read_text
 from residua.lab.evaluation.comparable import Measurement, decides_measure
 from residua.lab.records.folder import read_object
 from residua.lab.training import load_config
-from residua.lab.training.config import check_keys
+from residua.lab.training.config import check_keys, check_values
 
 Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -238,7 +238,7 @@ class Study:
     primary: Annotated[
         Mapping[str, Sequence[Sequence[str]]],
         Range(
-            "a list of pairs of schemes for each size, each pair once",
+            "a list of pairs of schemes for each size, each pair once, such as [[ddl, residual]]",
             lambda sizes: all(map(_are_pairs, sizes.values())),
         ),
     ] = field(default_factory=dict)
@@ -361,13 +361,15 @@ def load_study(source: str) -> Study:
 
 def _checked(study: Study) -> Study:
     """Return the study with canonical names of presets. Raises InputError for a name or key that does not exist."""
+    check_keys(study.tuning.over, "tuning.over")
     for place, keys in {
         "set": study.set,
-        "tuning.over": study.tuning.over,
-        **{f"sizes.{name}": {**size.keys, **(size.over or {})} for name, size in study.sizes.items()},
+        **{f"sizes.{name}": size.keys for name, size in study.sizes.items()},
         **{f"schemes.{name}": entry.keys for name, entry in study.schemes.items()},
     }.items():
-        check_keys(keys, place)
+        check_values(keys, place)
+        for key in filter(study.tuning.over.__contains__, keys):
+            raise InputError(f"{place} must not set {key}, which tuning.over tunes, got {shown(keys[key])}")
     entries = {}
     for name, entry in study.schemes.items():
         try:

@@ -104,7 +104,10 @@ class Plan:
         self.steps: dict[str, int] = {}
         self.step_tokens: dict[str, int] = {}
         for size in study.sizes.values():
-            config = self.config(size.name, study.baselines[0])
+            try:
+                config = self.config(size.name, study.baselines[0])
+            except InputError as error:
+                raise InputError(f"sizes.{size.name}: {error}") from error
             train = config.train
             per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
             self.step_tokens[size.name] = per_step
@@ -332,7 +335,8 @@ class Plan:
     def _has_parameters(self, size: str, scheme: str) -> bool:
         """Return whether a scheme has its own parameters, for which a separate learning rate makes sense."""
         width = self.model(self.config(size, scheme)).get_text_config().hidden_size
-        small = partial(ResiduaConfig, vocab_size=64, hidden_size=width, num_hidden_layers=2, num_attention_heads=1)
+        sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 1, "head_dim": 2}
+        small = partial(ResiduaConfig, vocab_size=64, **sizes)
         own, none = (small(connection=name) for name in (self.study.schemes[scheme].connection, "residual"))
         return parameters(own)["connections"] != parameters(none)["connections"]
 

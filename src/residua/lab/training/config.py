@@ -24,6 +24,7 @@ from residua.errors import (
     did_you_mean,
     fits,
     mapping,
+    refusal,
     require,
     shown,
     types_of,
@@ -393,6 +394,25 @@ def check_keys(keys: Iterable[str], place: str = "") -> None:
     for key in keys:
         if key not in KEYS:
             raise InputError(f"{place}{': ' * bool(place)}unknown key {key}{_nearest(key)}")
+
+
+def check_values(values: Mapping[str, Any], place: str) -> None:
+    """Raise InputError for the first key that no configuration has, or value that its key does not take by itself.
+
+    place: where a study's file has them.
+    """
+    for key, value in values.items():
+        check_keys([key], place)
+        section, _, name = key.partition(".")
+        kind = next(sections[section] for sections in (SECTIONS, BASE_SECTIONS) if key in _keys(sections))
+        if (key, value) == ("model.base", None):  # no base, whatever the recipe has
+            continue
+        try:
+            wrong = refusal(kind, name, _typed(key, value, types_of(kind)[name]))
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from error
+        if wrong:
+            raise InputError(f"{place}: {key} {wrong}")
 
 
 def _nearest(key: str) -> str:
