@@ -220,7 +220,7 @@ def test_runs_of_a_similar_device_are_repeated_first(finished, data, tmp_path, m
         cost, run, _ = capsys.readouterr().out.splitlines()
         assert run.startswith(rows[0]["key"])
         assert f"1 of {len(rows)} runs" in cost
-        assert f"{rows[0]['tokens']:,} tokens, 1.50 hours" in cost
+        assert f"{rows[0]['tokens']:,} tokens, 1.5 hours" in cost
     assert main([*argv, "1"]) == 0
     cost, run, *others = capsys.readouterr().out.splitlines()
     assert run.startswith(rows[0]["key"])

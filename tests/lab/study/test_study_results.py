@@ -99,6 +99,7 @@ def test_there_is_no_comparison_beyond_the_longest_run_of_the_baseline():
     assert row.difference("residual", "FLOPs").estimate is None
     assert row.difference("residual", "tokens").estimate is not None
     assert "vs residual, equal seconds" not in payload(found)["columns"]
+    assert payload(found)["measures"] == ["tokens"]  # no marks for the others in pictures
     assert "the size has no baseline trained for as long" in markdown(found)
 
 

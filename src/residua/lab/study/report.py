@@ -193,10 +193,14 @@ def _noise(results: Results, size: str) -> list[str]:
     if noise is None:
         return ["The noise is not measured: fewer than two schemes have all seeds."]
     contrast = noise.contrast([0.0] * seeds, [0.0] * seeds)
+    deviation, half_width, detectable = (
+        f"{value:.4f}" if value >= 0.0001 else f"{value:.1g}"
+        for value in (noise.deviation, contrast.half_width, contrast.detectable)
+    )
     text = (
-        f"Noise: run-to-run standard deviation {noise.deviation:.4f} after scheme and seed effects (degrees of "
-        f"freedom: {noise.freedom}). A difference over {seeds} seeds has ± {contrast.half_width:.4f} for the rows that "
-        f"share it; a study like this has 80 % power to detect {contrast.detectable:.4f}."
+        f"Noise: run-to-run standard deviation {deviation} after scheme and seed effects (degrees of freedom: "
+        f"{noise.freedom}). A difference over {seeds} seeds has ± {half_width} for the rows that share it; a study "
+        f"like this has 80 % power to detect {detectable}."
     )
     if noise.freedom == 1:
         text += " One degree of freedom hardly determines the deviation, so this ± is hardly known."

@@ -254,8 +254,9 @@ class Results:
 
     @property
     def measures(self) -> list[str]:
-        """The measures at which rows are compared: equal tokens, and those whose costs were measured."""
-        measured = {"tokens", *(difference.measure for row in self.rows for difference in row.differences)}
+        """The measures at which rows are compared: equal tokens, and those at which some row has a difference."""
+        differences = (difference for row in self.rows for difference in row.differences)
+        measured = {"tokens", *(difference.measure for difference in differences if difference.estimate is not None)}
         return [measure for measure in MEASURES if measure in measured]
 
     def curves(self, row: SchemeRow) -> dict[str, list[tuple[int, float, float | None]]]:

@@ -13,7 +13,7 @@ from residua.lab.records.jsonlines import finite
 from residua.lab.records.progress import Progress
 from residua.lab.records.provenance import circumstances
 from residua.lab.study.definition import check_names
-from residua.lab.study.engine import open_study, train_run
+from residua.lab.study.engine import duration, open_study, train_run
 from residua.lab.study.plan import PlannedRun
 from residua.lab.training.loop import pick_device
 
@@ -73,8 +73,8 @@ class Sample(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"repeats {len(self.runs)} of {self.of} runs: {self.tokens:,} tokens, {self.seconds / 3600:.2f} hours by "
-            f"their records; those of the device and torch here come first, {self.like} of the {self.of}"
+            f"repeats {len(self.runs)} of {self.of} runs: {self.tokens:,} tokens, {duration(self.seconds / 3600)} "
+            f"by their records; those of the device and torch here come first, {self.like} of the {self.of}"
         )
 
 
