@@ -1,10 +1,10 @@
-"""Of many lines in a panel, three have a colour and a name."""
+"""Of many lines in a panel, three have a colour and a name. The note explains only marks that are drawn."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from residua.lab.geometry.pictures import LOSS, _named
+from residua.lab.geometry.pictures import LOSS, POSITIONS, _figure, _named, _styles
 
 
 @pytest.mark.parametrize(
@@ -15,3 +15,13 @@ def test_among_many_lines_only_the_plain_residual_the_best_and_the_worst_are_nam
     last = {"residual" if number == 0 else f"model {number}": 3.5 if number == 0 else number for number in range(count)}
     groups = [SimpleNamespace(name=name, runs=[{"curve": [[0, 9.0], [1, loss]]}]) for name, loss in last.items()]
     assert _named(LOSS._replace(groups=groups)) == expected
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_circles_are_explained_only_if_some_are_drawn(causal):
+    run = {"by_position": [0.3, 0.2], "online_by_position": [[0, 0.4, 0.3], [1, 0.2, 0.2]], "causal": causal}
+    panel = POSITIONS._replace(groups=[SimpleNamespace(name="residual", runs=[run])])
+    figure = _figure([panel], _styles(["residual"]), "")
+    circles = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "none"]
+    assert [len(line.get_xdata()) for line in circles] == ([] if causal else [2])
+    assert ("Circles:" in figure.get_supxlabel()) is not causal

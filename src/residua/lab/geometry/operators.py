@@ -155,16 +155,16 @@ class OperatorRow(NamedTuple):
 CONTROLS = [(bias, penalty) for bias in (-1.5, 0.0, 1.5) for penalty in (0.0, 0.5) if (bias, penalty) != (-1.5, 0.5)]
 OPERATORS: dict[str, OperatorRow] = {
     "householder": OperatorRow("pooled Householder, published as DDL", Householder, 3),
-    "hybrid": OperatorRow("EDelta hybrid, gate from -1.5, penalty 0.5", Hybrid, 7),
+    "hybrid": OperatorRow("EDelta hybrid, gate logit from -1.5, penalty 0.5", Hybrid, 7),
     "jpmhc": OperatorRow("truncated Cayley from Y = I, published as JPmHC", SkewCayley, 10),
     "jpmhc-linear": OperatorRow("truncated Cayley from Y = I + alpha W", SkewCayley, 12, {"mode": "linear"}),
     "jpmhc-exact": OperatorRow("exact Cayley of the same W", SkewCayley, 20, {"mode": "exact", "alpha": 1.0}),
-    "cayley": OperatorRow("exact Cayley rotation of one plane alone", Rotation, 5),
+    "cayley": OperatorRow("exact Cayley rotation of a single plane", Rotation, 5),
     "mlp": OperatorRow("x + MLP(x)", Additive, 1.5),
     "linear": OperatorRow("one linear map", Linear),
 } | {
     f"hybrid:gate_bias={bias:g},penalty={penalty:g}": OperatorRow(
-        f"EDelta hybrid, gate from {bias:g}, penalty {penalty:g}",
+        f"EDelta hybrid, gate logit from {bias:g}, penalty {penalty:g}",
         Hybrid,
         7,
         {"gate_bias": bias, "penalty": penalty},

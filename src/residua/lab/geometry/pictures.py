@@ -92,10 +92,7 @@ PICTURES: dict[str, tuple[tuple[Panel, ...], str]] = {
     "loss.png": ((LOSS,), "Full sequences."),
     "gates.png": (GATES, "Mean over sublayers and tokens. β is at most 2 for a reflection, any number for a rotation."),
     "norms.png": ((NORM_PANEL,), "Inside the stream, before any output norm."),
-    "positions.png": (
-        (POSITIONS,),
-        "Lines: full sequences. Circles: only from prefixes, for models that are not causal.",
-    ),
+    "positions.png": ((POSITIONS,), "Lines: full sequences."),
     "reflection.png": ((COSINE_PANEL, LOSS, *GATES), ""),
 }
 
@@ -142,6 +139,8 @@ def _figure(shown: Sequence[Panel], styles: dict[str, dict[str, Any]], note: str
     legend(figure, fontsize=9, handlelength=3.2)
     grey = " Grey: the others." if any(len(_named(panel)) < len(panel.groups) for panel in shown) else ""
     note = f"Strong: mean of seeds. Pale: each seed.{grey} {note}"
+    if any(map(_circled, shown)):
+        note += " Circles: each prediction from the inputs up to its position, for models that are not causal."
     figure.supxlabel(note, fontsize=8.5, color="#555555", x=0.01, ha="left")
     return figure
 
@@ -171,7 +170,7 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
         name = f"{group.name} (not causal)" if is_causal(group) is False else group.name
         seeds = map(panel.curve, group.runs) if len(group.runs) > 1 else ()
         curve(axes, mean, seeds=seeds, label=name, **style)
-        if panel.circles and is_causal(group) is False:
+        if group in _circled(panel):
             circles = {"marker": "o", "markersize": 3.2, "markerfacecolor": "none", "markeredgewidth": 0.9}
             axes.plot(*zip(*_mean(group, panel.circles)), color=style["color"], linestyle="none", **circles)
     if panel.levels:
@@ -190,6 +189,12 @@ def _named(panel: Panel) -> set[str]:
     ends = sorted((_mean(group, panel.curve)[-1][1], group.name) for group in panel.groups)
     names = [name for _, name in ends]
     return set(names) if len(names) <= MOST_LINES else {names[0], names[-1], "residual"}
+
+
+def _circled(panel: Panel) -> list[Group]:
+    """Return the groups in colour whose error from prefixes is drawn beside that from full sequences."""
+    named = _named(panel)
+    return [group for group in panel.groups if panel.circles and group.name in named and is_causal(group) is False]
 
 
 def _draw_levels(axes: Axes, references: Sequence[Record]) -> None:
