@@ -405,12 +405,12 @@ def test_repeated_writes_converge_oscillate_or_mirror(show):
     for n in range(1, 5):
         page.evaluate(FOLLOWED)
         assert float(page.evaluate(NOW)["readouts"]["left"]) == pytest.approx(1.5 * 0.5**n)
-        page.locator("[data-action=again]").click()
+        page.locator("[data-action='one more write']").click()
     signs = []
     page.locator("[data-preset=oscillate]").click()
     page.evaluate(FOLLOWED)
     for _ in range(3):
-        page.locator("[data-action=again]").click()
+        page.locator("[data-action='one more write']").click()
         page.evaluate(FOLLOWED)
         signs.append(math.copysign(1, float(page.evaluate(NOW)["readouts"]["left"])))
     assert signs[0] == -signs[1] == signs[2]

@@ -28,7 +28,7 @@ export function card(trace) {
     ["checkpoint", facts.checkpoint === null ? null : `step ${facts.checkpoint.toLocaleString("en")}`],
     [
       "size",
-      `${trace.depth} sublayer${trace.depth === 1 ? "" : "s"} of width ${facts.dim}${facts.rows > 1 ? `, ${facts.rows} ${trace.fields.depth_mean ? "sources at the end" : "rows of state"}` : ""}`,
+      `${trace.depth} sublayer${trace.depth === 1 ? "" : "s"} of width ${facts.dim}${facts.rows > 1 ? `, ${trace.fields.depth_mean ? `${facts.rows} sources at the end` : `a state of ${facts.rows} × ${facts.dim} numbers per token`}` : ""}`,
     ],
     [
       "text",

@@ -80,7 +80,7 @@ export const write = {
   title: "The delta write",
   lead: "One sublayer reads the state's component along a direction k, erases a part of it and writes v in its place.",
   formula: ["{result|*x*′} = *x* + *β* {k|*k*} ({v|*v*} − {k|*k*}ᵀ*x*) = *x* − {erase|*β* *k* (*k*ᵀ*x*)} + {write|*β* *k* *v*}"],
-  notice: "Only the component along *k* changes. At *β* = 1 one write lands on the dashed line, where *k*ᵀ*x* = *v*. Below 1 it comes nearer with every write; above 1 it overshoots; at 2 it is reflected back and forth for ever. Press “again”.",
+  notice: "Only the component along *k* changes. At *β* = 1 one write lands on the dashed line, where *k*ᵀ*x* = *v*. Below 1 it comes nearer with every write; above 1 it overshoots; at 2 it is reflected back and forth for ever. Press “one more write”.",
   parameters: {
     beta: {label: "gate *β*", value: 0.7, min: 0, max: 2},
     v: {label: "value *v*", value: 1.4, min: -2, max: 2},
@@ -88,7 +88,7 @@ export const write = {
     n: {label: "writes", value: 1, min: 1, max: MOST, step: 1},
     x: {value: [-1.2, 0.7]},
   },
-  actions: {again: ({n}) => ({n: n < MOST ? n + 1 : 1})},
+  actions: {"one more write": ({n}) => ({n: n < MOST ? n + 1 : 1})},
   presets: {
     "keep, β = 0": {beta: 0},
     "replace, β = 1": {beta: 1},
