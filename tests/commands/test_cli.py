@@ -173,6 +173,8 @@ def test_the_schemes_command_explains_one_scheme(capsys):
     assert "ddl-cc (DDL-CC w/o EC)" in text
     assert {"row": "ddl-tc", "size": "0.1M"}.items() <= record["ours"][1].items()
     assert text.index("ours, ResBench") < text.index("compress = channel")
+    first_screen = " ".join(text.partition("\npublished")[0].split())
+    assert f"compress=channel, compress_kernel=4, value_channels=4; all {len(record['all_options'])}" in first_screen
     assert "ddl-cc" not in output(capsys, ["schemes", "mhc"])
     assert "This is lambdas with compress=token." in output(capsys, ["schemes", "lambdas+tc"])
     streams = "num_streams = 2 (default: 4; a whole number, at least 2, at most 256)"

@@ -138,7 +138,12 @@ def _explained(name: str) -> Output:
     parts.append(f"paper: {scheme.source}")
     if title := record["name_in_paper"]:
         parts.append(f"its name there, since the third version: {title}")
+    changed = ", ".join(f"{option}={_as_typed(value)}" for option, value in record["options"].items())
     parts += [WRAP.fill(f"cost: {cost}"), WRAP.fill(f"who runs it: {kind.users or 'not known'}")]
+    if fields(scheme):
+        parts.append(
+            WRAP.fill(f"options that it sets: {changed or 'none'}; all {len(fields(scheme))} are explained at the end")
+        )
     if rows:
         parts += [
             "\npublished, mean accuracy in percent of eight tasks, one seed (arXiv 2601.00417):\n",
