@@ -106,7 +106,7 @@ def test_a_new_holder_waits_for_a_process_that_is_ending(tmp_path):
 def test_a_folder_of_the_wrong_kind_is_refused_and_unchanged(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".mine.partial").write_text("mine")
-    refused = "must be a new or empty folder, got one with other files in it; go away"
+    refused = "must be a new or empty folder, got a folder with other files; go away"
     with pytest.raises(InputError, match=refused), hold(tmp_path, hint="go away"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine.partial", "mine"]
