@@ -185,7 +185,7 @@ def written(scheme: Scheme) -> dict[str, Any]:
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value from a file with tuples in place of lists, because a scheme must be hashable."""
+    """Return a value that was read from a file. Its lists become tuples, because a scheme must be hashable."""
     return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 

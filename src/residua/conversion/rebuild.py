@@ -130,7 +130,7 @@ class Borrowed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         owner = self.owner
         weight = next(owner.parameters(), None) if self.cast else None
-        if not isinstance(owner, Reader):  # the layer would call it a second time, on its own output
+        if not isinstance(owner, Reader):  # the layer would apply this norm again, to normalised values
             name = ".".join(self._path)
             raise UnknownUse(f"has another module in the place of {name}; put it there with setattr, or before convert")
         return owner(x if weight is None else x.to(weight.dtype))

@@ -85,7 +85,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _settle(path: Path) -> None:
-    """Wait until a name that was just given is on the disk. A failure is a warning, as the new content has its name."""
+    """Wait until the name that a file or folder just got is on the disk.
+
+    A failure is only a warning, because the new content is already in place.
+    """
     try:
         sync(path.parent)
     except OSError as error:

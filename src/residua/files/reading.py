@@ -158,7 +158,7 @@ def _reason(error: Exception) -> str:
 
 def _expect_small(size: int) -> None:
     if size > LARGEST_YAML:
-        raise ValueError(f"more than {LARGEST_YAML} characters (aliases counted in full)")
+        raise ValueError(f"more than {LARGEST_YAML} characters, with aliases replaced by their values; shorten it")
 
 
 DROPPED = ("timestamp", "binary", "set", "omap", "pairs")

@@ -182,7 +182,7 @@ def _is_current(state: Mapping[str, Tensor]) -> bool:
 
 
 def _scheme(settings: dict[str, Any], state: Mapping[str, Tensor]) -> Scheme:
-    """Infer the scheme from parameter names and shapes, and pop the keys that are read from `settings`."""
+    """Infer the scheme from parameter names and shapes and from `settings`, and remove the keys read from there."""
     declared = {name: settings.pop(f"ddl_{name}", default) for name, default in _OPTIONS.items()}
     causal = bool(settings.pop("ddl_state_dv_shortconv_causal", False))
     if not any(".ddl_" in name for name in state):

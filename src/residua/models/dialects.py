@@ -1,4 +1,4 @@
-"""Map released transformers models to schemes: the scheme by the configuration, and the parameters by name.
+"""Map released transformers models to schemes. The configuration decides the scheme; parameters are mapped by name.
 
     scheme = dialects.scheme(model.config)
     stream = scheme.build(dim, 2 * num_layers, norm_eps=model.config.rms_norm_eps)

@@ -415,7 +415,7 @@ def causal_lm_loss(logits: Tensor, shift_labels: Tensor, num_items_in_batch: Ten
     """Return the mean cross-entropy of next-token prediction, in at least float32; labels of -100 do not count.
 
     logits: (batch, seq, vocab); shift_labels: (batch, seq), the token after each position. `num_items_in_batch`
-    divides the sum instead of the number of labels, so that accumulated micro-batches weigh by tokens.
+    divides the sum instead of the number of labels, so that each micro-batch is weighted by its tokens.
     """
     loss = F.cross_entropy(
         at_least_float32(logits).flatten(0, -2),
@@ -516,7 +516,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             loss = causal_lm_loss(logits, shift_labels, num_items_in_batch)
             if outputs.penalty is not None:
-                # A micro-batch weighs by its tokens, as in the loss.
+                # A micro-batch is weighted by its number of tokens, as in the loss.
                 share = (
                     1 if num_items_in_batch is None else shift_labels.ne(-100).sum().to(loss.dtype) / num_items_in_batch
                 )

@@ -49,7 +49,10 @@ def _inverse_norm(raw: Tensor, k_norm: KNorm, eps: float) -> tuple[Tensor, Tenso
 
 
 def _through_unit(grad: Tensor, k: Tensor, scale: Tensor, ratio: Tensor | None) -> Tensor:
-    """Return the gradient of k~ from g, the gradient of k = k~ / m: (g - r k (k . g)) / m with r = (m / n) dm/dn."""
+    """Return the gradient of k~ from g, the gradient of k = k~ / m: (g - r k (k . g)) / m.
+
+    scale: 1 / m; ratio: r = (m / n) dm/dn with n = |k~|, None if that is 1.
+    """
     along = (grad * k).sum(-1, keepdim=True)
     return scale * torch.addcmul(grad, along if ratio is None else ratio * along, k, value=-1)
 

@@ -25,11 +25,11 @@ SublayerFunction = Callable[..., Tensor]
 class Adapter(ABC):
     """The common part of the two adapters.
 
-    scheme: the scheme of ours to compare with, all options set. If its `published` lists an option and you leave this
-        option at its default, your module is compared with the published version that is nearest to it.
-    index: the index of our connection to compare with, or to describe in detail. The default is the third of four,
-        because some schemes omit mappings without influence in the first and the last connection. If the connection
-        borrows a part from an earlier one, our parameters include those of this part.
+    scheme: our scheme, with which your module is compared, all options set. If its `published` lists an option and you
+        leave this option at its default, your module is compared with the published version that is nearest to it.
+    index: the index of our connection that is compared with yours, or described in detail. The default is the third of
+        four, because some schemes omit mappings without influence in the first and the last connection. If the
+        connection borrows a part from an earlier one, our parameters include those of this part.
     owns_norm: whether your module contains the norm before the sublayer. With False the sublayer's input is compared
         before that norm.
     norm_eps: the eps of your norms, inside the mappings too.
@@ -54,7 +54,7 @@ class Adapter(ABC):
         """
 
     def reference(self) -> Stream:
-        """Return our stack to compare with."""
+        """Return the stack of our scheme, with which your module is compared."""
         norm = None if self.owns_norm else (lambda i: nn.Identity())
         return self.scheme.build(self.dim, self.num_sublayers, norm_eps=self.norm_eps, norm=norm)
 

@@ -79,7 +79,7 @@ def test_a_block_consists_of_attention_and_mlp():
             assert_close(stream.collapse(state), expected)
 
 
-def test_projected_streams_have_the_size_of_the_embedding():
+def test_projected_streams_have_the_root_mean_square_of_the_embedding():
     expand = built(AlternatingUpdates()).expand
     x = 3 * normal(2, 3, DIM)
     streams = expand(x)

@@ -42,7 +42,7 @@ def test_changed_connections_form_groups_named_as_residua_resolves_them(make_run
     assert comparison.settings == {}
 
 
-def test_runs_of_one_scheme_are_named_after_their_folders_with_differing_settings_below(make_run):
+def test_runs_of_one_scheme_are_named_after_their_folders_and_their_differing_settings_are_listed(make_run):
     runs = [make_run(f"slow-{seed}", seed=seed, lr=2e-3) for seed in (10, 11)]
     runs += [make_run("fast", checkpoint_every=7), make_run("d", connection="ddl")]
     comparison = compare(runs)
@@ -211,7 +211,7 @@ def test_a_difference_in_precision_is_noted(make_run):
     assert any("bfloat16 and float32" in note for note in comparison.notes)
 
 
-def test_the_steps_of_a_run_that_was_trained_further_are_listed_in_full_below(make_run):
+def test_the_steps_of_a_run_that_was_trained_further_are_listed_in_full(make_run):
     runs = [make_run("a", steps=100), make_run("b", steps=100)]
     for run, before in zip(runs, (12_345_678, 12_345_679)):
         facts = json.loads((run / "facts.json").read_text())

@@ -162,7 +162,7 @@ def test_each_scheme_is_tuned_separately():
     assert final == set(best.items())
 
 
-def test_a_grid_that_diverges_everywhere_ends():
+def test_tuning_ends_if_all_points_of_the_grid_diverge():
     sweep = Sweep(("tiny",), (), RATES, neighbours=True)
     assert walked(sweep, lambda point, seed: math.inf) == [[((1e-3,), 0), ((2e-3,), 0)]]
 

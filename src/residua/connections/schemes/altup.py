@@ -49,8 +49,8 @@ class AlternatingUpdates(RecomputingScheme):
     laurel_rank   rank of L(x) = x + norm(B A x), parallel to attention; 0 omits L and the division by sqrt(2)
     weight_std    standard deviation of all initial weights
     expand        "projections": the first stream is the embedding; a linear map makes each other stream from it, and
-                  a second one reads that stream out, both rescaled to the first stream's size (Gemma 3n); "repeat":
-                  the streams are copies of the embedding, and their mean is read out
+                  a second one reads that stream out, both rescaled to the root mean square of the first stream
+                  (Gemma 3n); "repeat": the streams are copies of the embedding, and their mean is read out
     """
 
     title = "AltUp with LAuReL"
@@ -216,7 +216,10 @@ def _size(x: Tensor) -> Tensor:
 
 
 class ProjectedExpand(nn.Module):
-    """The embedding, and n - 1 linear maps of it, rescaled to its size: (batch, seq, dim) -> (batch, seq, n, dim)."""
+    """The embedding, and n - 1 linear maps of it, rescaled to its root mean square.
+
+    (batch, seq, dim) -> (batch, seq, n, dim).
+    """
 
     def __init__(self, scheme: AlternatingUpdates, dim: int):
         super().__init__()
@@ -242,7 +245,7 @@ class ClosedCollapse(nn.Module):
 
 
 class ProjectedCollapse(nn.Module):
-    """The mean of the first stream and of linear maps of the others, rescaled to its size.
+    """The mean of the first stream and of linear maps of the others, rescaled to the first stream's root mean square.
 
     (batch, seq, n, dim) -> (batch, seq, dim).
     """

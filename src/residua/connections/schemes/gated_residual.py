@@ -45,7 +45,7 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     equation = "X + p F(mean_i G_i norm(X_i))"
     users = "Qwen4-Exp (`qwen4_exp` in transformers). `residua.models.dialects` loads its parameters."
     paper = "transformers, models/qwen4_exp"
-    # The gated readout is normalised.
+    # The gated readout is normalised, the readout of the plain residual is not.
     residual_start = {"start": "residual", "head": "mean", "weight_std": 0.02}
 
     gate_rank: Count = 320

@@ -172,13 +172,13 @@ def _row_documents(file: Path, rows: Iterable[TextRow], column: str) -> Iterator
         yield Document(text, size if row.size is None else row.size)
     if row is not None and absent:
         raise InputError(
-            f"{file} must have rows with text as their {json.dumps(column)}, got {shown(row.value)}; "
+            f"{file} must have text under the key {json.dumps(column)} of its rows, got {shown(row.value)}; "
             "name the key of the text with --text-column"
         )
 
 
 def _no_text(row: TextRow, column: str) -> InputError:
-    expected = f"one JSON object with Unicode text as its {json.dumps(column)}"
+    expected = f"one JSON object with Unicode text under the key {json.dumps(column)}"
     return InputError(f"{row.place} must be {expected}, got {shown(row.value)}")
 
 

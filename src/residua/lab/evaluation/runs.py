@@ -299,7 +299,7 @@ class Row:
 
 
 def _name(connection: Any) -> str:
-    """Return the common name of a connection in a configuration, without options that have their defaults."""
+    """Return the name of a connection in a configuration, with only those options that differ from their defaults."""
     if isinstance(connection, Mapping) and "scheme" in connection:  # with all options, as in a converted model
         from residua.connections.registry import name_of, resolve  # imported here because it loads torch
 

@@ -21,8 +21,8 @@ from residua.models.evaluating import evaluating
 
 Predict = Callable[[Tensor], Tensor]
 
-# A causal model computes its earlier outputs from the same numbers in the same order, equal to the bit. A few roundings
-# are allowed for kernels that order their sums differently. In units of float64's epsilon.
+# Changing the last input of a causal model changes no bit of its earlier outputs if sums keep their order. A few
+# roundings are allowed for kernels that change the order. In units of float64's epsilon.
 ROUNDINGS = 64
 # This many standard errors below the floor count as a leak: by chance in about 1 of 700 measurements.
 LEAK_ERRORS = 3.0

@@ -71,8 +71,8 @@ NORM_DEVIATIONS = (0.474, 0.506, 0.543, 0.004, 0.001)
 PENALTY = {0.0: (8.2e-4, "[0.3, 0.7]"), 0.05: (6.1e-4, "[0.1, 0.9]"), 0.1: (5.69e-4, "{0, 1}"), 0.2: (5.8e-4, "{0, 1}")}
 PENALTY_DEFAULT = 0.1
 GYROSCOPE_EARLIER = 7.08e-4
-# EDelta with a penalty of 0.5, by the initial logit of the gate: the loss, and the mean and deviation of the gates over
-# sublayers at the end. RESEARCH, table 10, without seeds.
+# EDelta with a penalty of 0.5, by the initial logit of the gate: the loss, and the mean and standard deviation of the
+# gates over sublayers at the end. RESEARCH, table 10, without seeds.
 STARTS: dict[str, dict[float, tuple[float, Estimate]]] = {
     "near-pi": {
         1.5: (2.10e-6, Estimate(1.0, 0.0, 12)),

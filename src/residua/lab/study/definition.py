@@ -87,7 +87,8 @@ class Size:
 
     keys                   keys of the configuration that are set only for this size
     tuned                  another size, from which this size takes its tuned settings; None for its own search
-    over                   with `tuned`: keys and values of a further search that starts from there, in full runs
+    over                   with `tuned`: keys and values of a further search, which starts from the settings of that
+                           size and trains every point in full
     longer                 overrides `Study.longer`; without longer runs, schemes are compared only at equal tokens
     tokens_per_parameter   overrides `Study.tokens_per_parameter`
     seeds                  some of the study's seeds, for a size with long runs; questions then add no seeds
@@ -301,7 +302,7 @@ class Study:
         return [*before, size] if tuned is None or over is not None else before
 
     def tuning_at(self, size: str) -> Tuning:
-        """Return the budget of a scheme in the search of a size."""
+        """Return the budget of each scheme's search at a size."""
         over = self.sizes[size].over
         return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 

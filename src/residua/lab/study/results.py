@@ -86,7 +86,7 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether zero is excluded after the correction; only for primary contrasts."""
+        """Whether the corrected p-value excludes zero; False if the contrast is not primary."""
         return self.holm is not None and self.holm < SIGNIFICANT
 
 

@@ -22,7 +22,7 @@ SAME = ("device", "torch")
 
 
 class Verified(NamedTuple):
-    """A repeated run: its record, and the new record."""
+    """A run that was repeated: the record in the study, and the record of the repetition."""
 
     key: str
     recorded: Record
@@ -104,8 +104,8 @@ def sample(
     finished = {row["key"]: row for row in rows}
     runs = [plan.recorded(row) for row in finished.values()]
     if strange := finished.keys() - {run.key for run in runs}:
-        listed = f"{len(strange)} others: {min(strange)!r}"
-        raise InputError(f"{out} must hold records of the study's own runs, got {listed}")
+        listed = f"{len(strange)} that do not, such as {min(strange)!r}"
+        raise InputError(f"{out} must hold records that fit its study, got {listed}; restore the study's settings")
     wanted = {"scheme": schemes, "size": sizes, "seed": seeds}
     asked = [
         (run, row)

@@ -249,9 +249,10 @@ class _Shared(NamedTuple):
 
 
 def _shared(x: Tensor | None, leading: Sequence[int], axes: int) -> _Shared:
-    """Arrange coefficients (*some leading, *row), with `axes` axes in a row, as rows for tokens of shape `leading`.
+    """Arrange coefficients x as rows that tokens share.
 
-    An axis of size 1 is expanded, by a copy, only if it lies between leading axes along which the coefficients differ.
+    x: (*leading, *row), where `row` has `axes` axes, and leading axes may be missing or of size 1. An axis of size 1
+    is expanded, by a copy, only if it lies between leading axes along which the coefficients differ.
     """
     if x is None:
         return _Shared(None, 1, 1)
