@@ -245,8 +245,8 @@ class WideParts(nn.Module):
         if narrow:
             warnings.warn(
                 f"the {len(narrow)} parameters of gates and mappings must stay in float32, got "
-                f"{self.get_parameter(narrow[0]).dtype}; compute in it under torch.autocast, or convert only the "
-                "parameters that stream.float32_parameters() does not name",
+                f"{self.get_parameter(narrow[0]).dtype}; use torch.autocast instead of converting the model, or "
+                "convert only the parameters that stream.float32_parameters() does not name",
                 stacklevel=2,
             )
         return self

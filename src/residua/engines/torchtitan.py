@@ -301,7 +301,10 @@ class PreparedDataLoader(BaseDataLoader):
             yield {"input": inputs, "positions": self.positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of windows that all ranks together have consumed, so that another number can resume."""
+        """Return the number of windows that all ranks together have consumed.
+
+        With it, training can resume on another number of ranks.
+        """
         return {"windows": self.windows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ def _settle(path: Path) -> None:
 
 
 def partial(path: Path) -> Path:
-    """Return a new partial name for `path`, in the same folder; `remove_partials` recognises such names."""
+    """Return a new name for an unfinished `path`, in the same folder; `remove_partials` recognises such names."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 

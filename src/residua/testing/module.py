@@ -124,7 +124,8 @@ def nearest(adapter: Adapter) -> "tuple[Adapter, PairedPass | None]":
             torch.default_generator.manual_seed(0)
             passes.append(PairedPass.of(with_attributes(adapter, scheme=scheme)))
         agreeing = (one for one in passes if one.agrees)
-        explained = (one for one in passes if not diagnosis.unexplained(one.findings))  # diagnosed up to the first
+        # A generator, so that passes after the first explained one are not diagnosed.
+        explained = (one for one in passes if not diagnosis.unexplained(one.findings))
         one = next(agreeing, None) or next(explained, None) or min(passes, key=_gap)
         return one.pair.adapter, one
     return adapter, None

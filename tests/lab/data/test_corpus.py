@@ -182,7 +182,7 @@ NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 3, 6], "<i4"
         (
             "a.parquet",
             pa.table({"content": ["one"], "text": [1]}),
-            r"column text of strings, got columns content \(string\), text \(int64\)",
+            r"column 'text', got columns content \(string\), text \(int64\)",
         ),
         (
             "a.parquet",

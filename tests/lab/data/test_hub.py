@@ -121,8 +121,8 @@ def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatc
         ("hf:a", {}, r"must be hf:OWNER/NAME\[@REVISION\]\[/CONFIG\]\[:SPLIT\], got hf:a"),
         ("fineweb-edu", {"sample": "1BT"}, "sample must be one of 10BT, 100BT, 350BT, got '1BT'"),
         ("hf:a/b", {"sample": "10BT"}, "sample must be left out with hf:a/b, got '10BT'"),
-        ("hf:a/b", {"text_column": "content"}, "must have a column content, got id, text, number"),
-        ("hf:a/b", {"text_column": "number"}, "column number must hold strings, got int"),
+        ("hf:a/b", {"text_column": "content"}, "must have a column .content., got columns id, text, number"),
+        ("hf:a/b", {"text_column": "number"}, "column .number. must hold strings, got int"),
     ],
 )
 def test_unreadable_data_sets_of_the_hub_are_refused(hub, tmp_path, source, settings, expected):
@@ -133,7 +133,7 @@ def test_unreadable_data_sets_of_the_hub_are_refused(hub, tmp_path, source, sett
 
 def test_text_of_the_hub_that_is_not_unicode_is_refused(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS[:7], "half a pair: \ud800"])
-    with pytest.raises(InputError, match="hf:a/b: column text must be UTF-8"):
+    with pytest.raises(InputError, match=r"hf:a/b: column .text. must be UTF-8"):
         prepare("hf:a/b", tmp_path / "out", tokenizer="byte")
     assert list(tmp_path.iterdir()) == []
 

@@ -189,7 +189,7 @@ def unfinished(folder, small, tmp_path):
         ({"tokenizer": "bpe"}, "tokenizer was [0-9a-f]{64} and is bpe 2048 now"),
         ({"shard_tokens": 1}, "shard_tokens was 9000 and is 1 now"),
         ({"validation_fraction": 0.5}, r"validation_fraction was 0\.05 and is 0\.5 now"),
-        ({"text_column": "body"}, "must have a column body"),
+        ({"text_column": "body"}, "column 'body', got"),
     ],
 )
 def test_other_settings_are_refused_and_change_no_unfinished_work(unfinished, settings, expected):

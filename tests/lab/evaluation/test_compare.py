@@ -195,7 +195,7 @@ def test_losses_of_lossless_tokenizers_are_compared_in_bits_per_byte(make_run):
     assert any("mhc cannot be compared with residual" in note and "tokenizers" in note for note in comparison.notes)
 
 
-def test_one_tokenizer_on_different_texts_gives_no_comparison(make_run):
+def test_runs_validated_on_different_texts_are_not_compared(make_run):
     runs = [make_run("a"), make_run("b", connection="ddl", fingerprint="corpus-b")]
     for run, text in zip(runs, ("x", "y")):
         data_of(run, 0.4, sha256=text, tokenizer="bpe", tokenizer_fingerprint="1")

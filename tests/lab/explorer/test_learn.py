@@ -341,7 +341,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("topic", SIMULATIONS)
-def test_readouts_equal_the_library_and_the_call_printed_beside_them(show, topic):
+def test_displayed_values_equal_the_library_and_the_call_printed_beside_them(show, topic):
     page = show(f"topic={topic}")
     rng = np.random.default_rng(1)
     count = page.locator("[data-slider]").count()
@@ -419,7 +419,7 @@ def test_repeated_writes_converge_oscillate_or_mirror(show):
 @pytest.mark.parametrize(
     ("gamma", "determinant", "active"), [(0, -1, "Householder"), (0.5, 0, "a blend, not orthogonal"), (1, 1, "Cayley")]
 )
-def test_the_readouts_describe_the_gate_at_its_ends_and_in_the_middle(show, gamma, determinant, active):
+def test_the_displayed_values_describe_the_gate_at_its_ends_and_in_the_middle(show, gamma, determinant, active):
     page = show(f"topic=blending&gamma={gamma}&theta=90&k=90&x=0")
     readouts = page.evaluate(NOW)["readouts"]
     assert float(readouts["determinant"]) == pytest.approx(determinant, abs=1e-12)

@@ -72,7 +72,7 @@ def test_the_schedule_is_positive_at_its_first_and_last_step(warmup):
     assert (factors[-1] == 1) == (warmup == 5)
 
 
-def test_under_mup_matrices_have_their_own_learning_rate_wrapped_or_not():
+def test_under_mup_matrices_have_their_own_learning_rate_also_in_a_wrapped_model():
     model = ResiduaForCausalLM(tiny_config("ddl-cc", mup=True, mup_base_width=64))
     for outer in (model, nn.Sequential(model)):
         optimizer = make_optimizer(outer, toy_config(lr=0.01, weight_decay=0.1))

@@ -139,7 +139,9 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
 
 
 def reading_biases(num_streams: int, preferred: int, *, eps: float = 0.0, total: float = 1.0) -> list[float]:
-    """Return biases b with sum_i (sigmoid(b_i) + eps) = total, so that equal streams are read as `total` times one.
+    """Return biases b with sum_i (sigmoid(b_i) + eps) = total.
+
+    If all streams are equal, the read is therefore `total` times a stream.
 
     The stream `preferred` gets about half of the total (with two streams 0.73 to 0.82), so that streams preferred by
     different sublayers can become different. Its bias compensates the rounding of the other biases to the default

@@ -111,10 +111,10 @@ class StreamMemory:
     """
 
     def __init__(self) -> None:
-        self._streams: tuple[Identity, ...] = ()  # candidates; several after a deep copy, until its first use
+        self._streams: tuple[Identity, ...] = ()  # of which one owns this memory; several only after a deep copy
         self._tokens: dict[Any, int] = {}  # how many tokens each part has seen, by its number
         self._rows: dict[Any, Tensor] = {}
-        # (batch, 2): whether the row has begun, and whether its last entry is a token; absent without padding so far.
+        # (batch, 2): whether a sequence has begun, and whether its last entry is a token; absent until padding occurs.
         self._ends: dict[Any, Tensor] = {}
         self._task = -1  # autograd's number of the backward pass in which this memory began; -1 for none
 

@@ -2,7 +2,8 @@
 
     Y_i = sum_{j <= i} a_ij X_j,   X_0 = embedding,   X_{i+1} = block(Y_i) with its residuals inside
 
-A block is two sublayers, 2i and 2i + 1. The state is the tuple X_0, ..., X_i; X_i may be half a block.
+A block is two sublayers, 2i and 2i + 1. The state is the tuple X_0, ..., X_i. Inside a block its
+last entry is the output of the block so far.
 """
 
 from dataclasses import dataclass

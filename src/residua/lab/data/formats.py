@@ -290,7 +290,10 @@ def _expect_strings(file: Path, schema: Any, column: str) -> None:
     found = types.get(column)
     if found is None or _value_type(found) not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         columns = ", ".join(f"{name} ({type_})" for name, type_ in types.items())
-        raise InputError(f"{file} must have a column {column} of strings, got columns {columns}")
+        raise InputError(
+            f"{file} must have strings in a column {column!r}, got columns {columns}; "
+            "name the column of the text with --text-column"
+        )
 
 
 def _leaves(fields: Iterable[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -51,7 +51,7 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
         from pyarrow import ArrowException
 
     column = identity["column"]
-    place = f"{name}: column {column}"
+    place = f"{name}: column {column!r}"
     settings = {key: identity[key] for key in ("split", "revision")}
     with _asking(name, ArrowException):
         try:
@@ -61,7 +61,7 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
         if stream.column_names is not None:
             if column not in stream.column_names:
                 raise InputError(
-                    f"{name} must have a column {column}, got {', '.join(stream.column_names)}; "
+                    f"{name} must have a column {column!r}, got columns {', '.join(stream.column_names)}; "
                     "name the right one with --text-column"
                 )
             stream = stream.select_columns([column])

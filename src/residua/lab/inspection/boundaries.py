@@ -62,7 +62,7 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
         names = inspect.signature(model.forward).parameters
         if window_of(collapse) and not _whole_rows(dict(zip(names, arguments)) | keywords):
             raise InputError(
-                "boundaries needs whole rows, without padding, packed documents and earlier tokens in a cache, because "
+                "boundaries needs whole rows, without padding, packed documents or earlier tokens in a cache, because "
                 "the readout looks at earlier tokens"
             )
 
@@ -168,8 +168,8 @@ def written(collapse: nn.Module, state: State, value: Tensor) -> State:
         state = tree_unflatten([(p.double() + c.reshape(p.shape)).to(p.dtype) for p, c in zip(flat, changes)], form)
         if not (target - read(point)).norm() <= READ_TOLERANCE * target.norm():
             raise InputError(
-                "boundaries must get a value that the readout of some state equals; found no such state near the "
-                "current state; return a value nearer to the readout"
+                "boundaries needs a value from the hook that is the readout of a state near the current one; found no "
+                "such state; return a value closer to the one that the hook got"
             )
         return state
 

@@ -331,7 +331,7 @@ def _work(connection: Connection) -> None:
     import torch
 
     parent: Any = multiprocessing.parent_process()
-    # End with the parent. Otherwise this run would still hold its state when the user repeats the command.
+    # End with the parent. Otherwise this run would still lock its folder when the user repeats the command.
     Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     torch.set_num_threads(1)

@@ -50,7 +50,8 @@ class Update(NamedTuple):
 
 
 class Step:
-    """A step of training: forward and backward over its micro-batches, a finite check, clipping, the update.
+    """A step of training: forward and backward over its micro-batches, a check for NaN and infinity, clipping,
+    and the update.
 
     The model is moved to the device and left there in training mode. The optimizer has the peak learning rates. After a
     loss or gradient that is not finite (see `finite`), nothing more is updated.
