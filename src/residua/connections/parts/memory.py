@@ -111,7 +111,7 @@ class StreamMemory:
     """
 
     def __init__(self) -> None:
-        self._streams: tuple[Identity, ...] = ()  # of which one owns this memory; several only after a deep copy
+        self._streams: tuple[Identity, ...] = ()  # one of these owns the memory; several only after a deep copy
         self._tokens: dict[Any, int] = {}  # how many tokens each part has seen, by its number
         self._rows: dict[Any, Tensor] = {}
         # (batch, 2): whether a sequence has begun, and whether its last entry is a token; absent until padding occurs.
