@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -15,7 +16,7 @@ from residua import Residual, __version__
 from residua.commands.cli import main
 from residua.commands.signature import command_parser
 from residua.commands.table import COMMANDS
-from residua.connections import PRESETS, registry
+from residua.connections import PRESETS, SCHEMES, Scheme, registry
 from residua.connections.names import ALIASES
 from residua.errors import installing
 from residua.lab import experiment
@@ -219,6 +220,14 @@ def test_the_listed_results_equal_the_records():
 def test_every_built_in_scheme_has_a_title_and_users(name):
     assert PRESETS[name].title
     assert PRESETS[name].users.endswith(".")
+
+
+def test_a_registered_scheme_without_an_equation_breaks_no_list(capsys, monkeypatch):
+    unfinished = dataclass(frozen=True)(type("Unfinished", (Scheme,), {"assemble": None, "state_spec": None}))
+    monkeypatch.setitem(PRESETS, "unfinished", unfinished())
+    monkeypatch.setitem(SCHEMES, "unfinished", unfinished)
+    assert "unfinished: -, because it cannot be built here" in output(capsys, ["schemes"])
+    assert "no equation is declared" in output(capsys, ["schemes", "unfinished"])
 
 
 def test_schemes_lists_every_preset_with_the_parameters_of_the_paper(capsys):

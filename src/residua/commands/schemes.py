@@ -127,7 +127,8 @@ def _explained(name: str) -> Output:
         counts = " and ".join(f"{count:+,} at {size}" for size, count in record["parameters_added"].items())
         cost = f"a state of {record['state_per_token']} per token, d the width; parameters beyond residual: {counts}"
         cost += ", the DDL paper's models of 124M and 353M"
-    parts: list[Any] = [f"{name}: {kind.title or kind.__name__}\n\n{indent(WRAP.fill(kind.equation), '    ')}\n"]
+    equation = f"{indent(WRAP.fill(scheme.equation), '    ')}\n" if scheme.equation else "no equation is declared\n"
+    parts: list[Any] = [f"{name}: {kind.title or kind.__name__}\n\n{equation}"]
     preset, _, options = name.partition(":")
     if options:
         parts.append(f"{WRAP.fill(f'This is {preset} with {options}.')}\n")
@@ -135,7 +136,7 @@ def _explained(name: str) -> Output:
         parts += [f"{WRAP.fill(f'{option}: {meanings[option]}')}\n" for option in named(name)[1]]
     about = (text.replace("None", "null") for text in explained.about(kind))
     parts += [f"{text if text.startswith('    ') else WRAP.fill(text)}\n" for text in about]
-    parts.append(f"paper: {scheme.source}")
+    parts.append(f"paper: {scheme.source or 'none'}")
     if title := record["name_in_paper"]:
         parts.append(f"its name there, since the third version: {title}")
     changed = ", ".join(f"{option}={_as_typed(value)}" for option, value in record["options"].items())

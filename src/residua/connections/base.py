@@ -358,8 +358,8 @@ class Scheme(ABC):
     """
 
     title: ClassVar[str] = ""
-    equation: ClassVar[str]
-    paper: ClassVar[str]
+    equation: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
     users: ClassVar[str] = ""
     constraint: ClassVar[str | None] = None
     derived: ClassVar[Mapping[str, tuple[str, ...]]] = {}
