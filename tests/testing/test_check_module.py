@@ -1015,6 +1015,14 @@ def test_a_wrong_adapter_is_distinguished_from_a_wrong_module(parameters, words)
         checks()["parameters"](type("Wrong", (Block,), {"parameters": parameters})())
 
 
+def test_a_wrong_shape_is_one_reason_for_all_checks():
+    wrong = {"parameters": lambda self, ours: in_mine(ours) | {"proj": ours["mappings.phi.weight"]}}
+    with pytest.raises(CheckFailed) as failed:
+        check_module(type("Wrong", (Block,), wrong)())
+    assert str(failed.value).count("\n") == 1
+    assert "initial_values" in str(failed.value)
+
+
 def test_an_object_that_is_not_an_adapter_gives_a_one_line_error():
     with pytest.raises(TypeError, match=r"ConnectionAdapter .*StreamAdapter, got HyperBlock"):
         check_module(HyperBlock(4))

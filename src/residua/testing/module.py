@@ -183,6 +183,7 @@ def initial_values(adapter: Adapter) -> None:
         if isinstance(adapter, ConnectionAdapter):
             part = part.connections[adapter.index]  # type: ignore[union-attr,index,assignment]
         drawn.append(adapter.parameters(Ours(named_once(part))))
+    placed(fresh, drawn[0])  # raises for an adapter with other names or shapes
     parameters = named_parameters(fresh)
     with torch.no_grad():
         for name, expected in drawn[0].items():
