@@ -1,10 +1,11 @@
+import hashlib
 import json
 import shutil
 import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from residua.errors import InputError
@@ -219,3 +220,44 @@ def test_a_manifest_of_a_step_beyond_the_run_is_refused(tmp_path, fit):
     (path / "manifest.json").write_text(json.dumps(manifest | {"step": 10**30}))
     with pytest.raises(InputError, match=r"step-12 must be at most train\.steps, 12, got 1000"):
         fit(tmp_path / "run", resume=True)
+
+
+def shortened(state):
+    state["optimizer.gain.exp_avg"] = state["optimizer.gain.exp_avg"][:3].clone()
+
+
+def widened(state):
+    state["optimizer.gain.exp_avg_sq"] = state["optimizer.gain.exp_avg_sq"].double()
+
+
+def many_steps(state):
+    state["optimizer.gain.step"] = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("forge", "named"),
+    [
+        (shortened, r"optimizer\.gain\.exp_avg must be \(8,\) .* got \(3,\)"),
+        (widened, r"optimizer\.gain\.exp_avg_sq must be .*float32, got .*float64"),
+        (many_steps, r"optimizer\.gain\.step must be \(\) .* got \(2,\)"),
+        (lambda state: state.pop("optimizer.gain.exp_avg"), r"optimizer\.gain must have .*'exp_avg'"),
+        (lambda state: state.update({"optimizer.lost.exp_avg": torch.ones(8)}), "lost"),
+        (lambda state: state.update({"random.cpu.0": torch.zeros(9, dtype=torch.uint8)}), r"random\.cpu\.0 must be"),
+    ],
+)
+def test_a_state_of_the_optimizer_that_does_not_fit_its_weight_is_refused(forge, named, tmp_path, fit):
+    """A fused optimizer would read beyond a state that is smaller than its weight."""
+    fit(tmp_path / "run")
+    path = latest_checkpoint(tmp_path / "run").path
+    state = load_file(path / OPTIMIZER)
+    forge(state)
+    save_file(state, path / OPTIMIZER)
+    manifest = json.loads((path / "manifest.json").read_text())
+    content = (path / OPTIMIZER).read_bytes()
+    manifest["files"][OPTIMIZER] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    model = ToyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(InputError, match=named):
+        load_checkpoint(open_checkpoint(path), model, optimizer)
+    assert not optimizer.state or "random" in named

@@ -239,14 +239,32 @@ def _stored(checkpoint: Checkpoint, kind: str) -> Iterator[Any]:
         yield stored
 
 
+STATES = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
+"""What AdamW and Muon keep of a weight, by key: `step` is one float32 number, the others are like the weight."""
+
+
 def _restore_optimizer(stored: Any, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Read the optimizer's state, on the devices of the weights."""
+    """Read the optimizer's state, on the devices of the weights.
+
+    Raises:
+        LookupError, ValueError: a tensor is of no weight, or not as the optimizer keeps it. A fused optimizer reads
+            memory by the size of the weight, whatever the size of the state.
+    """
+    state: dict[str, dict[str, Tensor]] = {}
     for full_name in stored.keys():  # noqa: SIM118, a file is no mapping
         kind, _, name_and_key = full_name.partition(".")
         if kind == "optimizer":
             name, _, key = name_and_key.rpartition(".")
-            value = stored.get_tensor(full_name)
-            optimizer.state[weights[name]][key] = value.to(weights[name].device, copy=True)
+            weight, value = weights[name], stored.get_tensor(full_name)
+            like = torch.zeros((), dtype=torch.float32) if key == "step" else weight
+            if (value.shape, value.dtype) != (like.shape, like.dtype):
+                expected, found = (f"{tuple(x.shape)} of {x.dtype}" for x in (like, value))
+                raise ValueError(f"{full_name} must be {expected}, got {found}")
+            state.setdefault(name, {})[key] = value.to(weight.device, copy=True)
+    for name, values in state.items():
+        if set(values) not in STATES:
+            raise ValueError(f"optimizer.{name} must have {' or '.join(map(str, STATES))}, got {set(values)}")
+    optimizer.state.update({weights[name]: values for name, values in state.items()})
 
 
 def _restore_random_state(stored: Any, device: torch.device | None, rank: int) -> None:
@@ -256,7 +274,10 @@ def _restore_random_state(stored: Any, device: torch.device | None, rank: int) -
         if name not in stored.keys() or (kind == "cuda" and (device is None or device.type != "cuda")):  # noqa: SIM118
             continue
         state = stored.get_tensor(name)
-        torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, device)
+        try:
+            torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, device)
+        except RuntimeError as error:
+            raise ValueError(f"{name} must be a random state of torch, got: {error}") from error
 
 
 def _refuse_other_weights(source: Path, stored: Any, weights: Mapping[str, Tensor]) -> None:
