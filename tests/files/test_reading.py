@@ -1,5 +1,6 @@
 """Untrusted files: plain data is read; anything else gives a one-line error that names the file."""
 
+import json
 import os
 
 import pytest
@@ -152,6 +153,36 @@ def test_a_pipe_in_place_of_a_file_is_refused_before_it_is_opened(tmp_path):
     assert "a pipe or a device" in refused(expect_regular, tmp_path)
     with pytest.raises(OSError, match="a pipe or a device"):
         file_sha256(pipe)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+def test_a_pipe_among_the_chat_templates_of_a_model_is_refused(tmp_path):
+    (tmp_path / "additional_chat_templates").mkdir()
+    os.mkfifo(tmp_path / "additional_chat_templates" / "tool.jinja")
+    assert "a pipe or a device" in refused(expect_regular, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "folder/pipe", 3, None])
+def test_an_index_of_weights_names_only_files_of_its_folder(name, tmp_path):
+    """Transformers would open them wherever they are, also a pipe, and wait for ever."""
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    expect_regular(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": name}}))
+    assert "in this folder" in refused(expect_regular, tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"weight_map": ["x"]}'])
+def test_an_index_of_weights_must_be_a_mapping(content, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    assert "a mapping" in refused(expect_regular, tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    """Editors on Windows write one."""
+    path = tmp_path / "file"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
+    assert read_json(path) == read_yaml(path) == {"a": 1}
 
 
 def test_a_user_may_name_a_pipe(tmp_path):

@@ -10,11 +10,12 @@ import os
 import re
 import stat
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, extra, require
+from residua.errors import InputError, extra, mapping, require
 
 LARGEST = 2**26
 """The largest JSON file, in characters: enough for an index with half a million shards."""
@@ -22,6 +23,10 @@ LARGEST_YAML = 2**20
 """The largest YAML document, in characters, before and after the expansion of aliases. People write these by hand."""
 LARGEST_MODEL_FILE = 2**30
 """The largest text file in a transformers folder, such as tokenizer.json, in bytes."""
+SHARDS = ".index.json"
+"""The end of the names of the indices of weights in several files."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The one folder in a transformers folder from which transformers reads without being asked."""
 DEEPEST = 100
 """The deepest nesting of mappings and lists."""
 
@@ -44,9 +49,10 @@ def expect_regular(folder: Path) -> None:
     """Check the files of a transformers folder before transformers opens them.
 
     Raises:
-        InputError: the folder contains a pipe or a device, or a text file above `LARGEST_MODEL_FILE`.
+        InputError: the folder, or its folder of chat templates, contains a pipe or a device, or a text file above
+            `LARGEST_MODEL_FILE`; or an index of weights names a file outside the folder, or in another one.
     """
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in (*_entries(folder), *_entries(folder / CHAT_TEMPLATES)):
         if path.exists() and not path.is_dir():
             try:
                 size = regular(path).stat().st_size
@@ -54,6 +60,14 @@ def expect_regular(folder: Path) -> None:
                 raise InputError(f"{path} must be a file, got: {error.strerror}") from error
             text = path.suffix in (".json", ".txt", ".model", ".jinja")
             require(not text or size <= LARGEST_MODEL_FILE, str(path), f"at most {LARGEST_MODEL_FILE} bytes", size)
+            if path.name.endswith(SHARDS):
+                shards = mapping(mapping(read_json(path), str(path)).get("weight_map"), f"{path}: weight_map")
+                for name in shards.values():
+                    inside(folder, name)
+
+
+def _entries(folder: Path) -> Iterable[Path]:
+    return folder.iterdir() if folder.is_dir() else ()
 
 
 def inside(folder: Path, name: object) -> Path:
@@ -78,7 +92,7 @@ def read_text(path: str | os.PathLike[str], what: str = "text", *, pipe: bool = 
     """
     path = Path(path)
     try:
-        with (path if pipe else regular(path)).open(encoding="utf-8") as file:
+        with (path if pipe else regular(path)).open(encoding="utf-8-sig") as file:
             text = file.read(LARGEST + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "bytes that are not UTF-8"
