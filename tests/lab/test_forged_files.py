@@ -194,6 +194,14 @@ def test_intact_files_open(place, capsys):
         assert status == 0, err
 
 
+def test_the_card_of_data_whose_name_is_not_utf_8_is_written(place, capsys):
+    facts = place / "run" / "facts.json"
+    edit(facts, data=json.loads(facts.read_text())["data"] | {"source": "te\udcffxt.txt"})
+    status, _, err = execute(capsys, arguments(EXPORT, place))
+    assert status == 0, err
+    assert "te?xt.txt" in (place / "out" / "README.md").read_text()
+
+
 def test_an_exported_model_with_pickled_weights_is_refused(place, capsys):
     (place / "model" / "model.safetensors").unlink()
     (place / "model" / "pytorch_model.bin").write_bytes(zipped_pickle(place.with_name("marker")))

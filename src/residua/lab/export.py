@@ -65,7 +65,9 @@ def export(
         opened.model.save_pretrained(temporary)
         if remote_code:
             add_code(temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+        (temporary / "README.md").write_text(
+            card, encoding="utf-8", errors="replace"
+        )  # names of files may be any bytes
     return Path(folder)
 
 
