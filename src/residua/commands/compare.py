@@ -76,6 +76,7 @@ def _loss(loss: float | None) -> str:
 
 def compared(comparison: "Comparison") -> list[Any]:
     """Return the parts of a comparison to print: the table, the settings in which runs differ, and the notes."""
-    settings = map(one_line, comparison.setting_lines())
+    settings = [*map(one_line, comparison.setting_lines())]
+    heading = ["settings that differ:"] if settings else []
     notes = (f"note: {one_line(note)}" for note in comparison.notes)
-    return [comparison.table(), *settings, *notes]
+    return [comparison.table(), *heading, *settings, *notes]

@@ -52,7 +52,8 @@ def test_runs_of_one_scheme_are_named_after_their_folders_and_their_differing_se
         "model.connection: residual (slow, fast); ddl (d)",
         "train.lr: 0.002 (slow); 0.001 (fast, d)",
     ]
-    assert "train.lr: 0.002 (slow)" in comparison.to_markdown()
+    assert "\nSettings that differ:\n\n- model.connection" in comparison.to_markdown()
+    assert "\n- train.lr: 0.002 (slow)" in comparison.to_markdown()
 
 
 def test_folders_of_the_same_name_are_named_with_their_parents(make_run, tmp_path):

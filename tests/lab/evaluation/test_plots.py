@@ -128,6 +128,17 @@ def test_a_picture_begins_at_the_first_step_of_the_runs(make_run):
     assert {panel.get_xlim()[0] for panel in _difference_figure(compare(runs)).axes} == {0}
 
 
+@pytest.mark.parametrize(("early", "said"), [(9.0, True), (None, False)])
+def test_early_points_outside_the_axis_are_noted(early, said, make_run):
+    runs = [make_run("a", steps=100), make_run("b", connection="ddl", steps=100)]
+    if early is not None:
+        rows = [json.loads(line) for line in (runs[1] / "metrics.jsonl").read_text().splitlines()]
+        next(row for row in rows if "val_loss" in row)["val_loss"] = early
+        (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, seconds = _difference_figure(compare(runs)).axes
+    assert ("Early points are cut off." in seconds.get_title(loc="right")) is said
+
+
 def test_the_baseline_is_within_the_frame_however_far_the_others_are(make_run):
     for panel in _difference_figure(compare([make_run("a"), make_run("b", connection="ddl", offset=-0.5)])).axes:
         low, high = panel.get_ylim()

@@ -217,7 +217,7 @@ class Comparison:
     def to_markdown(self) -> str:
         """Return the table in Markdown, with the settings and the notes below it."""
         settings = [f"- {key}: {_listed(values)}" for key, values in self.settings.items()]
-        below = ["\n" + "\n".join(settings)] if settings else []
+        below = ["\nSettings that differ:\n\n" + "\n".join(settings)] if settings else []
         return "\n".join([self.table().markdown(5), *below, *(f"\n{note}" for note in self.notes)]) + "\n"
 
     def to_json(self) -> dict[str, Any]:

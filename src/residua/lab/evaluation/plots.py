@@ -205,12 +205,18 @@ def _finish(
     unsettled: float,
     note: str,
 ) -> None:
-    """Fit the shared loss axis to the points after the first fraction `unsettled` of runs; add a legend and a note."""
+    """Fit the shared loss axis to the points after the first fraction `unsettled` of runs; add a legend and a note.
+
+    The note says whether the axis cuts earlier points off.
+    """
     settled = []
     for points in shown.values():
         start = unsettled * max((at for at, _ in points), default=0)
         settled += [loss for at, loss in points if at >= start and math.isfinite(loss)]
     _fit_axis(panels["step"], settled)
+    low, high = panels["step"].get_ylim()
+    if not all(low <= loss <= high for points in shown.values() for _, loss in points if math.isfinite(loss)):
+        note += " Early points are cut off."
     for panel in panels.values():
         panel.set_xlim(left=0)
     figures.legend(figure)
