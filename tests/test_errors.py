@@ -5,7 +5,18 @@ from typing import Literal
 
 import pytest
 
-from residua.errors import Count, InputError, NotInstalled, Positive, check_types, decoded, extra, keywords, shown
+from residua.errors import (
+    Count,
+    InputError,
+    NotInstalled,
+    Positive,
+    check_types,
+    decoded,
+    did_you_mean,
+    extra,
+    keywords,
+    shown,
+)
 
 
 @pytest.mark.parametrize(("name", "package"), [("lab", "yaml"), ("eval", "lm_eval"), ("eval", "transformers")])
@@ -67,6 +78,7 @@ def test_an_unknown_keyword_gives_the_nearest_one_or_all_of_them():
     assert turn("mhc", num_layers=2) == turn(connection="mhc", num_layers=2) == ("mhc", 2)
     with pytest.raises(TypeError, match=r"turn takes no argument 'layers'; did you mean num_layers\?"):
         turn("mhc", layers=2)
+    assert did_you_mean("train.learning_rate", ["train.min_lr_ratio", "train.lr"]) == "; did you mean train.lr?"
     with pytest.raises(TypeError, match=r"'device'; it takes connection, num_layers; .*'ddl-tc:beta_init=0.5'$"):
         turn("mhc", device="cpu")
 

@@ -1,5 +1,6 @@
 """The entry point: `residua` and `python -m residua`."""
 
+import gc
 import os
 import sys
 
@@ -16,7 +17,9 @@ def main() -> int:
     except KeyboardInterrupt:  # where the disk is slow, imports take seconds
         print("residua: interrupted", file=sys.stderr)
         return 130
-    return main()
+    status = main()
+    gc.freeze()  # otherwise Python searches all objects of PyTorch for cycles before it ends, for over a second
+    return status
 
 
 if __name__ == "__main__":

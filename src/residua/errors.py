@@ -100,7 +100,8 @@ def did_you_mean(
 
     `show` gives the text to show for each name in place of the name.
     """
-    close = get_close_matches(str(name), list(choices), n=1, cutoff=cutoff)
+    name = str(name).replace("learning_rate", "lr")  # the name in most other libraries
+    close = get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     if not close:
         return ""
     return f"; did you mean {close[0] if show is None else show[close[0]]}?"

@@ -110,6 +110,40 @@ def test_sizes_beyond_the_machine_give_a_one_line_error(error, status, said, cap
     assert said in line
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["train", "--config", "tiny", "--run", "file"], "file must be a folder to write in, found a file; choose"),
+        (["train", "--resume"], "give --run DIR, the folder of the run to resume"),
+        (["compare", "runs"], "runs must be a run folder, found no config.yaml; give a run inside it: runs/a"),
+        (["compare", "absent"], "absent must be a run folder, found no such folder; residua train --run makes one"),
+        (["evaluate", "runs"], "runs must be a run folder, found no config.yaml; give a run inside it: runs/a"),
+        (["evaluate", "runs/a", "--data", "absent.txt"], "absent.txt must be a file or folder of text, or the run's"),
+        (
+            ["train", "--config", "tiny", "--data.path", "absent", "--run", "b"],
+            "of format 1, found no such folder; run",
+        ),
+        (["train", "--config", "tiny", "--train.learning_rate", "1"], "did you mean --train.lr?"),
+    ],
+)
+def test_a_wrong_path_or_option_is_named_with_the_remedy(argv, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").touch()
+    (tmp_path / "file").touch()
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_file_in_place_of_the_folder_for_pictures_is_named(capsys, tmp_path, monkeypatch):
+    error = FileExistsError(errno.EEXIST, "File exists", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("residua.connections.registry.schemes", Mock(side_effect=error))
+    assert main(["schemes"]) == 2
+    assert "file must be a folder, found a file; choose another name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_command_runs_without_stdout_or_stderr(closed, monkeypatch):
     """A shell starts it like this with `2>&-`."""
@@ -146,3 +180,11 @@ def test_a_signal_ends_a_command_in_one_line_and_cleans_up(number, capsys, monke
     assert main(["schemes"]) == 128 + number
     assert capsys.readouterr().err == "residua: interrupted\n"
     assert (cleaned, signal.getsignal(number)) == ([number], before)
+
+
+def test_python_does_not_search_the_objects_of_a_finished_command_for_cycles(monkeypatch):
+    froze = Mock()
+    monkeypatch.setattr("gc.freeze", froze)
+    monkeypatch.setattr(sys, "argv", ["residua", "--version"])
+    assert residua.__main__.main() == 0
+    froze.assert_called_once_with()

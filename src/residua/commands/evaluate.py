@@ -73,6 +73,8 @@ def evaluate(
             flag = option.name.replace("_", "-")
             raise InputError(f"--{flag} needs --tasks, got none; give --tasks paper")
     expect_path(run)
+    if data is not None:
+        expect_path(data, "a file or folder of text, or the run's prepared data")
     if scoring.tasks is None:
         return _validated(run, checkpoint, data, text_column)
     require(data is None, "--data", "left out with --tasks, which bring their own texts", data)

@@ -21,6 +21,8 @@ MISPLACED = (FileExistsError, NotADirectoryError, IsADirectoryError)
 def in_one_line(error: Exception) -> str | None:
     """Return the one-line message for an error; None for a bug in residua, for which the traceback is shown."""
     text = str(error)
+    if isinstance(error, FileExistsError) and error.filename and os.path.isfile(error.filename):
+        return f"{error.filename} must be a folder, found a file; choose another name"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, (InputError, RunError, ModuleNotFoundError, OSError)):

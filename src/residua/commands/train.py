@@ -26,7 +26,9 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
         resume: resume the run at its newest checkpoint
     """
     begun: dict[str, Any] = {}
-    if resume and run is not None:
+    if resume:
+        if run is None:
+            raise InputError("give --run DIR, the folder of the run to resume")
         settings = Path(run) / "config.yaml"
         begun = settings_of(settings)
         if not configuration.config:

@@ -28,7 +28,7 @@ from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens,
 from residua.lab.inspection.subject import Subject
 from residua.lab.jobs.pool import threads
 from residua.lab.opening import context_of, read_model
-from residua.lab.records.folder import read_facts, writable
+from residua.lab.records.folder import not_a_run, read_facts, writable
 from residua.lab.records.progress import say
 from residua.lab.training import (
     BaseModelConfig,
@@ -460,7 +460,7 @@ def open_run(
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
-        raise InputError(f"{folder} must be a run folder, found no config.yaml; residua train --run makes one")
+        raise not_a_run(folder)
     config = load_config(str(folder / "config.yaml"))
     state = find_checkpoint(folder, checkpoint)
     place = _place_of_data(config.data, folder) if data is None else Path(data)

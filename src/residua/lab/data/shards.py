@@ -248,6 +248,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     index = read_json(path) if path.exists() else None
     if isinstance(index, dict) and (index.get("format"), index.get("version")) == (FORMAT, DATA_VERSION):
         return index
+    found = "" if folder.is_dir() else ", found a file" if folder.exists() else ", found no such folder"
     raise InputError(
-        f"{folder} must hold prepared data, with an index.json of format {DATA_VERSION}; run `residua prepare`"
+        f"{folder} must hold prepared data, with an index.json of format {DATA_VERSION}{found}; run `residua prepare`"
     )

@@ -12,7 +12,7 @@ from residua.connections.names import label
 from residua.errors import InputError, extra, fits, require
 from residua.lab.evaluation.comparable import Measurement, Unit
 from residua.lab.records import jsonlines
-from residua.lab.records.folder import LOGGING_KEYS, RunFolder, flatten, read_facts, read_settings
+from residua.lab.records.folder import LOGGING_KEYS, RunFolder, flatten, not_a_run, read_facts, read_settings
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Estimate, paired
 
@@ -93,10 +93,10 @@ class Run:
             InputError: the folder does not hold a run, or one of its files cannot be read.
         """
         run = RunFolder(Path(folder))
-        for path in (run.config, run.metrics):
-            if not path.is_file():
-                lacks = f"has no {path.name}" if run.path.exists() else "does not exist"
-                raise InputError(f"give a run folder, got {folder}, which {lacks}: train into it first")
+        if not run.config.is_file():
+            raise not_a_run(run.path)
+        if not run.metrics.is_file():
+            raise InputError(f"{folder} must be a run that was trained, found no {run.metrics.name}; train it first")
         settings = flatten(read_settings(run.config))
         facts = read_facts(run.facts)
         rows = jsonlines.read_metrics(run.metrics)

@@ -159,7 +159,17 @@ def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[N
         reason = error.strerror or error
         if error.errno in DISK:
             raise RunError(f"{path}: cannot write: {reason}; free space or repair the disk, then continue") from error
+        if isinstance(error, FileExistsError) and Path(path).is_file():
+            raise InputError(f"{path} must be {what}, found a file; choose another name") from error
         raise InputError(f"{path} cannot be used as {what}: {reason}") from error
+
+
+def not_a_run(folder: Path) -> InputError:
+    """Return the error for a folder without config.yaml; it names the runs inside the folder, if there are any."""
+    inside = [shlex.quote(str(path.parent)) for path in sorted(folder.glob("*/config.yaml"))]
+    remedy = f"give a run inside it: {', '.join(inside[:5])}" if inside else "residua train --run makes one"
+    found = "no config.yaml" if folder.exists() else "no such folder"
+    return InputError(f"{folder} must be a run folder, found {found}; {remedy}")
 
 
 def flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
