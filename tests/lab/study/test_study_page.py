@@ -74,6 +74,11 @@ def test_a_narrow_screen_shows_all_of_the_pictures(open_page, tmp_path):
         box = text.bounding_box()
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= 360
+    for picture in opened.locator("#main svg").all():
+        bottom = max(y + height for y, height in picture.evaluate(
+            "(svg) => [...svg.querySelectorAll('text')].map((text) => [text.getBBox().y, text.getBBox().height])"
+        ))  # fmt: skip
+        assert bottom <= picture.evaluate("(svg) => svg.viewBox.baseVal.height")
     assert opened.evaluate("document.documentElement.scrollWidth") == 360
 
 
