@@ -70,7 +70,7 @@ def frames(call: Callable[[], object], last: str) -> list[Frame]:
         if event == "call" and frame.f_code.co_qualname == last and place(frame.f_code.co_filename):
             found.clear()
             while frame.f_code is not call.__code__:
-                if frame.f_code.co_name != "<lambda>":
+                if frame.f_code.co_name not in ("<lambda>", "checked"):  # `checked`: the decorator `keywords`
                     found.insert(0, named(frame.f_code.co_filename, frame.f_code.co_qualname))
                 frame = frame.f_back
 
