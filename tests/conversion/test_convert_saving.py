@@ -160,7 +160,7 @@ def test_the_class_of_a_single_model_builds_none_from_the_configuration():
     """It would leave the connections out, as in `type(model)(model.config)`."""
     model = converted("hc", torch.float32)
     for build in (type(model), type(model)._from_config, type(model.model)):
-        with pytest.raises(ValueError, match=r"^config must be .*from_config of an Auto class"):
+        with pytest.raises(ValueError, match=r"^config must .*from_config"):
             build(model.config)
     assert copy.deepcopy(model).name_or_path == model.config.name_or_path
     assert type(model)(residua.unconvert(model, lossy=True).config).config.__class__ is LlamaConfig
