@@ -19,7 +19,7 @@ def tune(
     keep_runs: bool = False,
     configuration: Configuration,
 ) -> Output | None:
-    """Tune keys of a configuration: train every point of a grid with one or more seeds.
+    """Tune keys of a configuration: train every point of a grid of values.
 
     Values that are not positive numbers, such as those of model.connection, form groups, which are tuned separately.
     So do the values of keys that determine how a loss is measured, such as train.sequence_length and the data keys.
