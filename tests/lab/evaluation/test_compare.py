@@ -2,6 +2,7 @@ import json
 import math
 
 import pytest
+import yaml
 
 import residua
 from residua.connections import describe, resolve
@@ -234,6 +235,15 @@ def test_a_loss_without_its_place_in_the_run_is_refused(place, make_run):
 def test_a_factor_that_is_not_a_number_gives_no_token_count(make_run):
     run = make_run("a", steps=10**7, crashed_at=10, batch_size=10**7, sequence_length=10**7, gradient_accumulation="x")
     assert compare([run]).rows[0].measure.tokens is None
+
+
+def test_a_count_of_only_the_trained_parameters_is_noted(make_run):
+    runs = [make_run("a"), make_run("b", connection="ihc")]
+    config = yaml.safe_load((runs[1] / "config.yaml").read_text())
+    config["model"]["freeze_base"] = True
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    assert [note for note in compare(runs).notes if "freeze_base" in note and note.startswith("ihc")]
+    assert not [note for note in compare(runs[:1]).notes if "freeze_base" in note]
 
 
 def test_the_same_folder_counts_once_and_a_repeated_seed_is_left_out_with_a_note(make_run):

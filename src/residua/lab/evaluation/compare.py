@@ -334,6 +334,8 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append("No run with the plain residual, so there are no differences: name a baseline.")
     if baseline is not None and len(comparison.rows) > 1 and all(len(row.runs) == 1 for row in comparison.rows):
         notes.append("One seed each: the noise in the differences is not measured.")
+    if frozen := [row.name for row in comparison.rows if row.runs[0].settings.get("model.freeze_base")]:
+        notes.append(f"{', '.join(frozen)}: parameters counts only those that are trained (model.freeze_base).")
     if comparison.unit == "bits per byte":
         notes.append("The tokenizers differ, so the losses are in bits per byte of the same held-out text.")
     other = (baseline or comparison.rows[0]).name
