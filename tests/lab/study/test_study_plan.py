@@ -230,6 +230,21 @@ def test_an_error_in_a_file_names_the_file_and_the_key(tmp_path, change, said):
         load_study(str(path))
 
 
+def test_a_study_without_a_file_is_named_with_the_nearest_file(tmp_path):
+    (tmp_path / "study.yaml").touch()
+    with pytest.raises(InputError, match=r"no file '.*study\.yml'; did you mean .*study\.yaml\?"):
+        load_study(str(tmp_path / "study.yml"))
+
+
+def test_a_scheme_may_be_chosen_in_any_spelling(tmp_path):
+    path = tmp_path / "study.yaml"
+    slow = {"connection": "ddl", "train.weight_decay": 0.5}
+    path.write_text(write_yaml({**DOCUMENT, "schemes": {"residual": {}, "lambdas+smear": {}, "slow": slow}}))
+    found = load_study(str(path))
+    assert [*found.only(["Lambdas+Smear"]).schemes] == ["residual", "lambdas+smear"]
+    assert [*found.only(["DDL"]).schemes] == ["residual", "DDL"]  # "slow" has settings of its own
+
+
 def test_without_prepared_data_the_option_is_named():
     with pytest.raises(InputError, match="--data must be a folder "):
         study().data(None)

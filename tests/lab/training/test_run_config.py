@@ -92,8 +92,8 @@ MISTAKES = [
         ["--model.num_attention_heads=5"],
         "model.num_attention_heads must be a divisor of hidden_size (768) unless head_dim is given, got 5",
     ),
-    ("trian:\n  lr: 1\n", "unknown key trian; did you mean train?"),
-    ("model:\n  connection: [ddl]\n", "model.connection must be text or a mapping, got ['ddl']"),
+    ("trian:\n  lr: 1\n", "FILE: unknown key trian; did you mean train?"),
+    ("model:\n  connection: [ddl]\n", "FILE: model.connection must be text or a mapping, got ['ddl']"),
     ("- 1\n", "configuration must be a mapping of keys to values, got [1]"),
     ("", "configuration must be a mapping of keys to values, got None"),
     (["--train.lr=1e400"], "train.lr must be a positive number, got inf"),
@@ -106,7 +106,7 @@ MISTAKES = [
         ["--model.connection={preset: hc, num_streams: 1:30}"],
         "model.connection: HyperConnections: num_streams must be a whole number, got '1:30'",
     ),
-    ("train:\n  lr: 2020-01-01\n", "train.lr must be a number, got '2020-01-01'"),
+    ("train:\n  lr: 2020-01-01\n", "FILE: train.lr must be a number, got '2020-01-01'"),
 ]
 
 

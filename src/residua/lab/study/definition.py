@@ -331,6 +331,8 @@ class Study:
         check_names("--sizes", sizes, self.sizes)
         chosen = self.schemes
         if schemes is not None:
+            plain = {entry.connection: name for name, entry in chosen.items() if entry == Entry(name, entry.connection)}
+            schemes = [name if name in chosen else plain.get(canonical(name), name) for name in schemes]  # any spelling
             matched = {chosen[name].parameters_of for name in schemes if name in chosen}
             wanted = {*self.baselines, *schemes, *matched}
             joining = {name: Entry(name, canonical(name)) for name in schemes if name not in chosen}
@@ -350,8 +352,9 @@ def load_study(source: str) -> Study:
     elif Path(source).is_file():
         text = read_text(source, "YAML")
     else:
-        nearest = did_you_mean(source, ["resbench"])
-        raise InputError(f"the study must be resbench or a YAML file, got {source!r}{nearest}")
+        files = [str(path) for path in Path(source).parent.glob("*.y*ml")]
+        nearest = did_you_mean(source, ["resbench", *files])
+        raise InputError(f"the study must be resbench or a YAML file, found no file {source!r}{nearest}")
     study = read_study(parse_yaml(text, source), source)
     # Names are checked only here, because a report of a folder must not need the packages that have its schemes.
     try:

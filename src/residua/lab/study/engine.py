@@ -22,6 +22,7 @@ from residua.errors import Diverged, require, shown
 from residua.files.durable import remove, write_text
 from residua.lab.cost.counts import products_per_token
 from residua.lab.cost.steps import ROUNDS, WARMUP, measure, rate
+from residua.lab.data import PreparedData
 from residua.lab.evaluation.loss import transition
 from residua.lab.experiment import losses_by_document, open_run
 from residua.lab.experiment import run as train
@@ -219,9 +220,10 @@ def open_study(
     out = Path(out)
     recorded = read_folder(out)
     study = study or recorded
-    plan = Plan(study, study.data(data), sizes)
-    fingerprint = read_object(out / "settings.json").get("data")
-    require(fingerprint == plan.facts["fingerprint"], "--data", f"the data that {out} was begun with", plan.data)
+    folder, fingerprint = study.data(data), read_object(out / "settings.json").get("data")
+    same = fingerprint == PreparedData.open(folder).facts["fingerprint"]
+    require(same, "--data", f"the data that {out} was begun with", folder)  # before the plan needs their tokens
+    plan = Plan(study, folder, sizes)
     joined(plan.study, out)
     return plan, read_runs(out / "records.jsonl", fingerprint)
 

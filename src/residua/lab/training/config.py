@@ -309,6 +309,9 @@ def _stacked(
     given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     values: dict[str, Any] = {}
     wholes: dict[str, int] = {}
+    for source, document in documents:
+        if source not in recipe_names():
+            check_values(document, source)
     for source, document in [*documents, (None, given)]:
         if document.get("model.base") is not None:
             _drop_model(values)
