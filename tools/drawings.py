@@ -406,7 +406,7 @@ PICTURES = {
     "language-models-steps": lambda: flow(
         ("prepare", "text to tokens"),
         ("train", "a run folder"),
-        ("compare", "with intervals"),
+        ("compare", "loss differences"),
         ("explore", "gates by token"),
     ),
     "testing-steps": lambda: flow(
