@@ -108,7 +108,7 @@ def test_without_a_command_the_overview_is_an_error(capsys):
         ("evaluate x y", "unexpected argument 'y'"),
         ("evaluate no-such-folder", "no-such-folder must be a run folder or a folder with a transformers model"),
         ("evaluate x --limit 3", "--limit needs --tasks, got none"),
-        ("compare no-such-folder", "no-such-folder, which does not exist"),
+        ("compare no-such-folder", "no-such-folder must be a run folder, found no such folder"),
         ("train --run x", "--config NAME|FILE.yaml must say what to train"),
         ("cost count", "--config NAME|FILE.yaml must say which run to count"),
         ("generate x --prompt a --temperature 0", "(--greedy takes the most probable token), got 0.0"),
