@@ -14,6 +14,7 @@ import torch
 import torch._inductor.test_operators  # once: a run of pytester forgets its imports, torch does not
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import residua
 from residua import (
@@ -1195,3 +1196,100 @@ def test_expected_failures_in_the_plugin_are_strict(pytester):
     result = run_plugin(pytester, "2 * module(state, sublayer)", f"Mine(), expected_failures={failures}")
     assert result.parseoutcomes().items() >= {"xfailed": 1, "failed": 1}.items()
     result.stdout.fnmatch_lines(["*Mine-forward? XFAIL*", "?XPASS(strict)? nothing"])
+
+
+class Offset(torch.autograd.Function):
+    """Wrong forward and right backward, as a kernel may be."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + 0.1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class PlainBlock(nn.Module):
+    """x + layer(norm(x)), right in most calls."""
+
+    def __init__(self, dim: int, bug: str = ""):
+        super().__init__()
+        self.bug, self.gain, self.seen = bug, nn.Parameter(torch.ones(dim)), {}
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        y = layer(F.rms_norm(x, x.shape[-1:], self.gain, 1e-5))
+        if self.bug == "squeezes":
+            return (x.squeeze(0) + y.squeeze(0)).view(-1, *x.shape[-2:]).expand(2, -1, -1)[: max(len(x), 2)]
+        wrong = {
+            "evaluation": not self.training,
+            "one token": x.shape[:2] == (1, 1),
+            "a block of 32": x.shape[1] > 32,
+            "strides": not x.is_contiguous(),
+        }
+        if self.bug == "a cache in evaluation" and not self.training:
+            y = self.seen.setdefault(x.shape, y.detach())
+        if self.bug == "a buffer on demand" and not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(()))
+        if self.bug == "a kernel" and torch.is_grad_enabled():
+            y = Offset.apply(y)
+        if self.bug == "divides by the norm":
+            x = x / x.norm(dim=-1, keepdim=True) * x.norm(dim=-1, keepdim=True)
+        if self.bug == "a root":
+            y = y + 0 * x.square().sum(-1, keepdim=True).sqrt()
+        return x + (1.1 * y if wrong.get(self.bug) else y)
+
+
+class PlainMine(ConnectionAdapter):
+    scheme = residua.Residual()
+
+    def __init__(self, bug: str = ""):
+        self.bug = bug
+
+    def build(self, dim):
+        return PlainBlock(dim, self.bug)
+
+    def parameters(self, ours):
+        return {"gain": ours["norm.weight"]}
+
+    def connect(self, module, state, sublayer):
+        return module(state, sublayer)
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "words"),
+    [
+        ("evaluation", "forward", "^in evaluation mode the result differs"),
+        ("a cache in evaluation", "forward", "^in evaluation mode, for a second state, the result differs"),
+        ("a kernel", "forward", "^with gradients the result differs"),
+        ("strides", "forward", "^for a state that is not contiguous the result differs"),
+        ("divides by the norm", "forward", "^for a token of zeros the result differs.* not finite"),
+        ("a root", "gradients", "^for a token of zeros the gradient of the state, leaf 0 is not finite"),
+        ("one token", "forward", "^for one sequence of one token the result differs"),
+        ("squeezes", "forward", r"^for one sequence of one token the result is \[\(2, 1, 16\)\]"),
+        ("a block of 32", "forward", "^for three sequences of 36 tokens the result differs"),
+        ("a buffer on demand", "second_call", "^forward adds or removes late in state_dict"),
+    ],
+)
+def test_a_module_that_is_wrong_in_other_calls_is_found(bug, check, words):
+    with pytest.raises(CheckFailed, match=words):
+        checks()[check](PlainMine(bug))
+
+
+class Recomputed(PlainBlock):
+    """It saves memory by itself."""
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        return checkpoint(super().forward, x, layer, use_reentrant=False)
+
+
+def test_a_module_that_recomputes_itself_is_right():
+    adapter = PlainMine()
+    adapter.build = Recomputed
+    assert "gradients" in check_module(adapter).passed
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_caller_may_be_without_gradients(mode):
+    with mode():
+        assert not check_module(PlainMine()).failed

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 CheckFunction = Callable[[Any], None]
 
-SPECIFICATION = "1.3"
+SPECIFICATION = "1.4"
 """The version of the requirements; it increases whenever a check is added or made stricter."""
 
 
@@ -68,11 +68,11 @@ class Report:
 
 
 def seeded(check: CheckFunction) -> CheckFunction:
-    """Wrap a check: it runs with its own random seed, and restores the caller's random state."""
+    """Wrap a check: it runs with its own random seed and with gradients, and restores the caller's state."""
 
     @wraps(check)
     def run_seeded(subject: Any) -> None:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
             torch.default_generator.manual_seed(0)
             check(subject)
 

@@ -28,6 +28,7 @@ from residua.testing.adapter import (
     StreamAdapter,
     SublayerFunction,
     built,
+    holding,
     named_once,
     named_parameters,
     placed,
@@ -253,11 +254,13 @@ class PairedPass:
         return cls(pair, state, result, reference, actual, expected)
 
     def judge(self) -> None:
-        """Raise CheckFailed if the two differ."""
+        """Raise CheckFailed if the two differ, in this call or in another one."""
         if not self.agrees:
             expect(_repeats(self.pair), "a second call gives other numbers")
             hint = diagnosis.dtype_hint(self.pair, self.result, self.reference)
             raise CheckFailed(diagnosis.in_words(self.findings) + hint)
+        if _repeats(self.pair):  # otherwise the check `second_call` fails
+            _agrees_in_other_calls(self.pair)
 
     @cached_property
     def agrees(self) -> bool:
@@ -269,6 +272,52 @@ class PairedPass:
     def findings(self) -> diagnosis.Findings:
         """The known mistakes and the unexplained differences between the two modules."""
         return diagnosis.of(self.pair, self.state, self.result, self.reference, self.actual, self.expected)
+
+
+def _agrees_in_other_calls(pair: Pair) -> None:
+    """Raise CheckFailed unless the results are also ours in evaluation, with gradients, and for other inputs.
+
+    Code for inference, for training and for the general shape is often written apart, so each can be wrong by itself.
+    """
+
+    def compare(where: str, state: Any, *, training: bool = True, grad: bool = False) -> None:
+        pair.module.train(training)
+        with torch.no_grad():
+            expected = pair.reference(pair.ours, state, pair.sublayers())
+        if not all(x.isfinite().all() for x in tensors(expected)):
+            return
+        try:
+            with torch.set_grad_enabled(grad):
+                result = pair.candidate(pair.ours, tree_map(torch.clone, state), pair.sublayers())
+        except Exception as error:
+            raise CheckFailed(f"{where}: {type(error).__name__}: {error}") from error
+        expect(same_structure(result, expected), f"{where} the result is {structure(result)}")
+        for theirs, ours in zip(tensors(result), tensors(expected)):
+            wrong = pair.disagreement(theirs.detach(), ours)
+            expect(wrong is None, f"{where} the result differs from ours, which it equals otherwise: {wrong}")
+
+    state = pair.state()
+    compare("in evaluation mode", state, training=False)
+    compare("in evaluation mode, for a second state,", tree_map(lambda x: x.roll(1, -1), state), training=False)
+    compare("with gradients", state, grad=True)
+    compare("for a state that is not contiguous", tree_map(lambda x: x.mT.contiguous().mT, state))
+    compare("for a token of zeros", with_zeros(state))
+    several = any(map(window_of, pair.stream.parts))  # one token would need a memory
+    tokens = "two tokens" if several else "one token"
+    compare(f"for one sequence of {tokens}", tree_map(lambda x: x[:1, : 1 + several], state))
+    if pair.dtype.itemsize > 2:  # in 16 bits the tolerance is measured on `state` alone
+        compare("for three sequences of 36 tokens", tree_map(_longer, state))
+
+
+def with_zeros(state: Any) -> Any:
+    """Return a state whose third token is zero, as that of padding often is."""
+    return tree_map(lambda x: x.index_fill(1, torch.tensor([2]), 0), state)
+
+
+def _longer(x: Tensor) -> Tensor:
+    """Return three sequences of 36 tokens, all different, from two sequences of six."""
+    rows = torch.cat([x, x.flip(0)[:1].roll(1, -1)])
+    return torch.cat([rows.roll(shift, -1) for shift in range(6)], 1)
 
 
 def structure(tree: Any) -> list[Any]:
@@ -355,6 +404,21 @@ def gradients(adapter: Adapter) -> None:
 
     if wrong:
         raise CheckFailed(diagnosis.frozen(pair, agrees) or "; ".join(wrong))
+    _finite_at_zeros(pair)
+
+
+def _finite_at_zeros(pair: Pair) -> None:
+    """Raise CheckFailed if a token of zeros makes gradients that are not finite, though ours are."""
+
+    def lost(call: Callable) -> list[str]:
+        grads = grads_of(pair, call, with_zeros(pair.state()))
+        return [name for name, grad in grads.items() if grad is not None and not grad.isfinite().all()]
+
+    if not lost(pair.reference):
+        names = ", ".join(lost(pair.candidate))
+        expect(
+            not names, f"for a token of zeros the gradient of {names} is not finite: most often a root or a norm of 0"
+        )
 
 
 def _exact_gradients(pair: Pair) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -397,10 +461,12 @@ def grads_of(
     """
     ours = pair.ours if ours is None else ours
     state = tree_map(lambda x: x.clone().requires_grad_(), pair.state() if state is None else state)
-    loss = weighted(call(ours, state, pair.sublayers()))
-    expect(loss.requires_grad, "the output has no gradient at all")
     names = [*(f"the state, leaf {i}" for i in range(len(tensors(state)))), *ours]
-    return dict(zip(names, torch.autograd.grad(loss, [*tensors(state), *ours.values()], allow_unused=True)))
+    # A module that recomputes itself in the backward pass reads its parameters there.
+    with holding(pair.module, pair.adapter.parameters(pair.ours)), holding(pair.part, ours):
+        loss = weighted(call(ours, state, pair.sublayers()))
+        expect(loss.requires_grad, "the output has no gradient at all")
+        return dict(zip(names, torch.autograd.grad(loss, [*tensors(state), *ours.values()], allow_unused=True)))
 
 
 def relative(result: Tensor, reference: Tensor) -> str:
@@ -561,8 +627,12 @@ def second_call(adapter: Adapter) -> None:
         first, second = (pair.candidate(pair.ours, state, pair.sublayers()) for _ in range(2))
     expect(equal(state, copies), "the state is changed in place")
     expect(equal(first, second), "a second call gives other numbers")
-    changed = [name for name, value in pair.module.state_dict().items() if not torch.equal(value, module[name])]
+    after = pair.module.state_dict()
+    changed = [name for name, value in after.items() if name in module and not torch.equal(value, module[name])]
     expect(not changed, f"forward changes {', '.join(changed)}")
+    added = sorted(after.keys() ^ module.keys())
+    words = "a new module could not load its checkpoint; make them in __init__, or with persistent=False"
+    expect(not added, f"forward adds or removes {', '.join(added)} in state_dict: {words}")
 
 
 @CHECKS.add
