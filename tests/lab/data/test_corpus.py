@@ -259,7 +259,7 @@ def test_cells_of_tables_may_be_long_and_contain_line_ends(tmp_path):
     assert texts(tmp_path) == cells
     assert csv.field_size_limit() == limit
     (tmp_path / "a.csv").rename(tmp_path / "b.tsv")
-    with pytest.raises(InputError, match='"text", got'):
+    with pytest.raises(InputError, match='"text" of its rows, got'):
         texts(tmp_path)
 
 
