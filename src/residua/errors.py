@@ -203,7 +203,8 @@ def between(low: int, high: int) -> Range:
     return Range(f"a whole number from {low} to {high}", lambda value: low <= value <= high)
 
 
-Natural = Annotated[int, Range("0 or more", lambda x: x >= 0)]
+# Larger numbers do not fit into a tensor, and the largest not into a float.
+Natural = Annotated[int, Range("0 or more", lambda x: x >= 0), at_most(2**63 - 1)]
 Count = Annotated[int, Range("at least 1", lambda x: x >= 1)]
 Finite = Annotated[float, Range("a finite number", math.isfinite)]
 Positive = Annotated[float, Range("a positive number", lambda x: 0 < x < math.inf)]

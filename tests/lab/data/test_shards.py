@@ -331,7 +331,7 @@ def forged(copy, **changes):
         *(
             {f"splits__validation__{name}": value}
             for name in ("bytes", "documents", "tokens")
-            for value in (-1, 0, "1")
+            for value in (-1, 0, "1", 10**400)
         ),
         *({"splits__train__tokens": 7}, {"splits__train__shards": []}, {"splits__train__shards__0__tokens": 0}),
         *({"splits__train__shards__0__tokens": True}, {"splits__train__shards__0__sha256": 3}, {"facts": [1]}),

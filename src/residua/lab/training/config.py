@@ -168,7 +168,7 @@ class TrainConfig:
     beta2: Decay = setting(0.95, "AdamW's second")
     adam_eps: Positive = setting(1e-8, "AdamW's epsilon")
     clip: NotNegative = setting(1.0, "largest gradient norm; 0 for no clipping")
-    seed: Annotated[Natural, at_most(2**63 - 1)] = setting(0, "seed of the initial weights and the order of the data")
+    seed: Natural = setting(0, "seed of the initial weights and the order of the data")
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16 runs under autocast, weights in float32")
     compile: bool = setting(False, "torch.compile the model; layer by layer if several processes train")
     activation_checkpointing: bool = setting(False, "keep only the inputs of layers and recompute the rest")
