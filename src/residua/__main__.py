@@ -4,8 +4,8 @@ import gc
 import os
 import sys
 
-# PyTorch reads this when it is loaded. Threads that spin for long while they wait become several times slower when
-# other programs use the cores. Threads that sleep at once are slower on idle cores: experiments/threads.jsonl.
+# PyTorch reads GOMP_SPINCOUNT when it is loaded. Threads that spin for long while they wait become several times slower
+# when other programs use the cores. Threads that sleep at once are slower on idle cores: experiments/threads.jsonl.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -78,7 +78,7 @@ def extra(name: str) -> Iterator[None]:
 
 
 LONGEST = 300
-"""Characters of a wrong value that an error shows."""
+"""The largest number of characters of a wrong value that an error shows."""
 
 
 def require(condition: bool, name: str, expected: str, got: Any) -> None:
@@ -165,7 +165,7 @@ def _tuples(value: Any, declared: Any) -> Any:
 def check_types(values: Any, kind: type | None = None) -> None:
     """Raise InputError for the first field of a dataclass whose value has the wrong type or is outside its range.
 
-    The types and ranges are those that the class declares, or its base class `kind` if given.
+    kind: the base class that declares the fields to check, with their types and ranges; None for the class itself.
     """
     kind = kind or type(values)
     for name in types_of(kind):
@@ -175,7 +175,7 @@ def check_types(values: Any, kind: type | None = None) -> None:
 
 
 def refusal(kind: type, name: str, value: Any) -> str | None:
-    """Return "must be at least 1, got 0" if the class `kind` declares another type or range for its field `name`.
+    """Return why the class `kind` refuses a value for its field `name`: "must be at least 1, got 0"; None if it fits.
 
     A range is declared as `Annotated[int, Range(...)]`, or by one of the types below. None is inside every range.
     """

@@ -18,7 +18,9 @@ from residua.errors import did_you_mean
 def attributes(
     package: str, hint_for: Callable[[str], str] = lambda name: ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return the `__getattr__`, `__dir__` and `__all__` of a package with a stub. Its modules are attributes too.
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package with a stub.
+
+    The modules of the package are attributes too.
 
     hint_for: a function from an unknown name to a hint for the error; used if no name of the package is similar.
     """

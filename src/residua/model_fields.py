@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from residua.errors import Count, NotNegative, Positive, Share, at_most, check_types, require
 
-# Beyond the memory of any machine, and small enough that products of sizes do not overflow.
+# These limits exceed the memory of any machine, but are so small that products of sizes do not overflow.
 MOST_LAYERS, MOST_ROWS = 2**14, 2**28
 BoundedCount = Annotated[Count, at_most(MOST_ROWS)]
 

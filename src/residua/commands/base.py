@@ -9,7 +9,7 @@ from residua.errors import InputError, Natural
 from residua.lab.records.terminal import one_line
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-"""Exit statuses. After a signal, 128 is added to its number, as shells do."""
+"""Exit statuses. After a signal, the status is 128 plus the number of the signal, as in shells."""
 CheckpointChoice = Natural | Literal["best"]
 
 

@@ -19,7 +19,7 @@ COMMON = {
 }
 """The keys that are changed most often; only `--help-all` shows the others."""
 HELP_RECIPES = ("tiny", "nano", "small", "retrofit")
-"""The recipes whose values are in the help of these keys; other recipes are variants of these."""
+"""The recipes whose values the help of `COMMON` keys shows; the other recipes are variants of these four."""
 
 
 def key_options() -> Iterator[Option]:

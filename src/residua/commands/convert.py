@@ -13,7 +13,7 @@ from residua.lab.records.folder import new_folder
 from residua.lab.records.terminal import one_line
 
 FAMILIES = Path(__file__).with_name("families.csv")
-"""The table of the transformers model types that convert or not; tests/support/family_table.py writes it."""
+"""The table that says which transformers model types convert; tests/support/family_table.py writes it."""
 
 
 def convert(
@@ -111,7 +111,10 @@ def _rows() -> dict[str, dict[str, str]]:
 
 
 def _found(kind: str, rows: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Return the rows for a model type and its encoder and decoder, or for its parts: `gemma3_text` for "gemma3"."""
+    """Return the rows for a model type, and for its encoder and decoder.
+
+    If there are none, return those for the parts of the type, such as `gemma3_text` for "gemma3".
+    """
     own = kind.replace("-", "_")
     families = {name: name.partition(":")[0].replace("-", "_") for name in rows}
     halves = {name: rows[name] for name, family in families.items() if family == own}

@@ -8,7 +8,7 @@ from residua.lab.records.progress import say
 from residua.lab.records.terminal import printable
 
 COLDEST, HOTTEST = 1e-6, 1e6
-"""The range of temperatures: below it logits overflow, above it all tokens are equally probable."""
+"""The range of temperatures: below the range logits overflow, above it all tokens are equally probable."""
 Temperature = Annotated[
     float,
     Range(

@@ -15,7 +15,7 @@ EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
 ENDING = ("SIGTERM", "SIGHUP")
 """Signals that end a command as Ctrl-C does, unless other code, such as training, handles them."""
 MISPLACED = (FileExistsError, NotADirectoryError, IsADirectoryError)
-"""System errors if a path that the user gave is a file in place of a folder, or the reverse."""
+"""System errors for a path from the user that is a file where a folder must be, or a folder where a file must be."""
 
 
 def in_one_line(error: Exception) -> str | None:

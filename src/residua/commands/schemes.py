@@ -167,7 +167,7 @@ def _explained(name: str) -> Output:
 
 
 def _as_typed(value: Any) -> str:
-    """Return the value of an option as a name, a command or a file has it."""
+    """Return the value of an option as it is written in a name, a command or a file."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

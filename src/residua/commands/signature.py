@@ -5,8 +5,8 @@ switch, and a tuple takes several values. A parameter whose type is a dataclass 
 A function in the metadata of a field's type yields the options of this field. A function that returns an `Output` also
 has `--json`.
 
-The sections of the docstring are the groups of `--help`, with one entry each: "name (METAVAR): text". Examples come
-first. Only `--help-all` shows the entries under "Rarely:".
+The sections of the docstring are the groups of `--help`. They have one entry for each option: "name (METAVAR): text".
+Examples come first. Only `--help-all` shows the entries under "Rarely:".
 """
 
 import argparse
@@ -224,7 +224,7 @@ def _option(
 
 
 def _help(text: str, default: Any) -> str:
-    """Return the help text with the default, unless the default is a switch's, is empty, or is already in the text."""
+    """Return the help text with the default, except for a switch, an empty default, or one that is in the text."""
     text = " ".join(text.split()).replace("%", "%%")
     if default in (inspect.Parameter.empty, None, "", ()) or isinstance(default, bool) or "(default" in text:
         return text
@@ -249,7 +249,7 @@ def read(text: str, kind: Any, ranges: Sequence[Range] = ()) -> Any:
 
 
 def choices(kind: Any) -> list[str]:
-    """Return the values of a type with only a few, as written in YAML; an empty list for other types."""
+    """Return the values of a type that has only a few, as written in YAML; an empty list for other types."""
     if kind is bool:
         return ["true", "false"]
     if get_origin(kind) is Literal:

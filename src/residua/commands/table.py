@@ -23,9 +23,10 @@ COMMANDS = {
     "cost step": "cost:step",
     "demo": "demo:demo",
 }
-"""The commands, in the order in which the help lists them, each with its function in a module of this package. The
-docstring of the module `study` is the help of the word `study`, and so for every other word that several commands begin
-with."""
+"""The commands, in the order in which the help lists them, each with its function in a module of this package.
+
+If several commands begin with the same word, the help of this word is the docstring of the module with its name: for
+`study run` and `study report`, of the module `study`."""
 
 
 def words_after(words: list[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """Find out how the layers of a transformers model use their residual, by watching them run on a small input.
 
-Each layer runs as if it were already converted. Its connections are the plain residual, and every module in it is a
-reader that notes when it reads. Nothing here depends on the model family: a layer that does anything else with its
-residual is refused, and so is a model whose output changes in a single bit.
+Each layer runs as if it were already converted. Its connections are the plain residual, and every module in the layer
+reports when it reads the residual. Nothing here depends on the model family: a layer that uses its residual in a way
+that `Flow` does not support is refused, and so is a model whose output changes in a single bit.
 """
 
 from dataclasses import asdict, dataclass
@@ -85,7 +85,7 @@ class Conversion:
 def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the name of a model's list of layers inside the base model, and the list.
 
-    Of several lists, the outermost is chosen, then the longest.
+    Of several lists, the outermost is chosen; of several outermost ones, the longest.
 
     Raises:
         InputError: there is no list of layers, or the choice is ambiguous.
@@ -109,7 +109,7 @@ def stack_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 class Observed:
-    """Records how one layer uses its residual, in place of the layer's stream, until `release`.
+    """Takes the place of a layer's stream until `release`, and records how the layer uses its residual.
 
     Each connection of the layer is the plain residual. ran: whether the layer was called; readers: for each addition,
     the names of the modules that read before it; casts: the names of the readers for which the layer casts the residual

@@ -39,14 +39,14 @@ MODEL_TYPE = "residua-converted"
 BASE = "base"
 """The key of the model's own configuration, inside the entry that describes the conversion."""
 ARCHITECTURE = "ResiduaConverted"
-"""The prefix of the architecture in a file. By the plain architecture, other engines would build a plain model."""
+"""The prefix of the name of the architecture in a file. By the plain name, other engines would build a plain model."""
 REFUSAL = "converted by residua; open it with residua.load(folder)"
 
 
 def _auto_classes() -> dict[str, Any]:
     """Return the Auto classes by the suffix of their name, such as "ForCausalLM"; "Model" for `AutoModel`."""
     found = [x for name, x in vars(modeling_auto).items() if name.startswith("AutoModel") and isinstance(x, type)]
-    ordered = dict.fromkeys([AutoModelForCausalLM, AutoModel, *found])  # the first that can open a model does
+    ordered = dict.fromkeys([AutoModelForCausalLM, AutoModel, *found])  # the first class that can open a model opens it
     ordered[AutoModelForPreTraining] = ordered.pop(AutoModelForPreTraining)
     return {auto.__name__.removeprefix("AutoModel") or "Model": auto for auto in ordered}
 
@@ -64,15 +64,15 @@ class ConvertedConfig(Swapped):
     prefix = "Converted"  # AutoModel.from_config goes by the name of the class
     auto_map: ClassVar[Mapping[str, str]] = {}  # some trainers read it if they do not know the architecture
     transformers_weights: str | None = REFUSAL
-    """A file name that does not exist, in place of that of the weights. Model classes such as `LlamaForCausalLM` accept
-    a configuration of any type; opening a converted model then fails with an error that shows this text."""
+    """The name of a file that does not exist, in place of the weights file. Model classes such as `LlamaForCausalLM`
+    accept a configuration of any type; opening a converted model then fails with an error that shows this text."""
 
     @property
     def name_or_path(self) -> Any:
         """The name of the model, as in every configuration. A model that is being built reads it first.
 
         Raises:
-            InputError: the class of the model is that of the plain model, which would leave the connections out.
+            InputError: the model that is being built has the plain class, which would leave the connections out.
         """
         asking = sys._getframe(1)
         # Attributes of a configuration are read through its own `__getattribute__`.
@@ -91,12 +91,12 @@ class ConvertedConfig(Swapped):
         self._name_or_path = str(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the plain class. Unpickling in another process then registers the class with its Auto classes."""
+        """Pickle the plain class and the attributes. Unpickling makes the converted class and registers it."""
         return _blank, type(self).__bases__[1:], self.__dict__
 
     @classmethod
     def from_pretrained(cls, folder: Any, **options: Any) -> Any:
-        """Return the configuration in a folder, of a converted or a plain model, as `PreTrainedConfig` does."""
+        """Return the configuration in a folder, as `PreTrainedConfig` does; the model may be converted or plain."""
         settings, options = PreTrainedConfig.get_config_dict(folder, **options)
         if settings.get("model_type") == MODEL_TYPE:
             return cls.from_dict(settings, **options)
@@ -109,7 +109,7 @@ class ConvertedConfig(Swapped):
         options: passed to the configuration of the plain model.
 
         Raises:
-            ValueError: the file names code to download, or a type that transformers lacks.
+            InputError: transformers lacks the plain model's type, the model is quantised, or it has too many layers.
         """
         settings = PreTrainedConfig._decode_special_floats(usable(settings, "config.json"))
         conversion = settings[KEY]
@@ -178,13 +178,13 @@ class BuiltConverted(Swapped):
 
     @classmethod
     def from_pretrained(cls, folder: Any, *args: Any, config: Any, **options: Any) -> Any:
-        """Load the converted model in a folder, as `PreTrainedModel.from_pretrained`.
+        """Load the converted model in a folder, as `PreTrainedModel.from_pretrained` does.
 
-        If the folder holds a model for another task, the weights of the head may be new; transformers warns about them.
-        The head of a language model must be in the folder.
+        If the model in the folder has no head of this class, the head starts untrained, and transformers warns. The
+        head of a language model must be in the folder.
 
         Raises:
-            InputError: weights are missing, or there are weights of other connections.
+            InputError: weights are missing, or the folder holds weights of connections that the model lacks.
         """
         config = copy(config)
         config.transformers_weights = None
@@ -267,8 +267,9 @@ def _as_opened(kind: str, config: "ConvertedConfig", options: Mapping[str, bool]
 
 
 def _differences(model: Any, weights: Mapping[str, Any]) -> list[str]:
-    """Return the names in `weights` that are missing, have another shape, or belong to connections `model` lacks.
+    """Return the names of tensors in which `weights` differs from the weights of `model`.
 
+    These are missing in `weights`, have a shape other than in `model`, or belong to connections that `model` lacks.
     Shapes of empty tensors are not compared: a process that holds only shards has such tensors.
     """
     expected = model.state_dict()
@@ -280,7 +281,7 @@ def _differences(model: Any, weights: Mapping[str, Any]) -> list[str]:
 
 
 def _moved(built: nn.Module, model: nn.Module) -> list[str]:
-    """Return the settings of connections that differ between two models, as after layers changed their places."""
+    """Return the settings of connections that differ between two models, for example because layers were reordered."""
     expected, found = _settings(built), _settings(model)
     return sorted(name for name, value in found.items() if name in expected and expected[name] != value)
 

@@ -1,6 +1,6 @@
 """Give a transformers model another residual connection (`convert`), or its plain residual back (`unconvert`).
 
-Both use a `Trial`: the model is run, observed, rebuilt and compared, in this order.
+Both use a `Trial`, which compares the outputs of the model before and after the change.
 """
 
 import inspect
@@ -36,7 +36,7 @@ VISION = ("visual", "vision", "deepstack")
 """Prefixes of the arguments by which a trunk receives image features that it adds between its layers."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""The largest change of a preserved output by dtype, relative to the largest output; 0.1 in half precision."""
+"""The largest change allowed in preserved outputs, by dtype, relative to the largest output; 0.1 for other dtypes."""
 
 PLAIN = (
     "its layers were rebuilt with the plain residual, and {way} its outputs changed by up to {amount:.1e}: they use "
@@ -74,7 +74,7 @@ def convert(
         start: "preserve": the converted model computes the same outputs as before (`Scheme.preserving`), and can be
             trained from there; "fresh": the connections start as in a new model.
         inputs: arguments of the model's forward pass, a small batch on which the model is observed. Required if the
-            model reads anything but token ids, such as `inputs={"pixel_values": images}`.
+            model reads anything but token ids: for images, `inputs={"pixel_values": images}`.
 
     Raises:
         InputError: the model cannot be converted, or the scheme has no start that preserves its outputs. The message
@@ -132,7 +132,7 @@ class Trial:
             conversion = trial.find(scheme)
             trial.convert(preserving=True)
 
-    Each step stores its observations, then `go_on` raises an error if `refusal` finds a reason in them.
+    Each step stores its observations; `go_on` then raises an error if `refusal` returns a reason against the change.
 
     conversion: how the model was converted, to reverse it; None to convert a plain model.
     """
@@ -158,7 +158,7 @@ class Trial:
         self.error: Exception | None = None  # the error that the model or a layer raised
         self.rebuilt = False
         self.changed = ""  # the reason, if the outputs changed too much
-        self.fits = True  # whether the model is causal, if the scheme reads earlier tokens
+        self.fits = True  # False if the scheme reads earlier tokens and the model is not causal
 
     def __enter__(self) -> "Trial":
         return self
@@ -222,10 +222,10 @@ class Trial:
         self.go_on()
 
     def observe(self) -> Anatomy:
-        """Run every layer over the plain residual, and return how it uses its residual.
+        """Run every layer over the plain residual, and return how each layer uses its residual.
 
-        A module that receives the residual is a reader. If the layer fails in this form, readers that have submodules
-        are treated as compounds: their submodules are the readers, as in blocks that add to the residual themselves.
+        A module that receives the residual is a reader. If a layer fails, its readers that have submodules become
+        compounds, whose submodules are readers instead: such a block may add to the residual itself.
         """
         compounds: list[set[str]] = [set() for _ in self.stack]
         while True:
@@ -338,9 +338,10 @@ def image_argument(model: PreTrainedModel, stack: nn.ModuleList) -> str:
 
 
 def is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
-    """Return whether the residual at earlier tokens is independent of the last token. The model is rebuilt but plain.
+    """Return whether the residual at earlier tokens is independent of the last token.
 
-    Gradients show this exactly; values do not if tokens are computed in groups, as by experts.
+    streams: those of the model, which must be rebuilt over the plain residual. Gradients show the independence exactly;
+    values do not if the model computes tokens in groups, as a mixture of experts does.
     """
     ends: list[Tensor] = []
 
@@ -366,7 +367,7 @@ def is_causal(streams: Sequence[LayerStream], run: Situation) -> bool:
 
 
 def convertible_stack(model: Any) -> tuple[str, nn.ModuleList]:
-    """Check that a model is of a kind that can be converted; return the name and the list of its layers, as `stack_of`.
+    """Check that a model is of a kind that can be converted; return what `stack_of` returns.
 
     Raises:
         InputError: models of this kind cannot be converted.

@@ -107,7 +107,7 @@ class Flow:
         self.end: nn.Module | None = None  # the collapse, if the last layers may be skipped
 
     def read(self) -> Tensor:
-        """Return the input of the next sublayer, (batch, seq, dim). All readers before the next write get the same."""
+        """Return the input of the next sublayer, (batch, seq, dim), which is the same for all readers until a write."""
         if self.carry is None:
             if not self.ahead:
                 self._refuse("reads the residual once more than when it was converted")
@@ -174,11 +174,11 @@ class Flow:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Add to the flow or scale it, for `tensor + flow` and torch functions. torch.compile sends every one here."""
+        """Add to the flow or scale it, for `tensor + flow` and torch functions. torch.compile sends + and * here."""
         if func in (*ADDITIONS, *PRODUCTS) and len(args) == 2 and not kwargs:
             flow, y = args if isinstance(args[0], Flow) else (args[1], args[0])
             return flow.__add__(y) if func in ADDITIONS else flow.__mul__(y)  # `flow + y` would recurse
-        if func is checkpoint:  # torch.compile gets here too, and needs tensor arguments
+        if func is checkpoint:  # torch.compile comes here too, and needs tensors as arguments
             leaves, form = tree_flatten(args[1:])
             return checkpoint(lambda *leaves: args[0](*tree_unflatten(leaves, form)), *leaves, **(kwargs or {}))
         if func is Tensor.expand_as:
@@ -204,8 +204,8 @@ class Flow:
     def cast(self, dtype: torch.dtype) -> "Flow":
         """Return the flow after a cast by a layer that keeps its residual and its sublayers' inputs in two dtypes.
 
-        A cast to a narrower dtype before the read sets the dtype of x, in which `Borrowed` reads too. Any other cast
-        concerns the residual: it becomes wider, or is rounded to a narrower dtype before a wider output is added.
+        A cast to a narrower dtype before the read sets the dtype of x; `Borrowed` casts its input likewise. Any other
+        cast concerns the residual: it becomes wider, or is rounded to a narrower dtype before a wider output is added.
         """
         wider = dtype != self.dtype and torch.promote_types(dtype, self.dtype) == dtype
         if self.carry is None and not wider:
@@ -401,7 +401,8 @@ def expect_converted_whole(model: PreTrainedModel) -> None:
 def layer_in(module: nn.Module) -> "ConvertedLayer | None":
     """Return the converted layer that a module is or wraps; None if there is none, or several.
 
-    Wrappers of torch, accelerate and PEFT forward attributes to the layer that runs; others are searched for it.
+    Wrappers of torch, accelerate and PEFT forward attributes to the layer that runs. The submodules of other wrappers
+    are searched.
     """
     layer = module if isinstance(module, ConvertedLayer) else getattr(module, "itself", None)
     if isinstance(layer, ConvertedLayer):
@@ -424,7 +425,9 @@ def layer_streams(model: nn.Module) -> list[LayerStream]:
 
 
 class Swapped:
-    """Base of the mixins that are added to the class of a module. The module is pickled and copied as its own class.
+    """Base of the mixins that are added to the class of a module.
+
+    Pickling and copying store the mixin and the plain class, because the combined class cannot be imported.
 
     prefix: the prefix of the new class's name; empty if tools look the class up by the original name.
     """
@@ -569,9 +572,13 @@ def swapped_class(mixin: Any, plain: type) -> type:
 
 
 def swap(module: Any, mixin: Any) -> None:
-    """Add `mixin` to the class of a module; if it is parametrised, to the base of the class that torch made for it."""
+    """Add `mixin` to the class of a module.
+
+    torch makes a class for a parametrised module; the mixin is added to the base of that class.
+    """
     plain: Any = type(module)
-    if is_parametrized(module) and plain.__name__.startswith("Parametrized"):  # a wrapper forwards attributes
+    # The name is checked too, because a wrapper forwards the attribute that `is_parametrized` looks for.
+    if is_parametrized(module) and plain.__name__.startswith("Parametrized"):
         _move(module, _rebased(plain, swapped_class(mixin, *plain.__bases__)))
     else:
         _move(module, swapped_class(mixin, plain))

@@ -153,7 +153,7 @@ def _token_ids(model: PreTrainedModel) -> dict[str, Any]:
             f"a small batch that it runs on, such as inputs={{{example}}}"
         )
     sizes = [getattr(config.get_text_config(decoder=True), "vocab_size", None)]
-    with suppress(NotImplementedError, AttributeError):  # a model with several towers
+    with suppress(NotImplementedError, AttributeError):  # raised by models with several towers
         embeddings: Any = model.get_input_embeddings()
         sizes.append(len(embeddings.weight))
     rows = min((size for size in sizes if isinstance(size, int)), default=2)

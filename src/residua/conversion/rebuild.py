@@ -90,12 +90,12 @@ def _device_of(layer: nn.Module) -> torch.device:
 
 
 class Borrowed(nn.Module):
-    """The norm of a connection that calls the model's own norm, `owner`. The owner keeps its place and its names.
+    """A connection's norm, which calls the model's own norm, `owner`. The owner keeps its place and its names.
 
     A connection holds this module as a plain attribute (`lend`), so that no tool finds it among the submodules.
     `named_parameters` lists the owner's parameters, because a connection may recompute the norm in the backward pass.
-    If another module replaces the owner later, such as an adapter around it, this module is called. A deep copy that
-    includes the layer refers to the copied layer, any other copy to the same layer.
+    If another module, such as an adapter, takes the owner's place later, that module is called. A deep copy that
+    includes the layer refers to the copied layer; any other copy refers to the original layer.
 
     cast: whether the input is cast to the dtype of the owner's weights.
     """

@@ -36,8 +36,8 @@ BASE_WEIGHTS = "base_weights"
 PLACES, SAME, LOST = 16, 0.01, 1e-6
 """The most numbers of each weight in this sample, and the relative and absolute tolerances of its comparison.
 
-The model may be opened in another dtype: the relative change is that of bfloat16, the absolute that of tiny numbers in
-float16.
+The model may be opened in another dtype: the relative tolerance allows rounding to bfloat16, the absolute tolerance the
+loss of tiny numbers in float16.
 """
 
 
@@ -145,7 +145,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
         options: passed to `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
-        InputError: the folder does not exist, weights are missing, or there are weights of other connections.
+        InputError: the folder does not exist, lacks weights, or holds weights of connections that the model lacks.
     """
     if not os.path.exists(folder) and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)):
         raise InputError(f"{folder} must be a folder, or OWNER/NAME on the Hugging Face hub; found no such folder")

@@ -233,7 +233,7 @@ def parallelize(
     """Apply tensor parallelism to the sublayers, activation checkpointing, torch.compile and FSDP2 to the model.
 
     A block is a unit of FSDP2 in the narrow dtype. The stream belongs to the root unit, in float32, because gates and
-    mappings need float32, and the replay of a write needs unsharded parameters.
+    mappings need float32, and recomputing a write in the backward pass needs unsharded parameters.
     """
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)
@@ -243,7 +243,7 @@ def parallelize(
                 module.register_parameter(name, nn.Parameter(whole))
     blocks = model.layers
     rows = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
-    step = max(rows, training.global_batch_size)  # a negative size means one micro-batch per rank
+    step = max(rows, training.global_batch_size)  # a negative global size means one micro-batch per rank
     for block in blocks.values():
         block.share = training.local_batch_size / step
     if ac_config is not None:
@@ -275,7 +275,7 @@ def parallelize(
 
 
 class PreparedDataLoader(BaseDataLoader):
-    """The batches of `residua train`: every window of a prepared folder once per epoch, determined by seed and step."""
+    """The batches of `residua train`: every window of a folder once per epoch, in an order given by the seed."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -345,7 +345,7 @@ class ConvertedLlama(StateDictAdapter):
         return state_dict
 
     def describe(self, folder: str | Path) -> None:
-        """Write the configuration and the tokenizer, which are needed besides the weights to open the folder."""
+        """Write the configuration and the tokenizer, which are needed in addition to the weights to open the folder."""
         converted_configuration(self.model_config).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             if self.tokenizer and (source := Path(self.tokenizer) / file).is_file():
@@ -448,7 +448,7 @@ class ResidualTrainer(Trainer):
             parallelism = self.parallelism
             backend, sequence = parallelism.spmd_backend, parallelism.enable_sequence_parallel
             require(backend == "partial_dtensor", "parallelism.spmd_backend", "partial_dtensor", backend)
-            # torch 2.13 then uses the gradient of a shard as that of the whole tensor.
+            # With compilation and tensor parallelism, torch 2.13 uses the gradient of a shard for the whole tensor.
             if parallelism.tensor_parallel_degree > 1:
                 require(not self.compile.enable, "compile.enable", "false with tensor parallelism", True)
             require(

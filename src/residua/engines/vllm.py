@@ -1,7 +1,7 @@
 """Serve converted models with vLLM: the plug-in that vLLM loads in each of its processes.
 
-`vllm serve FOLDER` opens a folder of `save_pretrained`. This file registers such folders with vLLM, and refuses models
-that it cannot run before it starts. The models themselves are in `vllm_model.py`.
+`vllm serve FOLDER` opens a folder that `save_pretrained` wrote. This file registers the architectures of such folders
+with vLLM, and refuses a model that vLLM cannot run, before vLLM starts. The models themselves are in `vllm_model.py`.
 """
 
 import logging
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 class Check:
-    """The checks of the configuration that vLLM runs before it starts; it finds them by the architecture's name."""
+    """The checks of the configuration that vLLM runs before it starts. vLLM finds them by the architecture."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
@@ -57,7 +57,7 @@ class Check:
         info, architecture = model_config.registry.inspect_model_cls([LOOKING_BACK], model_config)
         model_config._model_info, model_config._architecture = info, architecture
         if set(getattr(config, "layer_types", ()) or ()) == {"full_attention"}:
-            config.layer_types = None  # vLLM keeps no states if all are full attention
+            config.layer_types = None  # vLLM keeps no states if all layers have full attention
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:

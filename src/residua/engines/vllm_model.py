@@ -1,6 +1,6 @@
 """Run a converted model in vLLM: the transformers model with vLLM's attention, linear maps and sampling.
 
-Connections stay unchanged, in float32 and in PyTorch: vLLM replaces the modules around them.
+Connections stay unchanged, in float32 and in PyTorch: vLLM replaces only the modules around them.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class ConvertedForCausalLM(TransformersForCausalLM):
     """A converted language model."""
 
     supports_pp = False  # a pipeline stage can only pass on one tensor of hidden states
-    supports_eagle3 = False  # it reads hidden states between layers
+    supports_eagle3 = False  # EAGLE-3 reads hidden states between layers
 
     def recursive_replace(self) -> None:
         """Replace the modules of the transformers model by vLLM's, except the connections and their norms."""

@@ -1,8 +1,8 @@
 """Write files so that a kill or a power cut leaves either the old content or the new content, never a part.
 
 New content is written to `.NAME.RANDOM.partial` in the same folder, which is then renamed in one step. Partial files of
-a killed writer are removed by the next process that holds the folder (`folder.hold`), partial folders by the next
-writer of the same folder (`unfinished`).
+a killed writer are removed by the next process that locks the folder (`hold` in lab/records/folder.py), partial folders
+by the next writer of the same folder (`unfinished`).
 """
 
 import errno

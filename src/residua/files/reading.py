@@ -50,7 +50,7 @@ def expect_regular(folder: Path) -> None:
 
     Raises:
         InputError: the folder, or its folder of chat templates, contains a pipe or a device, or a text file above
-            `LARGEST_MODEL_FILE`; or an index of weights names a file outside the folder, or in another one.
+            `LARGEST_MODEL_FILE`; or an index of weights names a file that is not directly in the folder.
     """
     for path in (*_entries(folder), *_entries(folder / CHAT_TEMPLATES)):
         if path.exists() and not path.is_dir():

@@ -26,7 +26,7 @@ def _say_if_newer(installed: str) -> None:
 
 _say_if_newer(__version__)
 
-# This is not next to the classes, because transformers loads exported copies of their files, which must not register.
+# Registered here, because transformers loads exported copies of the classes' own files, which must not register.
 AutoConfig.register("residua", ResiduaConfig)
 AutoModel.register(ResiduaConfig, ResiduaModel)
 AutoModelForCausalLM.register(ResiduaConfig, ResiduaForCausalLM)

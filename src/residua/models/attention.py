@@ -95,8 +95,8 @@ class Attention(nn.Module):
     """Causal attention without biases: (batch, seq, hidden_size) -> the same shape.
 
     Queries, keys and values come from one input, or from three if the connection reads three. `qk_norm="post_rope"`
-    normalises after the rotation, as the authors do. If gains differ within a rotated pair, scores then depend on
-    absolute positions. "pre_rope" normalises first. With `key_value_kernel` keys and values become k + conv(k) and
+    normalises after the rotation, as the authors of DDL do. If gains differ within a rotated pair, scores then depend
+    on absolute positions. "pre_rope" normalises first. With `key_value_kernel` keys and values become k + conv(k) and
     v + conv(v), before their norm and rotation, as in Inkling (`inkling` in transformers).
     """
 

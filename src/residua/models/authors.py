@@ -1,7 +1,7 @@
-"""Import checkpoints of the authors' public models (deep-delta-learning, commits 2b55f25 and d1f7621).
+"""Import checkpoints of the DDL authors' public models (deep-delta-learning, commits 2b55f25 and d1f7621).
 
 Their state is (..., dim, value_channels) and ours (..., value_channels, dim), so filters are transposed; everything
-else is renaming. The parameter names decide which of the two codes wrote a checkpoint, and the variant.
+else is renaming. The parameter names tell which commit's code wrote a checkpoint, and the variant of the model.
 """
 
 import re
@@ -39,10 +39,10 @@ _WIDTH_SCALED = ("widthmuP", "widthmup", *_DEPTH_SCALED)
 # Parameters from whose shapes the sizes of a model follow.
 _SIZES = ("transformer.wte.weight", "transformer.h.0.attn.c_q.weight", "transformer.h.0.mlp.c_fc1.weight")
 
-# Filters of compressors: over the tokens in the first code, then over either axis in the current one.
+# Filters of compressors. Those over the tokens are called `shortconv` in the first code, and are 3-D in the current.
 _COMPRESSORS = ("compress.shortconv.weight", "readout.shortconv.weight", "compress.weight", "readout.weight")
 
-# Their options of a connection, without the prefix "ddl_", and the defaults.
+# The authors' options of a connection, without the prefix "ddl_", and the defaults.
 _OPTIONS = {
     "value_channels": None, "state_shortconv_kernel_size": None, "k_eps": 1e-5, "beta_init": 1.0, "v_sigmoid": True,
     "v_sigmoid_scale": 4.0, "v_constant": False, "v_constant_value": 2.0, "v_dim1_constant": False,
@@ -51,7 +51,7 @@ _OPTIONS = {
 
 
 def load_authors_checkpoint(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> ResiduaForCausalLM:
-    """Build our model with the authors' parameters. It computes the same function, without the defects of their code.
+    """Build our model with the authors' parameters. It computes their function, without the defects of their code.
 
     config: their configuration keys (hidden_size, num_attention_heads, ddl_*, ...), or the content of a config.json
     that `save_pretrained` wrote. state_dict: parameters by their names in the authors' first or current code. The
@@ -177,7 +177,7 @@ def _scales_logits(settings: dict[str, Any], state: Mapping[str, Tensor], num_la
 
 
 def _is_current(state: Mapping[str, Tensor]) -> bool:
-    """Return whether the parameters have the names of the authors' current code, which differ in every block."""
+    """Return whether the parameters have the names of the authors' current code: every block has `o_proj`."""
     return _find(state, ".o_proj.weight") is not None
 
 

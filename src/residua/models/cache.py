@@ -67,7 +67,7 @@ def cache_of(arguments: Mapping[str, Any]) -> tuple[Cache | None, Any]:
 def cache_for(given: dict[str, Any], names: Container[str], config: Any, *, whole: bool) -> Any:
     """Return the cache of a call, or None. If the model would create a cache, create it here and add it to `given`.
 
-    given: the arguments of the call; names: the arguments of the model, or empty if it is not called with them.
+    given: the arguments of the call; names: the names of the model's arguments; empty if `given` is not passed to it.
     whole: whether sequences are complete, as in training, and nothing is kept; a recomputed layer would fill a cache
     twice.
     """
@@ -165,9 +165,9 @@ def make_room(cache: Any, states: int, num_layers: int, *, readouts: bool = Fals
 class CacheMemory:
     """The `Memory` of one part of the stream during one forward pass.
 
-    layer: the `StreamLayer` of the cache; None if nothing is kept, without earlier tokens. state: the part's index in
-    this layer. padding: (batch, seq), boolean, false at padding, or None. documents: (batch, seq), the number of each
-    token's document, or None.
+    layer: the `StreamLayer` of the cache; None if there are no earlier tokens and none are kept. state: the index of
+    the part in this layer. padding: (batch, seq), boolean, false at padding, or None. documents: (batch, seq), the
+    number of each token's document, or None.
     """
 
     def __init__(self, layer: StreamLayer | None, state: int, padding: Tensor | None, documents: Tensor | None):
@@ -254,7 +254,8 @@ def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor |
     mask = _of_full_attention(mask)
     if isinstance(mask, Tensor) and mask.dim() == 2:
         expect_no_gap(mask)
-    # The last token need not see every token, as in a window with sinks; a square mask has each token's own entry.
+    # Of a square mask, `padding_of` checks each token's own entry. The last row may hide tokens that are not padding,
+    # as in a window with sinks.
     elif isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] != mask.shape[3]:
         expect_no_gap(seen(mask[:, 0, -1]))
 

@@ -104,7 +104,7 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in the base class, from only the `usable` settings."""
+        """Return a configuration as the base class does, from only the `usable` settings."""
         return super().from_dict(usable(config_dict, "config.json"), **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:

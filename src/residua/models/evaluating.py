@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients in the `with` block; then restore the modes of all modules and the random state."""
+    """Put a model in eval mode without gradients in the `with` block; then restore all modes and the random state."""
     modes = [(module, module.training) for module in model.modules()]
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     kinds = {device.type for device in devices} or {"cuda"}

@@ -1,4 +1,4 @@
-"""The MLP, and the linear maps of attention and MLP: plain `nn.Linear`, as quantizers expect, with our own start."""
+"""The MLP, and the linear maps of attention and MLP: `nn.Linear`, as quantizers expect, with our own initialisation."""
 
 import math
 

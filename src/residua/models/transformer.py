@@ -414,8 +414,8 @@ def chosen_states(request: bool | int | Iterable[int] | None, count: int) -> set
 def causal_lm_loss(logits: Tensor, shift_labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Return the mean cross-entropy of next-token prediction, in at least float32; labels of -100 do not count.
 
-    logits: (batch, seq, vocab); shift_labels: (batch, seq), the token after each position. `num_items_in_batch`
-    divides the sum instead of the number of labels, so that each micro-batch is weighted by its tokens.
+    logits: (batch, seq, vocab); shift_labels: (batch, seq), the token after each position. If `num_items_in_batch` is
+    given, it divides the sum in place of the number of labels, so that each micro-batch is weighted by its tokens.
     """
     loss = F.cross_entropy(
         at_least_float32(logits).flatten(0, -2),
@@ -459,7 +459,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         cache, _ = cache_of(model_kwargs)
-        if cache is not None:  # recording concerns only existing layers
+        if cache is not None:  # add our layer first: recording concerns only existing layers
             self.model.make_room(cache)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
