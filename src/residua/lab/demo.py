@@ -23,7 +23,7 @@ from residua.lab.training import RunConfig, load_config
 RECIPES = {"residual": "nano", "ddl-tc": "nano-ddl-tc", "residual+tc": "nano-residual-tc"}
 """The recipe of each run. They differ only in the connection and the settings tuned for it."""
 EARLIER_NAMES = {"residual+tc": "residual-tc"}
-"""Earlier names of run folders, which still open."""
+"""The names of run folders in earlier versions; folders with these names are still opened."""
 PROMPT = "The function returns"
 SAMPLE_TOKENS = 80
 
@@ -42,8 +42,8 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
     """Train the runs that are missing in `out`, and compare all of them.
 
     Args:
-        out: a folder. Runs that it already holds resume; finished runs stay as they are.
-        steps: training steps of each run; None for the recipes' own.
+        out: a folder. Unfinished runs in it are resumed; finished runs stay as they are.
+        steps: training steps of each run; None for the steps in the recipes.
 
     Raises:
         InputError: `out` holds runs with other settings.
@@ -51,7 +51,7 @@ def demonstrate(out: str | Path, *, steps: int | None = None) -> Demonstration:
         KeyboardInterrupt: the runs were interrupted; their work is saved.
     """
     out = Path(out)
-    with extra("lab"):  # raises before minutes of training, not after
+    with extra("lab"):  # raises before the minutes of training, not after
         importlib.import_module("plotly")
     runs = train_side_by_side(out, steps)
     comparison = compare(runs)

@@ -1,6 +1,6 @@
 """One experiment, put together from its parts.
 
-`run` goes from the configuration to the last row: folder, data, model, batches, evaluation, training, in this order.
+`run` prepares the folder, the data, the model, the batches and the evaluation, in this order, and then trains.
 `open_run` opens the trained model later, for `evaluate`, `trace_model` and everything else that reads a run.
 """
 
@@ -63,7 +63,7 @@ with extra("lab"):
 VOCABULARY_MULTIPLE = 64
 GPT2_VOCABULARY = 50257
 LONGEST_WINDOW = 1024
-"""The longest window in tokens for the loss of a model whose training is unknown; a shorter context limits it too."""
+"""The longest window in tokens for the loss of a model whose training is unknown. A shorter context shortens it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class OpenRun(OpenModel):
     config: RunConfig
     checkpoint: Checkpoint
     place: Path
-    """The folder of the training data; it may have moved since."""
+    """The present folder of the training data, which may have moved since the training."""
 
     @property
     def window(self) -> int | None:
@@ -287,7 +287,7 @@ def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> Prep
 
 
 def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
-    """Open the data in `folder`. If it does not exist, prepare `config.source` into it; InputError without a source."""
+    """Open the data in `folder`, or prepare `config.source` into a missing folder. Raises InputError without a source."""
     if folder.exists():
         return PreparedData.open(folder)
     if config.source is None:
@@ -303,7 +303,7 @@ def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> Prep
 
 
 def _further_validation(config: DataConfig, data: PreparedData) -> dict[str, PreparedData]:
-    """Open the second held-out text of a run, if any; the key is the prefix of its results.
+    """Open the second held-out text of a run, if any, keyed by the prefix of its results.
 
     Raises InputError if its tokenizer differs from that of `data`.
     """
@@ -339,12 +339,12 @@ def build_model(
 ) -> ResiduaForCausalLM | PreTrainedModel:
     """Build the model of a run in its state before the first step. No global random state changes.
 
-    From scratch, the weights depend only on `train.seed`. If `model.vocab_size` is null, it is the vocabulary of the
-    data's tokenizer, rounded up to a multiple of 64. With `model.base`, the weights are the base's.
+    From scratch, the weights depend only on `train.seed`. If `model.vocab_size` is null, the size of the
+    tokenizer's vocabulary is used, rounded up to a multiple of 64. With `model.base`, the weights are the base's.
 
     kept: the folder of the model's configuration in the run, if a checkpoint will be loaded. The base is then not
         needed, unless it is frozen and therefore not in the checkpoint.
-    verify_base: read the weights of the base once more to compare their digest.
+    verify_base: read the weights of the base once more to compare their digest with `model.base_sha256`.
 
     Raises:
         InputError: the model's vocabulary is smaller than the tokenizer's, or the base cannot be used.
@@ -452,11 +452,11 @@ def open_run(
     """Open the model of a run at a checkpoint.
 
     checkpoint: its step; "best" for the lowest validation loss; None for the newest complete checkpoint. data: the
-    folder of the training data, which are opened on first use; None for the place where they were, absolute or relative
-    to the run.
+    folder of the training data, which are opened on first use; None for the folder in the configuration, or if it is
+    missing, the folder with the same path relative to the run as during training.
 
     Raises:
-        InputError: the folder is not a run, has no such checkpoint, or its tokenizer is not that of its training data.
+        InputError: the folder is not a run, has no such checkpoint, or its tokenizer or its base cannot be used.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
@@ -511,7 +511,7 @@ def open_model(
     device: str = "auto",
     data: str | Path | None = None,
 ) -> OpenModel:
-    """Open the model of a run, as `open_run` does, or the model in a transformers folder, without checkpoints.
+    """Open the model of a run, as `open_run` does, or the model in a transformers folder, which has no checkpoints.
 
     Raises InputError as `open_run` and `opening.read_model` do.
     """
@@ -529,7 +529,7 @@ def _evaluator(
 ) -> Callable[[torch.nn.Module], dict[str, float]]:
     """Return a function that evaluates a model on the held-out part of each text.
 
-    texts: the data by the prefix for the names of the results.
+    texts: the data of each text, by the prefix of the names of its results.
     """
     size = config.train.batch_size, config.train.sequence_length
     batches = {prefix: HeldOutBatches(data.validation, *size) for prefix, data in texts.items()}
@@ -563,7 +563,7 @@ def evaluate_on(opened: OpenModel, text: Text) -> dict[str, float]:
 
 
 def losses_by_document(opened: OpenRun) -> dict[str, dict[str, list[Any]]]:
-    """Return the `document_losses` of an opened run: "" for the held-out text, "further_" for a second one, if any."""
+    """Return the `document_losses` by text: "" is the run's held-out text, "further_" its second one, if any."""
     config = opened.config
     size, masked = (config.train.batch_size, config.train.sequence_length), config.train.document_masks
     texts = {"": opened.data} | _further_validation(config.data, opened.data)
@@ -577,7 +577,7 @@ def losses_by_document(opened: OpenRun) -> dict[str, dict[str, list[Any]]]:
 
 
 def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | None = None) -> Trace:
-    """Trace the connections of an opened model, with the logit lens after every sublayer if it has a head.
+    """Trace the connections of an opened model, with the logit lens after every sublayer if the model has a head.
 
     Args:
         prompt: the text to run; "" for an end-of-text token; None for the beginning of the run's validation data.

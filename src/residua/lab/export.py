@@ -40,7 +40,7 @@ from residua.conversion.configuration import ConvertedConfig
 __all__ = ["ConvertedConfig"]
 """
 """The remote code of a converted model. The model runs its family's code in transformers, which cannot be copied, so
-residua must be installed; otherwise transformers raises an error that names it."""
+residua must be installed; otherwise transformers raises an error that names residua."""
 
 
 def export(
@@ -51,7 +51,7 @@ def export(
     The folder holds model.safetensors, config.json, generation_config.json, the tokenizer and README.md, the model
     card. With `remote_code` it also holds code, so that
     `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` works without residua; for a converted model
-    residua must be installed. Without `remote_code`, `residua.load(folder)` opens it.
+    residua must be installed. Without `remote_code`, `residua.load(folder)` opens the model.
 
     Raises:
         InputError: `run` is not a run or has no such checkpoint; `folder` is not empty or is the working directory.
@@ -106,7 +106,8 @@ def add_code(folder: Path) -> None:
     """
     config = folder / "config.json"
     settings = read_json(config)
-    if package := settings.get("connection", {}).get("package"):  # its class does not derive from the copied Scheme
+    # The class of a scheme from another package does not derive from the copied Scheme.
+    if package := settings.get("connection", {}).get("package"):
         raise InputError(
             f"remote code needs a scheme of residua, got {settings['connection']['scheme']!r} of the package "
             f"{package!r}, which is not copied; export without remote code, and load the model where residua and "
@@ -168,7 +169,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", settings)), default=0))
     imports, call = loading(name, remote_code=remote_code)
     complete = remote_code and not isinstance(opened.model.config, ConvertedConfig)
-    trust = ", trust_remote_code=True" if remote_code else ""  # also for the tokenizer, which reads config.json too
+    trust = ", trust_remote_code=True" if remote_code else ""  # also for AutoTokenizer, which reads config.json too
     return f"""{_front_matter(base, data.get("dataset"))}
 # {_markdown(name)}
 
@@ -318,7 +319,7 @@ def _imports(text: str) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _relative(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
-    """Return the lines that replace an import, and the modules of this package that they need."""
+    """Return the lines that replace an import, and the modules of this package that these lines need."""
     if isinstance(node, ast.Import) or node.module.partition(".")[0] != "residua":
         # transformers refuses code with a failing import, unless the import is inside a try statement.
         return ["try:", textwrap.indent(ast.unparse(node), "    "), "except ImportError:", "    raise"], []

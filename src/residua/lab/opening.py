@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # it registers converted models
+from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # registers converted models
 from residua.errors import InputError, extra, first_line
 from residua.files.reading import expect_regular, read_json
 from residua.models.configuration import usable
@@ -105,7 +105,7 @@ def context_of(model: PreTrainedModel) -> int | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence messages and progress bars of transformers; `expect_weights` raises an error for those that matter."""
+    """Silence messages and progress bars of transformers; `expect_weights` raises the errors that matter."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

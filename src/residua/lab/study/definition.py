@@ -68,7 +68,8 @@ class Entry:
 
     connection      a preset's name, with options if wanted: "residual:expand=conv"; by default the name of the entry
     keys            keys of the configuration that are set only for this scheme
-    parameters_of   another scheme of the study; the MLPs are widened until this one has as many parameters
+    parameters_of   another scheme of the study; the MLPs of this entry get the width that brings its number of
+                    parameters closest to that of the other scheme
     """
 
     name: str
@@ -87,13 +88,13 @@ class Size:
 
     keys                   keys of the configuration that are set only for this size
     tuned                  another size, from which this size takes its tuned settings; None for its own search
-    over                   with `tuned`: keys and values of a further search, which starts from the settings of that
-                           size and trains every point in full
+    over                   with `tuned`: keys and values of a further search at this size, which starts from the
+                           settings of the size `tuned` and trains every point in full
     longer                 overrides `Study.longer`; without longer runs, schemes are compared only at equal tokens
     tokens_per_parameter   overrides `Study.tokens_per_parameter`
     seeds                  some of the study's seeds, for a size with long runs; questions then add no seeds
-    noise                  "pooled": one standard deviation over seeds for all schemes; "own": one for each scheme, if
-                           some runs may go through a transition and others not
+    noise                  "pooled": one standard deviation over seeds for all schemes; "own": one for each scheme,
+                           because some runs may go through a transition and others not
     """
 
     name: str
@@ -114,7 +115,7 @@ class Size:
 class Tuning:
     """The tuning budget of every scheme, which the report states.
 
-    over             the tuned keys, and the values with which the search begins, its grid
+    over             the tuned keys, and the values of each in the grid, with which the search begins
     runs             the largest number of points per scheme; the search moves from the best point to its neighbours
     baseline_runs    the largest number of points per baseline
     factors          the factor between a point and its neighbours, by key; 2 for all other keys
@@ -122,8 +123,8 @@ class Tuning:
     finalists        the number of best points that are then trained in full, because short runs favour high learning
                      rates; with 1 the best point of the search is reported
     seed             the seed of the search; no reported run has it
-    final_seeds      the seeds of the finalists, which are compared by their means, because one seed cannot separate
-                     close points; no reported run has them; if empty, only `seed`
+    final_seeds      the seeds with which every finalist is trained, because one seed cannot separate close points; the
+                     finalist with the lowest mean loss wins. No reported run has these seeds. If empty, only `seed`
     rule             "one seed": tuning uses only `seed`. "all seeds": every point is trained in full with the seeds of
                      the study. The best point has the lowest mean loss on labels that do not repeat, because this loss
                      does not jump when a run learns to copy. The report shows all points, and how many runs copy
@@ -203,7 +204,7 @@ class Study:
     title                  the name of the study, in words
     config                 the recipe or YAML file of `residua train` for all runs, or several
     set                    keys of the configuration that override `config`, for all runs
-    tokens_per_parameter   the tokens of every run, per parameter of the first baseline at this size
+    tokens_per_parameter   the tokens of every run, per parameter of the first baseline at the size of the run
     epochs                 the largest number of times that a run may see the data
     sizes                  the sizes by name, in the order of the runs
     schemes                the schemes by name, in the order of the runs
@@ -216,7 +217,7 @@ class Study:
     evaluations            the number of points in a learning curve
     questions              the questions that the study answers, by name
     primary                the contrasts at equal tokens that are named before their runs: pairs of schemes by size.
-                           p-values are corrected for their number; all other results are descriptive
+                           p-values are corrected for the number of these contrasts; all other results are descriptive
 
     Raises:
         InputError: a value cannot be used.
@@ -356,7 +357,7 @@ def load_study(source: str) -> Study:
         nearest = did_you_mean(source, ["resbench", *files])
         raise InputError(f"the study must be resbench or a YAML file, found no file {source!r}{nearest}")
     study = read_study(parse_yaml(text, source), source)
-    # Names are checked only here, because a report of a folder must not need the packages that have its schemes.
+    # Names are checked only here, because a report of a folder must not need the packages that define the schemes.
     try:
         return _checked(study)
     except InputError as error:
@@ -409,7 +410,7 @@ def check_names(place: str, names: Iterable[Any] | None, choices: Iterable[Any])
 
 
 def read_study(document: Any, source: str) -> Study:
-    """Return the study in a document, from a file or from a folder; in a folder each part has its keys under `keys`."""
+    """Return the study in a document: a study file, or the study.json of a folder, where each part has its `keys`."""
     sections: dict[str, type] = {"sizes": Size, "schemes": Entry, "questions": Question}
     values = dict(mapping(document, source))
     try:

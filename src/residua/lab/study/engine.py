@@ -57,8 +57,7 @@ def run_study(
 
     Args:
         data: a folder of prepared data, in place of the folder in the study's configuration.
-        sizes: the sizes to report; other sizes are tuned only if a reported size takes settings from them. None for
-        all.
+        sizes: the sizes to report; the other sizes of `study` are only tuned. None to report all.
         processes: simultaneous runs, each with one thread; no result depends on their number.
         executor: runs the jobs and measures the costs in place of these processes, see `run_jobs`.
         costs: measure the time and memory of each scheme that has no record of its cost yet.
@@ -92,7 +91,7 @@ def run_study(
 
 
 class Forecast(NamedTuple):
-    """The largest possible cost of one size of a study, and the difference that it can detect.
+    """The largest possible cost of one size of a study, and the difference that the study can detect there.
 
     tokens   the tokens of a reported run
     flops    the FLOPs of the matrix products of all runs and of their evaluations on the study's held-out text
@@ -154,7 +153,7 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
 
 
 def duration(hours: float) -> str:
-    """Return a number of hours in three digits, in minutes or seconds if it is below one hour or one minute."""
+    """Return a number of hours with three significant digits, in minutes or seconds if it is short."""
     small = (60 * hours, "minutes") if 60 * hours >= 1 else (3600 * hours, "seconds")
     amount, unit = (hours, "hours") if hours >= 1 else small
     return f"{float(f'{amount:.3g}'):,g} {unit}"
@@ -212,7 +211,9 @@ def _growing(study: Study) -> dict[str, Sequence[Any]]:
 def open_study(
     out: str | Path, data: str | None = None, study: Study | None = None, sizes: Sequence[str] | None = None
 ) -> tuple[Plan, list[Record]]:
-    """Return the plan of the study in a folder, or of `study` if it has grown, and the records.
+    """Return the plan of the study in a folder and the folder's records.
+
+    study: the study after an extension of its file; None for the study in the folder.
 
     Raises:
         InputError: the folder has no study, or one with other settings; or its data were moved or have changed.
@@ -222,7 +223,7 @@ def open_study(
     study = study or recorded
     folder, fingerprint = study.data(data), read_object(out / "settings.json").get("data")
     same = fingerprint == PreparedData.open(folder).facts["fingerprint"]
-    require(same, "--data", f"the data that {out} was begun with", folder)  # before the plan needs their tokens
+    require(same, "--data", f"the data that {out} was begun with", folder)  # checked before the plan needs the tokens
     plan = Plan(study, folder, sizes)
     joined(plan.study, out)
     return plan, read_runs(out / "records.jsonl", fingerprint)
@@ -231,7 +232,7 @@ def open_study(
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
     """Return the jobs of all runs that the study needs so far, including the finished ones."""
     return [
-        # The cost of a step is proportional to the size of the model, as the number of steps is.
+        # The number of steps serves as the cost of a step: both are proportional to the number of parameters.
         Job(run.key, train_run, (run,), run.config.train.steps, float(plan.steps[run.size]), (place,), run.title)
         for place, run in enumerate(plan.runs(finished))
     ]
@@ -291,10 +292,10 @@ def measure_costs(
     executor: Executor | None = None,
     progress: bool = True,
 ) -> None:
-    """Measure the cost of every scheme at every size for which there is no record yet.
+    """Measure the cost of a step for every scheme and size that has no record of it yet.
 
-    again: measure all of them again, for example on a quieter machine or in more rounds; the last costs count.
-    compiled: measure the time of a step through `torch.compile`, in addition to that of the step that the runs take.
+    again: measure all costs again, for example on a quieter machine or in more rounds; the last record counts.
+    compiled: measure the time of a step through `torch.compile`; earlier records of the uncompiled step still count.
 
     The schemes of a size are measured in the same rounds of one process. A new scheme is measured with the baselines.
     """

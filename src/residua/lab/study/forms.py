@@ -1,4 +1,4 @@
-"""The types of the records of a study, which are checked when the file is read, and costs as objects."""
+"""The types of a study's records, whose fields are checked when a file is read, and the cost of a step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -110,7 +110,7 @@ class CostRecord(_CostFields, total=False):
 class Cost(NamedTuple):
     """The cost of one scheme's step at one size.
 
-    ratio             quartiles of its time divided by the baseline's in the same rounds
+    ratio             quartiles of the step's time divided by that of the baseline's step in the same round
     rounds            the number of these rounds
     session           date, device, processor, baseline and rounds, which are the same for all schemes measured together
     flops_per_token   the FLOPs per token of a training step
@@ -146,7 +146,7 @@ class Cost(NamedTuple):
 
 
 def read_records(path: Path, kind: type[RunRecord] | type[CostRecord], title: str) -> list[dict[str, Any]]:
-    """Read records of one kind. Raises InputError for a record of another form. title: the kind in words."""
+    """Read records of one kind. Raises InputError if a field is missing or wrong. title: the kind in words."""
     rows = jsonlines.read(path)
     needed = kind.__required_keys__
     for row in rows:

@@ -37,7 +37,7 @@ RunKind = Literal["tune", "final", "report", "longer"]
 
 
 class PlannedRun(NamedTuple):
-    """One run of a study: its purpose, and the settings that determine its numbers."""
+    """One run of a study: its purpose, and the settings that determine its results."""
 
     kind: RunKind
     size: str
@@ -47,7 +47,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """A digest of all settings that affect numbers. Keys with their default values do not change it."""
+        """A digest of all settings that affect the results. Keys with their default values do not change it."""
         settings = {
             key: recorded(value) if key == "model.connection" else value
             for key, value in flatten(asdict(self.config)).items()
@@ -77,7 +77,7 @@ class RunCount(NamedTuple):
 
 
 _IRRELEVANT = (FREE_KEYS - {"train.evaluate_every"}) | {"data.source", "data.tokenizer", "data.validation_fraction"}
-# `evaluations` counts because the curve is part of a record. Data are compared by their fingerprint.
+# `train.evaluate_every` is in the identity because the curve is part of a record. Data are compared by fingerprint.
 
 
 class Plan:
@@ -86,7 +86,7 @@ class Plan:
     sizes: the sizes at which runs are reported; the study's other sizes are only tuned. None for all sizes.
 
     misfits: for each size and scheme, the reason why the scheme cannot be built at this size, such as heads that do not
-    divide the width. Such a scheme has no runs at this size, nor at sizes that take their settings from it.
+    divide the width. Such a scheme has no runs at this size, nor at sizes that take their settings from this size.
 
     Raises:
         InputError: the data have too few tokens, a size cannot be used, or a scheme cannot be built at any size.
@@ -162,7 +162,7 @@ class Plan:
         return self.study.tuning_at(size).every and size in self.study.searches(size)
 
     def recorded(self, record: Record) -> PlannedRun:
-        """Rebuild the run behind a record. Its key differs if the settings of the study have changed.
+        """Rebuild the run behind a record. The two have different keys if the settings of the study have changed.
 
         The run need not be among `runs`. If a study grows, for example by seeds for its finalists, it may choose other
         points, and keeps the runs of its earlier choice.
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """The largest number of runs."""
+        """The largest number of runs that the study can need."""
         return sum(part.runs for part in self.at_most())
 
     def at_most(self) -> Iterator[RunCount]:
@@ -228,7 +228,7 @@ class Plan:
     def search(
         self, size: str, scheme: str, finished: Mapping[Any, Record]
     ) -> tuple[list[PlannedRun], dict[str, Any] | None]:
-        """Return the tuning runs of a scheme at a size with a search, and the best point.
+        """Return the tuning runs of a scheme at a size that has a search, and the best point.
 
         The runs are known as far as finished runs determine them. The best point is None until all runs are finished,
         and if all diverged.
@@ -284,7 +284,7 @@ class Plan:
         return PlannedRun(kind, size, scheme, point, self.config(size, scheme, point, seed, steps, evaluations))
 
     def _trial(self, size: str, scheme: str, point: Mapping[str, Any], seed: int | None) -> PlannedRun:
-        """Return a run of the search, or the run of a finalist with a seed."""
+        """Return the run of the search at a point; if a seed is given, the run of a finalist."""
         tuning, steps = self.study.tuning_at(size), self.steps[size]
         if seed is not None:
             return self.run("report" if tuning.every else "final", size, scheme, point, seed, steps)

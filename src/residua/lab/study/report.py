@@ -225,7 +225,7 @@ BOTH_INTERVALS = (
 
 
 def _over_documents(results: Results) -> dict[str, str]:
-    """Return the headings of the columns over documents that some primary contrast fills, by prefix."""
+    """Return the headings of the columns with intervals over documents that some primary contrast has, by prefix."""
     measured = {prefix for difference in results.corrected.values() for prefix in difference.documents}
     return {prefix: words for prefix, words in OVER_DOCUMENTS.items() if prefix in measured}
 
@@ -253,7 +253,10 @@ class Asked(NamedTuple):
 
 
 def questions(results: Results) -> Iterator[Asked]:
-    """Yield the answers to each question. Remarks on missing runs concern the sizes that have an answer, or all."""
+    """Yield the answers to each question.
+
+    Remarks on missing runs concern the sizes that have an answer, or all sizes if none has one.
+    """
     for question in results.study.questions.values():
         at: dict[str, list[Answer]] = {}
         for answer in results.answers:
@@ -417,7 +420,7 @@ def tuned(row: SchemeRow) -> list[str]:
 
 
 def difference_text(row: SchemeRow, baseline: str, measure: str) -> str:
-    """Return the difference of a row to a baseline; a dash without an interval."""
+    """Return the difference of a row to a baseline; a dash if it has no interval."""
     if row.scheme == baseline:
         return "baseline"
     difference = row.difference(baseline, measure)
@@ -427,8 +430,10 @@ def difference_text(row: SchemeRow, baseline: str, measure: str) -> str:
 
 
 def _difference_text(difference: Difference, seeds: int) -> str:
-    """Return a difference and half of its 95 % interval, bold if it is clear of zero after the correction, with the
-    number of its seeds if it differs from `seeds`."""
+    """Return a difference and half of its 95 % interval, bold if it is clear of zero after the correction.
+
+    seeds: the number of the study's seeds; if the difference is over another number, the text states that number.
+    """
     text = estimate_text(difference.estimate, "+.4f")
     text = f"**{text}**" if difference.clear else text
     return text if difference.estimate.count == seeds else f"{text} ({difference.estimate.count} seeds)"
@@ -459,7 +464,7 @@ def _markdown(table: Table) -> str:
 
 
 def _safe(value: Any) -> str:
-    """Return a text in one line that is neither a tag nor a link in Markdown and no command to a terminal."""
+    """Return a value as one line of text without HTML tags, Markdown links and control sequences of a terminal."""
     text = " ".join(printable(value).split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("](", "]\\(")
 
@@ -509,7 +514,7 @@ def table(results: Results) -> str:
     if lines:
         names = [name for name in lines[0] if any(line[name] not in (None, "") for line in lines)]
         if not any(row.costs for row in results.rows):
-            names.remove("cost")  # 1 at equal tokens
+            names.remove("cost")  # always 1, at equal tokens
         writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
@@ -582,12 +587,12 @@ FILLED = "Filled: a primary contrast that is clear of zero after the correction"
 
 
 def draw(results: Results) -> Figure | None:
-    """Draw the differences to each baseline, a panel for each, lowest loss on top; None if there are none.
+    """Draw the differences to each baseline in a panel of its own, lowest loss on top; None if there are none.
 
-    Rows of several sizes stand one below the other, under the names of the sizes.
+    If there are several sizes, the rows of each size are below its name.
     """
     compared = list(itertools.product(results.study.baselines, results.measures))
-    lines: list[SchemeRow | str] = []  # from the lowest up: rows, and the size above its rows
+    lines: list[SchemeRow | str] = []  # from the bottom up: the rows of a size, then its name
     for size in reversed(results.study.sizes):
         some = [row for row in results.rows if row.size == size and any(row.difference(*pair) for pair in compared)]
         lines += [*sorted(some, key=lambda row: -row.loss.mean if row.loss else -math.inf), *([size] if some else [])]

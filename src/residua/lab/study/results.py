@@ -24,16 +24,16 @@ from residua.lab.study.forms import Cost, CostRecord, RunRecord, read_records
 from residua.lab.study.search import at_edge, loss_of, other_loss_of, winners
 
 BELOW = 0.9
-"""If a scheme's step costs less than a baseline's, it is compared with fewer baseline tokens, down to this share.
-Beyond the longest runs of a baseline there is no comparison."""
+"""If a scheme's step costs less than a baseline's, the baseline's loss is extrapolated to fewer tokens than those
+of its shortest runs, down to this share of them. Beyond its longest runs there is no comparison."""
 ALPHA = 0.5
 """Between runs of two lengths, a baseline's loss is interpolated as a + b C^-ALPHA in its tokens C. A straight line in
 log C would lie above the convex curve, in favour of every scheme."""
 SESSIONS = 0.02
-"""The standard error of a ratio of times between sessions of measurements."""
+"""The relative standard error of a ratio of step times from one session of measurements to the next."""
 FAILED = 3.0
-"""If the losses of a row vary over seeds more than this many times as much as the median row's, for example because a
-run failed, the row keeps its own noise and does not count for the pooled noise of its size."""
+"""If the standard deviation of a row's losses over seeds is more than this many times that of the median row, for
+example because a run failed, the row keeps its own noise and does not count for the pooled noise of its size."""
 FEWEST_ROUNDS = 9
 """With fewer rounds of time measurements the error of the median is unknown, and times are not compared."""
 COMPILED = "compiled seconds"
@@ -47,15 +47,15 @@ class Difference:
     """The loss of a scheme minus that of another scheme, at one size and at equal tokens, FLOPs or seconds.
 
     cost       the cost of a step relative to the baseline's, and so the point on the baseline's curve to compare with
-    estimate   the difference over the seeds; None if the baseline was not trained for as long. At equal seconds its
+    estimate   the difference over the seeds; None if the baseline's runs are not long enough. At equal seconds its
                error includes the error of the timing, which is common to all seeds: the error of the ratio, times the
                slope of the baseline's loss over the logarithm of the steps
-    worth      the multiple of its tokens at which the baseline reaches the scheme's loss; infinite beyond its longest
-               runs, 0 below the share BELOW. None if its longest runs are no better than its shorter runs
+    worth      the multiple of the scheme's tokens at which the baseline reaches the scheme's loss; infinite beyond the
+               baseline's longest runs, 0 below the share BELOW. None if those are no better than its shortest runs
     longest    the length of the baseline's longest runs, as a multiple of the scheme's; 1 without longer runs
     holm       p corrected for the number of primary contrasts, including those without runs; None for other contrasts
-    documents  the difference at equal tokens, with the error from the choice of held-out documents; "" for the study's
-               text, "further_" for a second text; empty if this was not measured
+    documents  by text, the difference at equal tokens with the error from the choice of held-out documents: "" is the
+               study's text, "further_" is a second text; empty if this was not measured
     """
 
     size: str
@@ -86,7 +86,7 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether the corrected p-value excludes zero; False if the contrast is not primary."""
+        """Whether the difference is significant after the correction; False if the contrast is not primary."""
         return self.holm is not None and self.holm < SIGNIFICANT
 
 
@@ -97,9 +97,9 @@ class SchemeRow:
     point       the point that was chosen by tuning
     seeds       the number of the study's seeds at this size
     searches    the runs of each search by its size, including `reported` if every point is trained with all seeds
-    reported    the runs of the study's seeds at this point
+    reported    the runs at `point` with the study's seeds
     further     the runs with seeds that only a question adds
-    longer      the longer runs of a baseline
+    longer      the longer runs at `point`; empty if the scheme is not a baseline
     costs       the costs of a step, in the order of their measurement
     noise       the pooled noise of a run at this size; None if this row has its own noise
     failed      whether the losses vary far more than those of other rows
@@ -208,7 +208,7 @@ class Answer(NamedTuple):
     """The answer to one comparison of a question at one size.
 
     difference   the loss of `scheme` minus the loss of `to`
-    waiting      the schemes of the two that are unfinished
+    waiting      those of the two schemes whose runs are unfinished
     missing      the reason why there is no difference although both are finished; otherwise None
     """
 
@@ -224,7 +224,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a study: rows in order, answers, and corrected primary contrasts by size and pair."""
+    """The results of a study: rows by size and scheme, answers, and corrected primary contrasts by size and pair."""
 
     study: Study
     rows: Sequence[SchemeRow]
@@ -290,7 +290,7 @@ def read_runs(path: Path, data: str | None) -> list[Record]:
 def read_results(folder: str | Path) -> Results:
     """Return the results in a study's folder. This needs neither the data nor the folder's lock.
 
-    Raises InputError if the folder has no study, or records of another form.
+    Raises InputError if the folder has no study, or a field of a record is missing or wrong.
     """
     folder = Path(folder)
     study = read_folder(folder)
@@ -339,7 +339,8 @@ def _primary(
 ) -> dict[tuple[str, str, str], Difference]:
     """Return the primary contrasts of finished rows, over all seeds including a question's, with corrected p-values.
 
-    The same contrast in rows and answers, in either order and over as many seeds, gets the same corrected p-value.
+    The contrast of the same two schemes in rows and answers, in either order and over the same number of seeds, gets
+    the same corrected p-value.
     """
     asked = [each.difference for each in answers if each.difference and each.measure == "tokens"]
     over_all_seeds = {(each.size, each.scheme, each.baseline): each for each in asked}
@@ -360,7 +361,7 @@ def _primary(
 
 
 def _share_noise(rows: Sequence[SchemeRow], pooled: bool) -> None:
-    """Set the noise of the rows of a size to that pooled over finished rows, except rows that vary far more."""
+    """Give the rows of a size the noise pooled over its finished rows, except rows whose losses vary far more."""
     whole = [row for row in rows if pooled and row.whole and row.loss is not None]
     middle = statistics.median(row.loss.deviation for row in whole) if whole else 0.0
     for row in whole:
@@ -456,7 +457,7 @@ def _contrast(
 def _searched(
     study: Study, size: str, runs: Sequence[Run], start: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Run], list[Any]]:
-    """Return the runs of a search, of the study's tuning length, and the points that the search may have chosen.
+    """Return the runs of a search that have the study's tuning length, and the points that it may have chosen.
 
     start: the points from which the search may have begun, as far as the previous search determines them.
     """
@@ -486,7 +487,7 @@ def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -
     for measure, (cost, error) in _relative_costs(row, base).items():
         at = {seed: _at(by_steps, row.steps * cost) for seed, by_steps in losses.items()}
         theirs = {seed: loss for seed, (loss, _) in at.items() if loss is not None}
-        # At another cost take all seeds or none, because longer runs of the baseline may be unfinished.
+        # If the costs differ, take all seeds or none, because longer runs of the baseline may be unfinished.
         whole = len(ours) == len(seeds) and (cost == 1 or ours.keys() <= theirs.keys())
         estimate = _contrast(row, base, ours, theirs) if whole else None
         if error and estimate is not None:
@@ -526,7 +527,7 @@ def _relative_costs(row: SchemeRow, base: SchemeRow) -> dict[str, tuple[float, f
 
 
 def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[float | None, float]:
-    """Return `Difference.worth` and `Difference.longest` of a row; losses: of the baseline, by seed and steps."""
+    """Return `Difference.worth` and `Difference.longest` of a row; losses: the baseline's, by seed and steps."""
     runs = [losses[seed] for seed in row.losses if seed in losses]
     lengths = sorted(set.intersection(*map(set, runs))) if runs else []
     if len(lengths) < 2 or row.loss is None:
@@ -559,7 +560,7 @@ def _timed_together(row: SchemeRow, base: SchemeRow, compiled: bool) -> tuple[Co
 def _at(losses: Mapping[int, float], steps: float) -> tuple[float | None, float]:
     """Return the loss after `steps` steps, and its slope over the logarithm of the steps.
 
-    The loss is interpolated between finished runs, and None beyond the longest.
+    The loss is interpolated between finished runs. It is None beyond the longest one and below `BELOW` of the shortest.
     """
     lengths = sorted(losses)
     if len(lengths) < 2:

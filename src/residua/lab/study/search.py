@@ -18,7 +18,7 @@ from residua.lab.training import RunConfig
 Point = tuple[float, ...]
 """A number for each key of a search."""
 Attempt = tuple[Point, int | None]
-"""A point, and the seed with which a finalist is trained; None in the search itself."""
+"""A point, and the seed of a finalist, or of any run if all seeds train every point; otherwise None."""
 Planned = TypeVar("Planned")
 """A run to be made, with the `key` of its record."""
 FACTOR = 2.0
@@ -29,8 +29,8 @@ FACTOR = 2.0
 class Search:
     """A search over the values of keys.
 
-    After the grid, it trains the neighbours of the best point (each number halved and doubled) until none of them is
-    better. Then it trains the finalists with the seeds that decide between them.
+    After the grid, it trains the neighbours of the best point (by default, each number halved and doubled) until none
+    of them is better. Then it trains the finalists with the seeds that decide between them.
 
     over         the values of every key in the grid
     read         a function from a point with all of its keys to its configuration. Raises InputError for a value that

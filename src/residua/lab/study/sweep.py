@@ -39,7 +39,7 @@ class Sweep:
     over                 the values of every swept key
     seeds                the number of seeds per point: train.seed, train.seed + 1, ...
     neighbours           whether the search continues from the best point of the grid
-    finalists            the number of best points of each group that get more than the first seed; None for all
+    finalists            the number of best points of each group that are trained with further seeds; None for all
     begun                the settings in the folder, by dotted key, if the sweep resumes, see `load_config`
     """
 
@@ -70,7 +70,7 @@ class Sweep:
         ]
 
     def searches(self) -> dict[str, Search]:
-        """Return the search of each group, keyed by the common values of the group's points."""
+        """Return the search of each group, keyed by the values that the group's points share."""
         first = {key: values[0] for key, values in self.over.items()}
         others = [key for key in self.over if key not in self.tuned]
         searches = {}
@@ -183,7 +183,7 @@ class Outcome:
 
     @property
     def commands(self) -> dict[str, str]:
-        """The command lines by group: for the best point of each group, or of all groups if they can be compared."""
+        """The command line for the best point of each group; if the groups can be compared, of the best group alone."""
         return {row.name: self.sweep.command(row.point) for row in (self.won[:1] if self.unit else self.won)}
 
     @property
@@ -290,7 +290,7 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     """Return the swept keys and their values from `KEY=VALUE,VALUE,...`; values are read as in a YAML list.
 
     Raises:
-        InputError: a text has another form, or names a key twice.
+        InputError: a text does not have this form, or a key is named twice.
     """
     over: dict[str, tuple[Any, ...]] = {}
     for text in texts:
@@ -359,7 +359,7 @@ def _run_of(sweep: Sweep, record: Record) -> Run:
 
 
 def _group_text(key: str, value: Any) -> str:
-    """Format a value for the name of a group; a number is put after its key."""
+    """Format a value for the name of a group; a number becomes KEY=VALUE."""
     return f"{key}={_value_text(value)}" if fits(value, float) else _value_text(value)
 
 
