@@ -287,7 +287,7 @@ def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> Prep
 
 
 def open_or_prepare(config: DataConfig, folder: Path, *, progress: bool) -> PreparedData:
-    """Open the data in `folder`, or prepare `config.source` into a missing folder. Raises InputError without a source."""
+    """Open the data in `folder`, or prepare `config.source` into a missing folder. Raises InputError without either."""
     if folder.exists():
         return PreparedData.open(folder)
     if config.source is None:
