@@ -73,9 +73,9 @@ class Connection(SelfStarting, ABC):
     """
 
     takes: Any = None  # the `Scheme.state_spec` of the state before this connection; `Scheme.build` sets it
-    causal: bool = True  # whether `read` ignores later tokens, as `Scheme.causal`; `Scheme.build` sets it
+    causal: bool = True  # `Scheme.causal`: whether `read` ignores later tokens; `Scheme.build` sets it
     place: Place | None = None  # position in the stream; `Stream` sets it
-    single_input: str = "with one input for all"  # the option with which every sublayer takes one input
+    single_input: str = "with one input for all"  # for an error: the option with which every sublayer takes one input
     window: int = 0  # how many earlier tokens `read` needs from its memory; 1 for a sum over all of them
 
     def __init_subclass__(cls, **options: Any):
@@ -124,7 +124,8 @@ class Connection(SelfStarting, ABC):
     def penalty(self, coefficients: Any) -> Tensor | None:
         """Return the auxiliary loss of each token, (batch, seq or 1), or a scalar for all; None for most schemes.
 
-        A model averages over the tokens that are not padding. It adds a scalar as it is: a mean would count padding.
+        A model averages a loss of each token over the tokens that are not padding, and adds a scalar unchanged.
+        Therefore do not return a mean over the tokens as a scalar: it would count padding.
         """
         return None
 
@@ -142,7 +143,7 @@ class Connection(SelfStarting, ABC):
 
         If a sequence arrives in pieces, as in generation, pass the same `memory` with every piece.
         attention_mask: (batch, seq), 0 at padding and 1 at tokens.
-        documents: (batch, seq), integers, if rows hold several documents: one number for the tokens of each.
+        documents: (batch, seq), integers, if rows hold several documents: the tokens of a document share a number.
 
         Raises:
             TypeError, ValueError: the sublayer does not return a tensor of this shape, or takes fewer inputs than
@@ -315,7 +316,7 @@ class Stream(WideParts):
         are as in `Connection.forward`.
 
         Raises:
-            TypeError, ValueError: x has another shape or dtype; `sublayers` is not a list of callables, one per
+            TypeError, ValueError: x has the wrong shape or dtype; `sublayers` is not a list of callables, one per
                 connection; or an error of `Connection.forward`.
         """
         expect_sublayers(sublayers, len(self.connections))
@@ -351,8 +352,8 @@ class Scheme(ABC):
         their sources. `source`, which may depend on the options, is shown in place of paper.
     constraint: the constraint on h_res of a `Mixing`, "doubly stochastic" or "orthogonal"; None for no constraint.
     derived: for each option that may be None, the options from which its value is then derived.
-    published: the options whose values are all published. `check_module` accepts a module that agrees with any of
-        these versions, and names the version.
+    published: the options of which every value belongs to a published version of the scheme. `check_module` accepts a
+        module that agrees with any of these versions, and names the version.
     activations: coefficients that are computed like a sublayer, in the dtype of autocast. All others are gates and
         mappings, in at least float32.
     """
@@ -416,7 +417,7 @@ class Scheme(ABC):
         """Return this scheme with options such that its initial stream computes exactly the plain pre-norm residual.
 
         A pretrained model whose residual is replaced by this stream keeps its outputs, whatever its norms and sublayers
-        are. Every parameter of the connections that training needs has a gradient.
+        are. In every connection, all parameters that training needs have a gradient.
 
         Raises:
             ValueError: the scheme cannot start as the plain residual; the message says why.

@@ -275,9 +275,9 @@ def _scheme_of(preset: str) -> str:
 
 
 def label(connection: str | Mapping[str, Any]) -> str:
-    """Return the common name of a connection: "residual+tc" for "residual:compress=token". `resolve` accepts both.
+    """Return the usual name of a connection: "residual+tc" for "residual:compress=token". `resolve` accepts both.
 
-    connection: as in a configuration. An unknown name, or text of another form, is returned unchanged.
+    connection: as in a configuration. An unknown name, or text that is not "name:options", is returned unchanged.
     """
     try:
         name, options = _preset_of(_mapping(connection) if isinstance(connection, str) else connection)

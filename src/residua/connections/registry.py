@@ -2,7 +2,8 @@
 
 A configuration holds names and plain options. A name refers to a scheme of `names.py`, to one that is registered here,
 or to one that an installed package declares in the entry-point group `residua.schemes`. A configuration never names a
-module to import. The description of a scheme from another package names its top-level module.
+module to import. The description of a scheme from another package identifies this package by its top-level module; the
+name is only compared with those of packages that are installed or registered.
 """
 
 import json
@@ -90,9 +91,9 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
     """Return the scheme of a preset's name, `{"preset": name, **overrides}` or `{"scheme": name, **options}`.
 
     A preset's name may include overrides: "ddl-cc:recompute=none,value_channels=3" (`options.named`). Case, `-` and `_`
-    do not matter. Names of the field, of classes and of ResBench also lead to presets (`names.py`). Overriding an
-    option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel kernel of 3.
-    With the key "package" the scheme must come from that package.
+    do not matter. The name of a class, and a name that the field or ResBench uses, also lead to a preset (`names.py`).
+    Overriding an option updates the options derived from it: `{"preset": "ddl-cc", "value_channels": 3}` has a channel
+    kernel of 3. With the key "package" the scheme must come from that package.
 
     Raises:
         ValueError: the name, an option or a value is unknown (the message has the nearest name); the package is not
@@ -135,8 +136,8 @@ def resolve(connection: str | Mapping[str, Any] | Scheme) -> Scheme:
 def describe(scheme: Scheme) -> dict[str, Any]:
     """Return a mapping with every option in JSON's types, from which `resolve` builds an equal scheme.
 
-    For a scheme of another package it has the key "package". Raises ValueError for a class without a name, and for an
-    option that files cannot keep.
+    For a scheme that is not one of residua's own, the mapping also has the key "package". Raises ValueError for a class
+    without a name, and for an option that files cannot keep.
     """
     kind = type(scheme)
     name = _registered_name(kind)
@@ -150,10 +151,10 @@ def describe(scheme: Scheme) -> dict[str, Any]:
 
 
 def name_of(scheme: Scheme) -> str:
-    """Return the common name of a scheme, with the options that differ: "ddl-tc:value_channels=2".
+    """Return the usual name of a scheme, and the options in which it differs: "ddl-tc:value_channels=2".
 
-    The name is that of the nearest preset of its class, or of an alias. `resolve` makes an equal scheme from the
-    result. Raises ValueError as `describe` does.
+    The name is that of the nearest preset or alias of the same class. `resolve` makes an equal scheme from the result.
+    Raises ValueError as `describe` does.
     """
     options, nearest = written(scheme), describe(scheme)
     for name, known in (schemes() | {alias: resolve(alias) for alias in names.ALIASES}).items():
@@ -209,7 +210,7 @@ def _find(key: str, name: Any, package: Any) -> Any:
             "not registered it; install it, or import the module that does"
         )
     owner = _package(_kind(schemes[name])) or "residua"
-    of_a_script = package == "__main__" and owner != "residua"  # so that its module cannot be imported under that name
+    of_a_script = package == "__main__" and owner != "residua"  # no other process can import __main__
     if package not in (None, owner) and not of_a_script:
         raise ValueError(
             f"connection must be the scheme {name!r} of the package {package!r}, got the one of {owner!r}, which has "
@@ -225,7 +226,7 @@ def _load(key: str, name: str, package: Any) -> None:
     Raises:
         ValueError: several packages declare it, or its declaration cannot be imported or is not a scheme.
     """
-    names.forget()  # it may have been installed since
+    names.forget()  # the package may have been installed after the last scan
     packages = sorted({package_of(point) for point in entry_points() if point.name == name})
     if package is None and len(packages) > 1:
         raise ValueError(

@@ -38,7 +38,7 @@ class ChannelScheme(CompressingScheme, RecomputingScheme):
                      tokens) or "channel" (pointwise); None means "token" for d_v > 1 and no compression otherwise
     compress_kernel  taps of the convolution of `compress`; None means 4 for "token", value_channels for "channel"
     compress_form    "read": convolution and read vector (the code), "direct": one weight per channel (the paper)
-    compress_causal  the channel convolution sees only channels up to its own (form "read")
+    compress_causal  whether result a of the channel convolution depends only on channels up to a (form "read")
     """
 
     derived = {"compress_kernel": ("compress", "value_channels")}

@@ -110,7 +110,8 @@ class SingleStreamScheme(CompressingScheme):
 
     compress          None: a sublayer reads the stream; "token": sublayers and the readout read a causal convolution
                       of the stream over the tokens, and write to the stream itself. The Canon layers of arXiv
-                      2512.17351 before attention and MLP are such convolutions after the norm, one for each sublayer
+                      2512.17351 before attention and MLP are such convolutions too, but after the norm, and with
+                      weights of their own for each sublayer
     compress_kernel   taps of the convolution of `compress`
     """
 

@@ -116,8 +116,8 @@ class BlockConnection(Connection):
 class BlockCollapse(nn.Module):
     """The readout: the average after the last block. A tuple of tensors (batch, seq, dim) -> (batch, seq, dim).
 
-    average: a module whose first result is x; None to read only the last output. A state of another depth is also read
-    by its last output, because the weights of the average are those of the full depth.
+    average: a module whose first result is the average; None to read only the last output. If the state does not have
+    the full depth, only its last output is read, because the average has weights for the full depth.
     """
 
     def __init__(self, average: nn.Module | None, blocks: int):

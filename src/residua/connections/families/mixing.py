@@ -61,7 +61,7 @@ class WeightedScheme(MixingScheme):
 
 
 class MixingConnection(Connection):
-    """Read, mix and write the streams by `MixingCoefficients`, which a scheme computes in `coefficients`."""
+    """Read, mix and write the streams by `MixingCoefficients`, which a subclass computes in `coefficients`."""
 
     scheme: MixingScheme
     norm: nn.Module

@@ -13,8 +13,8 @@ from residua.ops import at_least_float32, rms_norm
 from residua.ops.derived import derive
 from residua.ops.shapes import expect_shape
 
-# The eps in the norm of k. It makes |H^T H - I| = 4 eps^2 / |k~|^2, which is 4e-16 for |k~| = 1: the rounding error
-# of float64. At k~ = 0 the derivative 1 / eps is far inside the range of float32.
+# The eps in the norm of k. With it, the reflection H = I - 2 k k^T has |H^T H - I| = 4 eps^2 / |k~|^2, which is 4e-16
+# for |k~| = 1: the rounding error of float64. At k~ = 0 the derivative 1 / eps is far inside the range of float32.
 K_EPS = 1e-8
 
 Context = Literal["token", "cumulative", "sequence"]
@@ -89,5 +89,5 @@ def gelu_parts(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _gelu_part(i: int, count: int, x: Tensor) -> Tensor:
-    part = x.chunk(count, -1)[i].contiguous()  # strided rows would be vectorised differently, with other last bits
+    part = x.chunk(count, -1)[i].contiguous()  # strided rows would be vectorised differently and change the last bits
     return F.gelu(part)

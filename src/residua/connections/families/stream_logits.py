@@ -25,9 +25,10 @@ from residua.ops import at_least_float32, hyper_read
 from residua.ops.derived import flattened
 from residua.ops.dispatch import Implementation
 
-# Initial distance of the logits of h_res. With 6, h_res starts with e^-6 = 0.0025 off its diagonal: the difference
-# between streams shrinks to 0.99 in each sublayer and to 0.79 in 24. With 4 it would shrink to 0.18. With 8 it would
-# hardly shrink, but the gradient, which is proportional to that entry, would be a seventh.
+# How far the logits on the diagonal of h_res start above the others. With 6, h_res starts with e^-6 = 0.0025 off its
+# diagonal: a difference between streams is multiplied by 0.99 in each sublayer, and by 0.79 in 24 of them. With 4, the
+# factor for 24 sublayers would be 0.18. With 8, the difference would hardly shrink, but the gradient, which is
+# proportional to the entries off the diagonal, would be a seventh of that with 6.
 OFFSET = 6.0
 
 
@@ -172,9 +173,9 @@ def even_biases(num_streams: int, *, eps: float = 0.0) -> tuple[float, ...]:
 
 @cache
 def mirrored_biases(num_streams: int, spread: float, *, magnitude: float, eps: float) -> tuple[float, ...]:
-    """Return biases b with write weights w_i = magnitude sigmoid(b_i) + eps, evenly from 1 - spread to 1 + spread.
+    """Return biases b whose write weights magnitude sigmoid(b_i) + eps lie evenly from 1 - spread to 1 + spread.
 
-    The weights lie in symmetric pairs around 1, with mean 1 within 1e-9. The middle one of an odd number is 1.
+    The weights lie in symmetric pairs around 1, with mean 1 within 1e-9. If n is odd, the middle weight is 1.
     """
     places = [spread * (1 - 2 * i / (num_streams - 1)) for i in range(num_streams // 2)]
     total = 2 * (1 - eps) / magnitude

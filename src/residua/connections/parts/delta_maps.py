@@ -25,7 +25,7 @@ class Gate(nn.Module):
 
     The bias starts at logit(beta_init / 2) and the last weights at 0, so beta = beta_init for every token;
     `start="authors"` draws the last weights from N(0, (0.5/sqrt(in_features))^2), `start="rewrite"` draws all weights
-    with `spectral_std`. arXiv 2601.00417v2 appendix B.2.
+    with the standard deviation `spectral_std`. arXiv 2601.00417v2 appendix B.2.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Value(nn.Module):
     """v from a linear map in at least float32, (..., dim) -> (..., value_channels).
 
     `activation="scaled_sigmoid"`: scale * sigmoid(W x + b); `"linear"`: W x + b; `"constant"`: the number `constant`
-    everywhere, without parameters. `bias=False` omits b. The authors' first code draws W from N(0, (0.5/sqrt(dim))^2)
-    and b from PyTorch's uniform distribution (`start="authors"`), their current code draws W with `spectral_std`
-    (`"rewrite"`); here b starts at 0.
+    everywhere, without parameters. `bias=False` omits b. By default W is drawn from N(0, (0.5/sqrt(dim))^2) and b
+    starts at 0. `start="authors"` draws b from PyTorch's uniform distribution, as the authors' first code does.
+    `start="rewrite"` does so too, and draws W with the standard deviation `spectral_std`, as their current code does.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class TwoLayers(nn.Module):
 class StreamAttention(SelfStarting):
     """A direction from attention over the streams; the paper leaves the form open.
 
-    q = W_q c; keys W_k N_j + e_j and values W_u N_j of the normalised streams N_j = RMSNorm(X_j), where the slot
-    embeddings e_j distinguish streams that are still equal; k~ = W_o sum_j softmax_j(q . key_j / sqrt(rank)) value_j.
-    A single stream has weight 1, so queries, keys and slots are omitted.
+    c is the context, k~ the raw direction. q = W_q c; keys W_k N_j + e_j and values W_u N_j of the normalised streams
+    N_j = RMSNorm(X_j), where the slot embeddings e_j distinguish streams that are still equal; k~ = W_o sum_j
+    softmax_j(q . key_j / sqrt(rank)) value_j. A single stream has weight 1, so queries, keys and slots are omitted.
     """
 
     def __init__(self, dim: int, num_streams: int, rank: int, *, norm_eps: float = 1e-5):
@@ -141,7 +141,8 @@ class StreamAttention(SelfStarting):
 
 class ChannelPool(SelfStarting):
     """G(X): `"mean"` over the streams (dim features), `"flatten"` (streams * dim), or `"conv"`: a causal filter over
-    the tokens for every stream and feature, then the mean (dim features), starting as the mean.
+    the tokens for every stream and feature, which starts as the identity, then the mean over the streams
+    (dim features).
 
     (batch, seq, streams, dim) -> (batch, seq, out_features). With `window > 0` the input may begin with earlier tokens.
     """

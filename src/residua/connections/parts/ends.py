@@ -93,11 +93,11 @@ class MeanStreams(nn.Module):
 
 
 class TokenConv(SelfStarting):
-    """A causal filter over the tokens for every feature, and for every stream as DDL's embedding convolution (EC).
+    """A causal filter over the tokens for each stream and feature: DDL's embedding convolution (EC).
 
     Starts as a repetition: the tap of the current token is 1, the others are 0. (batch, seq, dim) ->
-    (batch, seq, streams, dim). With num_streams=None the result is (batch, seq, dim), or a tuple of `copies` such
-    tensors if there are several.
+    (batch, seq, streams, dim). With num_streams=None there is one filter for each feature, and the result is
+    (batch, seq, dim), or a tuple of `copies` such tensors if `copies` is above 1.
     """
 
     separates_documents = True
@@ -123,10 +123,11 @@ class TokenConv(SelfStarting):
 
 
 class Smear(SelfStarting):
-    """nanochat's look back: add a gated copy of the previous token's embedding, then make the state by `repeat`.
+    """nanochat's smear: add a gated copy of the previous token's embedding, then make the state by `repeat`.
 
-    (batch, seq, dim) -> a state. At the start the factor s is 0, so nothing is added; the weights w of the gate are
-    drawn from [0, 0.02). The gate reads the first 24 features as in nanochat, or all features of a narrower embedding.
+    (batch, seq, dim) -> a state. The factor `scale` starts at 0, so nothing is added at first. The weights of the gate
+    are drawn uniformly from [0, 0.02). The gate reads the first 24 features as in nanochat, or all features of a
+    narrower embedding.
     """
 
     separates_documents = True
@@ -152,7 +153,8 @@ class Smear(SelfStarting):
 
 
 CompressStart = Literal["average", "authors", "rewrite"] | int
-"""How a compressor starts: as the average, as in the authors' first or current code, or as the stream of an index."""
+"""How a compressor starts: as the average of the streams; as in the authors' first code ("authors") or their current
+code ("rewrite"); or, given as an integer, as the stream with this index."""
 
 
 def _start_read(read: Tensor, start: CompressStart) -> None:
@@ -167,9 +169,10 @@ def _start_read(read: Tensor, start: CompressStart) -> None:
 class TokenCompress(SelfStarting):
     """DDL's token-axis compression: a causal filter over the tokens for every stream and feature, then a read vector.
 
-    Starts as the average of the current token's streams, or as its stream `start`. `start="authors"` draws the taps
-    from N(0, (0.5/sqrt(dim))^2), as the authors' first code; `start="rewrite"` averages over the tokens too, as their
-    current code. (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None, -> (batch, seq, dim).
+    Starts as the average of the current token's streams, or as the current token's stream `start`. `start="authors"`
+    draws the taps from N(0, (0.5/sqrt(dim))^2), as the authors' first code does; `start="rewrite"` averages over the
+    tokens too, as their current code does. (batch, seq, streams, dim), or (batch, seq, dim) with num_streams=None, ->
+    (batch, seq, dim).
     """
 
     separates_documents = True
@@ -218,10 +221,10 @@ class TokenCompress(SelfStarting):
 class ChannelCompress(SelfStarting):
     """DDL's channel-axis compression (CC), pointwise in the tokens.
 
-    `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads on
-    one side). `form="direct"`: one weight for each stream and feature (the paper). Both start as the average of the
-    streams, or as stream `start`; `start="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2), `start="rewrite"` sets
-    each to 1 / kernel. (batch, seq, streams, dim) -> (batch, seq, dim).
+    `form="read"`: a zero-padded convolution over the streams, then a read vector (the authors' code; `causal` pads only
+    before the first stream). `form="direct"`: one weight for each stream and feature (the paper). Both start as the
+    average of the streams, or as stream `start`; `start="authors"` draws the taps from N(0, (0.5/sqrt(dim))^2),
+    `start="rewrite"` sets each to 1 / kernel. (batch, seq, streams, dim) -> (batch, seq, dim).
     """
 
     def __init__(

@@ -9,9 +9,9 @@ from torch import Tensor
 class RankOne(NamedTuple):
     """A shortcut that moves every row of the state along one direction: X -> X - beta (X k) k^T, then + beta v k^T.
 
-    beta: (batch, seq); k: (batch, seq, dim), of length 1 up to its guard; readout = X k: (batch, seq, rows);
+    beta: (batch, seq); k: (batch, seq, dim), of length 1 up to the eps of its norm; readout = X k: (batch, seq, rows);
     v: (batch, seq, rows), the value that the write moves the readout towards, or None if beta does not gate the write.
-    read_share: (rows,), the weight of each row in the sublayer's input, with sum 1; None without such weights.
+    read_share: (rows,), the weight of each row in the sublayer's input, with sum 1; None if there are no such weights.
     A sequence axis of size 1 means that all tokens share the coefficients.
     """
 
@@ -42,7 +42,7 @@ class Mixing(NamedTuple):
 class GateFacts(NamedTuple):
     """The facts of a gate. range: the bounds near which its gradient vanishes; start: its initial value.
 
-    None: the gate is unbounded, or its initial value depends on the token.
+    `range` is None if the gate is unbounded, `start` is None if the initial value depends on the token.
     """
 
     range: tuple[float, float] | None = None

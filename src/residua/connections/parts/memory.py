@@ -162,7 +162,7 @@ class StreamMemory:
         return place.number
 
     def _count(self, number: Any, tokens: int) -> None:
-        """Count tokens of one part. Raises ValueError if another number of tokens has reached the first part."""
+        """Count tokens of one part. Raises ValueError if the first part has counted a different number."""
         self._expect_one_pass()
         had = self._tokens.get(number, 0) + tokens
         first = next(iter(self._tokens), number)
@@ -188,7 +188,7 @@ class StreamMemory:
     def _earlier(self, number: Any, batch: int) -> Tensor | None:
         """Return the rows of a part. Raises ValueError if they belong to a different number of sequences."""
         rows = self._rows.get(number)
-        if rows is not None and rows.shape[0] != 1 and rows.shape[0] != batch:  # `in` breaks a graph
+        if rows is not None and rows.shape[0] != 1 and rows.shape[0] != batch:  # `in` would break a compiled graph
             raise ValueError(
                 f"memory must have as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
                 "memory.reorder(indices), or begin with a new StreamMemory()"
@@ -266,7 +266,7 @@ def memory_of(
     them.
 
     Raises:
-        TypeError: `memory` is something else, such as the class.
+        TypeError: `memory` is neither None nor an instance of StreamMemory.
         ValueError: there is padding between tokens; documents are passed together with a memory, or to a part that
             cannot separate them; or padding or a memory is passed to a part that reads the whole sequence.
     """
@@ -343,8 +343,8 @@ def tokens_of(mask: Tensor) -> Tensor:
     and is read by `seen`.
 
     Raises:
-        ValueError: the mask has other axes, or it is 0.0 everywhere, which is ambiguous: all padding if the numbers
-            mark tokens, all tokens if they are biases on scores.
+        ValueError: the mask is not (batch, seq), or it is 0.0 everywhere, which is ambiguous: all padding if the
+            numbers mark tokens, all tokens if they are biases on scores.
     """
     expect_rows("attention_mask", mask)
     if not mask.is_floating_point():
@@ -363,10 +363,11 @@ HIDDEN_BELOW, LOWEST_BIAS = 100.0, -5000.0
 
 
 def seen(mask: Tensor) -> Tensor:
-    """Return which entries of a mask attention sees, as booleans. The mask is boolean or is added to scores.
+    """Return, as booleans, which entries of a mask are visible to attention. The mask is boolean or is added to scores.
 
-    An entry is hidden if it is at least 100 below the largest entry, or below 0 if the largest is positive: softmax
-    gives it less than 1e-43. All other entries are biases. If no entry is above -5000, all are hidden.
+    An entry is hidden if it is at least 100 below the largest entry, or at least 100 below 0 if the largest is
+    positive: softmax gives it less than 1e-43. All other entries are biases. If no entry is above -5000, all entries
+    are hidden.
 
     Raises:
         ValueError: the mask holds NaN.

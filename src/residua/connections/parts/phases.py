@@ -23,7 +23,7 @@ from residua.connections.parts.spec import expect_state
 
 
 class Phase:
-    """A function of a connection, such as `read`, that runs inside a call of it in place of the sublayer."""
+    """A function of a connection, such as `read`, that takes the place of the sublayer in a call of the connection."""
 
     def __init__(self, method: Callable[..., Any]):
         self.method = method
@@ -46,7 +46,7 @@ class ReadPhase(Phase):
 
 
 def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method `name` of a connection as a call of it, so that hooks on the module run around it."""
+    """Return the method `name` of a connection as a call of its module, so that the module's hooks run around it."""
     phase = ReadPhase(method) if name == "read" else Phase(method)
 
     @functools.wraps(method)
@@ -62,7 +62,7 @@ def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def within(connection: Any, name: str) -> Callable[..., Any]:
-    """Return the method `name` of a connection, to be run inside a call of it around a sublayer."""
+    """Return the method `name` of a connection, for use inside a call of the connection around a sublayer."""
     method = getattr(connection, name)
     phase = getattr(method, "phase", None)
     return method if phase is None else functools.partial(phase, connection)
@@ -83,7 +83,7 @@ def is_unobserved(module: Any) -> bool:
 
 
 def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `forward` of a connection: if it is given a phase, it runs the phase, with the arguments in `state`."""
+    """Wrap `forward` of a connection: given a phase as sublayer, it runs the phase with the arguments in `state`."""
 
     @functools.wraps(forward)
     def call(self: Any, state: Any, sublayer: Any, **options: Any) -> Any:

@@ -95,7 +95,7 @@ class WideProjection(LinearMap):
     def forward(self, x: Tensor, *, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """Return W (gain x) + bias: (..., in_features) -> (..., out_features), in at least float32.
 
-        gain: (in_features,), multiplied into the weights, because they are smaller than x. bias: (out_features,), used
+        gain: (in_features,), multiplied into the weights, which have fewer entries than x. bias: (out_features,), used
         in place of the module's own bias.
         """
         weight = self.weight if gain is None else at_least_float32(self.weight) * at_least_float32(gain)

@@ -159,7 +159,10 @@ class PredictConnection(Connection):
 
 
 class CorrectConnection(Connection):
-    """The connection around the MLP: it updates the active stream, and corrects all streams by the innovation."""
+    """The connection around the MLP: it updates the active stream, and corrects all streams by the innovation.
+
+    The innovation is the updated active stream minus its prediction.
+    """
 
     def __init__(self, scheme: AlternatingUpdates, norm: nn.Module, predict: PredictConnection):
         super().__init__()

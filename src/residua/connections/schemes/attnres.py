@@ -60,7 +60,7 @@ class AttentionResiduals(SourcesScheme):
 
 
 class DepthCollapse(nn.Module):
-    """The readout: the same attention over all sources, (batch, seq, dim)."""
+    """The readout: attention over all sources, as in a connection. Returns (batch, seq, dim)."""
 
     def __init__(self, attend: DepthRead | None):
         super().__init__()

@@ -82,7 +82,7 @@ class InklingRead(SelfStarting):
 
 
 class InklingCollapse(nn.Module):
-    """The readout: the same attention over all sources, (batch, seq, dim)."""
+    """The readout: attention over all sources, as in a connection. Returns (batch, seq, dim)."""
 
     def __init__(self, attend: InklingRead | None):
         super().__init__()

@@ -46,18 +46,18 @@ class DeepDelta(ChannelScheme):
     authors' code, except for `start`. docs/deviations.md lists every choice.
 
     map              "k": the sublayer gives the direction. With operator="unit" the scale of its output then has no
-                     effect, so neither have LayerScale, DropPath's 1/keep and depth-scaled initialisation; an output
-                     of zero leaves the state unchanged. "v": the sublayer gives the value
+                     effect, so LayerScale, DropPath's factor 1/keep and depth-scaled initialisation have none either;
+                     an output of zero leaves the state unchanged. "v": the sublayer gives the value
     k_norm           the length m by which the direction k~ is divided: "rms", sqrt(|k~|^2 + k_eps^2); "add",
                      |k~| + k_eps; "clamp", max(|k~|, k_eps); "rms_d", sqrt(|k~|^2 + dim k_eps^2)
     k_eps            the eps in m, which keeps the normalised direction finite if k~ is zero
-    k_proj           the direction is a linear map of the sublayer's output
+    k_proj           k-Map: whether k~ is a linear map of the sublayer's output, in place of the output itself
     operator         "unit": I - beta k k^T with unit k; "v1_eps": as in the first version, with raw k
     beta_init        beta of every token at the start, in [0, 2]; 0 and 2 are shifted inwards by 2e-6
     beta_head        "linear", or "mlp": two layers with tanh
     beta_hidden      units of the "mlp"
-    beta_input       input of the gate: "context" (RMSNorm of x_in), the state "pool_mean", "flatten" or "conv", or
-                     "sublayer_out", the normalised sublayer output
+    beta_input       input of the gate: "context" (RMSNorm of x_in), the state through "pool_mean", "flatten" or
+                     "conv", or "sublayer_out", the normalised sublayer output
     v_activation     "scaled_sigmoid" (v_scale * sigmoid), "linear" or "constant" (v_constant)
     v_scale          factor of the "scaled_sigmoid"
     v_constant       the value of "constant"
@@ -66,7 +66,7 @@ class DeepDelta(ChannelScheme):
     phi_k            v-Map: the map that gives the direction: "linear" and "mlp" of phi_k_input, "pool_mlp" of the mean
                      of the channels, "flatten_mlp" of all of them, or "attention" over them
     phi_k_input      v-Map: input of "linear" and "mlp", the "context" or "x_in" without a norm
-    phi_k_hidden     v-Map: hidden width; dim / 4 for "mlp" and "attention", dim for the pooled forms
+    phi_k_hidden     v-Map: hidden width; None: dim / 4 for "mlp" and "attention", dim for "pool_mlp" and "flatten_mlp"
     start            "average": compressors average the channels, and gates start at beta_init; "authors": initialised
                      as in the authors' first code; "rewrite": as in their current code, whose models also have
                      `output_init="depth"`

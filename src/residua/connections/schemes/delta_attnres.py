@@ -27,7 +27,7 @@ from residua.ops.derived import derive
 class DeltaDepthCoefficients(NamedTuple):
     """weights: (batch, seq, sources), or (batch, seq, heads, sources) with several heads; gate: (), the factor g.
 
-    In at least float32. weights is None for a single source, which has weight 1; gate is None without a gate.
+    Both are in at least float32. weights is None for a single source, which has weight 1; gate is None without a gate.
     """
 
     weights: Tensor | None

@@ -191,7 +191,7 @@ class GatedDeltaConnection(ChannelConnection):
     def write(self, y: Tensor, carry: Carry) -> State:
         scheme, state = self.scheme, carry.residual
         erase, write, _ = carry.coefficients
-        every = scheme.keeps_every if self.has_stream_axis else 1  # the norm keeps the state of a single channel
+        every = scheme.keeps_every if self.has_stream_axis else 1  # the norm keeps a state of one channel anyway
         for r, h in enumerate([y] if self.parts is None else self.parts(y)):
             e, w = (None if gates is None else self._of_direction(r, gates) for gates in (erase, write))
             if w is not None and scheme.write == "value":

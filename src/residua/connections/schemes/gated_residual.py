@@ -2,7 +2,7 @@
 
     Z_i = (1 + w_i) norm(X_i),   x = mean_i G_i Z_i,   X_i <- X_i + p_i F(x)
 
-This is `qwen4_exp` in transformers. The norm is part of the read, one for each stream; the sublayer has no other norm.
+This is `qwen4_exp` in transformers. The read normalises every stream; the sublayer has no other norm.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,9 @@ from residua.ops.precision import linear, promote
 @dataclass(frozen=True)
 class GatedResidual(ExpandingScheme, MixingScheme):
     """The gated residual. Starts near the pre-norm residual: gates near 1/2 halve the normalised input.
+
+    With Z_i = (1 + w_i) norm(X_i) for the n streams X_i, the gates are G = sigmoid(U silu(D vec(Z) / n)), and the write
+    weights are p = 2 sigmoid(B vec(Z) / n).
 
     gate_rank       rank of the gates, the number of rows of D; 320 in Qwen4-Exp, at width 2560
     weight_std      standard deviation of the initial D, U and B, with start="published"
@@ -79,7 +82,7 @@ class GatedRead(SelfStarting):
         self.preferred = None if published else index % n
         self.norm = norm
         self.weight = nn.Parameter(torch.empty(n, dim))
-        # If U is 0, D must not be: their gradients would both be 0.
+        # If U is 0, D must not be 0 too: their gradients would both be 0.
         self.down = Projection(n * dim, scheme.gate_rank, std=scheme.weight_std)
         self.up = Projection(scheme.gate_rank, n * dim, std=scheme.weight_std if published else 0.0)
         self.reset_parameters()
@@ -87,7 +90,7 @@ class GatedRead(SelfStarting):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         if self.preferred is not None:
-            # The gains are then n + 1 and n - 1 times 1: 2 on average, exactly.
+            # One gain is then n + 1, and the other n - 1 gains are 1: exactly 2 on average.
             nn.init.constant_(self.weight[self.preferred], self.weight.shape[0])
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor]:

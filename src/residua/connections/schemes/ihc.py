@@ -1,4 +1,4 @@
-"""Independent hyper-connections, iHC: n residual streams that are read and written by token, and never mixed.
+"""Independent hyper-connections, iHC: n residual streams, read and written by weights for each token, never mixed.
 
     x = sum_i h_pre[i] X[i],   X[o] <- X[o] + h_post[o] F(norm(x))
 

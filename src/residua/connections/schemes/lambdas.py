@@ -71,7 +71,8 @@ class Lambdas(SingleStreamScheme):
     backout        initial b; x_mid is the state after block L // 2 of L, counted from 0, or before the last sublayer
                    if that comes first; None: no backout
     norm           "pre": before a sublayer; "post": DeepNorm, x <- norm(alpha x + p h) with the constant alpha =
-                   num_sublayers^(1/4), without r, z and backout; the sublayers' own small start is up to the model
+                   num_sublayers^(1/4), without r, z and backout; the smaller initialisation that DeepNorm gives to
+                   sublayers is left to the model
     gate           "token": the share e of the component of p h along r x + z x0 is not written; e = tanh(w . c + b)
                    of the normalised context c, 0 at the start; needs when="read". "none": all of p h is written
     """
@@ -218,8 +219,8 @@ class ScaledConnection(CompressingConnection):
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> Mixing | None:
         """Return the scales as a matrix on the rows x and x0.
 
-        None with scales for each feature, with biases, and with norm="post". x_mid is not a row, because it is only a
-        copy of the state for the readout.
+        The result is None with scales for each feature, with biases, and with norm="post". x_mid is not a row, because
+        it is only a copy of the state for the readout.
         """
         scheme = self.scheme
         if scheme.per_feature or scheme.bias or scheme.norm == "post":

@@ -77,7 +77,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
     @property
     def residual_start(self) -> Mapping[str, Any] | str:
         if self.layout == "copies":
-            return {"start": "residual"}  # reads sum to 1, writes are 1, and mixing keeps equal streams
+            return {"start": "residual"}  # reads sum to 1, writes are 1, and equal streams stay equal when mixed
         return "with layout='split' a sublayer sees a mixture of the pieces, never the whole state; use layout='copies'"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:

@@ -33,7 +33,7 @@ from residua.ops.norm import mean_square
 
 class MultiwayCoefficients(NamedTuple):
     """weights: (batch, seq, ways, sources), the averages that begin a block. gates: (batch, seq, 2), of the residual
-    and of the sublayer's output. In at least float32; None without them.
+    and of the sublayer's output. Both are in at least float32; None if the connection has no averages or no gates.
     """
 
     weights: Tensor | None
@@ -58,7 +58,8 @@ class MultiwayDynamicDense(BlocksScheme):
     prepost_norm     sources are normalised (a gain each) before they are averaged, the average for the residual is
                      normalised again (a gain that starts at 0.001), and the last output is added to every average; the
                      paper needs this for deep and narrow models
-    hidden_multiple  the hidden width, ways times sources, is rounded up to a multiple of this number
+    hidden_multiple  the hidden width is the smallest multiple of this number above ways times sources; with 1, it is
+                     ways times sources
     readout_multiple  factor on the hidden width of the readout, which has one way
     """
 
@@ -144,8 +145,8 @@ class MultiwayAverage(DynamicWeights):
     """`ways` averages over the outputs `taken`, with weights computed from the last output.
 
     A tuple of n tensors (batch, seq, dim) -> `ways` tensors (batch, seq, dim), the residual's last; the outputs with
-    which the state continues (normalised if asked); the weights (batch, seq, ways, taken) in at least float32; and the
-    gates (batch, seq, 2), or None unless `gated`.
+    which the state continues (normalised if `normalised` is set); the weights (batch, seq, ways, taken) in at least
+    float32; and the gates (batch, seq, 2), or None unless `gated`.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class ResidualConnection(CompressingConnection):
 
 
 class GatedWriteConnection(CompressingConnection):
-    """state + g sublayer(norm(x)), with g from the same x as the norm. g starts at 1: w and b at 0, s at 1."""
+    """state + g sublayer(norm(x)), with g computed from x before the norm. g starts at 1: w and b at 0, s at 1."""
 
     def __init__(self, norm: nn.Module, compress: nn.Module, dim: int, *, norm_eps: float):
         super().__init__(compress)

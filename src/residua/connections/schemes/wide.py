@@ -30,7 +30,8 @@ class WideResidual(ExpandingScheme, MixingScheme):
     """The wide residual. Without `retention` it starts as the plain residual, in streams that differ.
 
     spread          c: the write logits b start evenly between -c and c; with 0 the streams never differ
-    retention       start of rho = 1 - max_forget s(-r), the share of a stream that a write keeps; None: all of it
+    retention       start of rho = 1 - max_forget s(-r) with learned r, the share of a stream that a write keeps; None:
+                    a write keeps all of it
     max_forget      the largest share that a write can forget
     """
 
