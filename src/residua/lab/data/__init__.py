@@ -1,4 +1,4 @@
-"""Text to tokens on disk (`prepare`), and tokens to batches (`Batches`, `HeldOutBatches`)."""
+"""Turn text into tokens on disk (`prepare`), and tokens into batches (`Batches`, `HeldOutBatches`)."""
 
 from residua import lazy
 

@@ -1,4 +1,4 @@
-"""Turn documents into token ids on all cores: tokenizers encodes the documents of a group in parallel."""
+"""Turn documents into token ids on all cores: the package tokenizers encodes the documents of a group in parallel."""
 
 import hashlib
 import json

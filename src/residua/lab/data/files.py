@@ -12,7 +12,7 @@ from residua.lab.data.corpus import Corpus
 from residua.lab.data.formats import PIECE, PROSE, SUFFIXES, file_documents, file_size, has_column, is_text, kind
 
 SIDE_FILES = (".json", ".csv", ".tsv", ".arrow")
-"""Formats that often hold other data than texts; in a folder, such a file is left out if it lacks the column."""
+"""Formats that often hold data other than texts; in a folder, such a file is left out if it lacks `text_column`."""
 MOST_SUFFIXES = 20
 """The largest number of unreadable suffixes that an error lists."""
 

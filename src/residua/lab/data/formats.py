@@ -17,7 +17,7 @@ from residua.files.reading import regular
 from residua.lab.data.corpus import Document
 
 PIECE = 8192
-"""The longest document in a text file, in characters. Longer files are cut at the last blank line or line before it."""
+"""The default length of documents in a text file, in characters. Longer files are cut at blank lines or line ends."""
 COMPRESSED = (".gz", ".zst")
 BLOCK = 2**20
 """The number of characters to read at once."""
@@ -66,7 +66,7 @@ def file_documents(file: Path, column: str, longest: int = PIECE) -> Iterator[Do
         if (suffix := kind(file)) in BINARY:
             yield from _row_documents(file, BINARY[suffix](file, column), column)
             return
-        # Prose may have any line ending; JSON lines end at "\n" only, and CSV reads its own.
+        # Prose may have any line ending; JSON lines end only at "\n"; the module csv handles line endings itself.
         with _opened(file, None if suffix in PROSE else "" if suffix in TABLES else "\n") as stream:
             if suffix in PROSE:
                 yield from _prose(file, stream, longest)

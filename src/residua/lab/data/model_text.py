@@ -63,7 +63,7 @@ def open_text(
     Args:
         folder: the folder of the tokenizer, for errors.
         text_column: the key of the text in rows, if the text is not prepared.
-        trained_on: the facts of the model's training data. Long documents are cut as they were there.
+        trained_on: the facts of the model's training data. Long documents are cut as they were in those data.
 
     Raises:
         InputError: the data were prepared with another tokenizer, or there is no text at `place`.

@@ -49,7 +49,7 @@ DEFAULT_ENTRIES = 2048
 MOST_NAMED = 20
 """The largest number of left-out files that are printed; index.json lists all."""
 NOTABLE = 0.1
-"""If the held-out fraction differs from the requested fraction by more than this share of it, a line says so."""
+"""A line reports a held-out fraction that differs from the requested one by more than this share of the latter."""
 
 
 def prepare(
@@ -86,8 +86,8 @@ def prepare(
         text_column: the column or key of rows and data sets that holds the text; "meta.text" is nested.
         sample: the sample of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
         split: "documents" assigns each document by its own hash. "share" holds out the documents with the smallest
-            hashes until their bytes are the requested fraction, and cuts a document that is too long. The default is
-            "documents" for the hub, for more than a million documents, and if the held-out part comes within a
+            hashes until their bytes are the requested fraction, and cuts the document that would exceed it. The default
+            is "documents" for the hub, for more than a million documents, and if the held-out part comes within a
             quarter of the fraction; otherwise "share".
         longest_document: the longest document, in characters; a longer one is cut at a blank line or a line end. 0 cuts
             none. By default 8192 in text files, and 0 elsewhere.

@@ -16,7 +16,7 @@ Split = Literal["train", "validation"]
 Splitting = Literal["documents", "share"]
 """How documents are held out: each by its own key, or those with the smallest keys up to a share of the bytes."""
 MOST_KEYS = 1_000_000
-"""The largest number of documents for which a share is computed; of more, each is assigned by its own key."""
+"""The largest number of documents for which a share is computed; if there are more, each is assigned by its key."""
 CLOSE_SHARE = 0.25
 """Documents are assigned by their own keys if the result is within this relative distance of the requested share."""
 UNCUT = 0.05
@@ -66,7 +66,7 @@ SHORTEST_TAIL = 64
 
 
 class Cut(NamedTuple):
-    """A document that is cut in two: its key, the characters before the cut, and the keys of both parts."""
+    """A document that is cut in two: its key, the number of characters before the cut, and the keys of both parts."""
 
     key: int
     position: int

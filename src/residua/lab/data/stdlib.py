@@ -65,7 +65,7 @@ def open_stdlib() -> Corpus:
 
 
 def _sections(topics: dict[str, str]) -> Iterable[str]:
-    """Return each section of pydoc's topics once. Many topics repeat sections with other underlines of the headings."""
+    """Return each section of pydoc's topics once. Many topics repeat a section with another underline."""
     heading = re.compile(r"\n\n+(?=[^\n]+\n([*=~^-])\1{2,}\n)")
     sections: dict[str, str] = {}
     for _, topic in sorted(topics.items()):

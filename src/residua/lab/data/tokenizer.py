@@ -96,7 +96,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a folder for AutoTokenizer, whose bytes do not depend on the version of transformers."""
+    """Write a folder that AutoTokenizer opens. Its bytes do not depend on the version of transformers."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.eos_token,

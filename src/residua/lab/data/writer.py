@@ -70,7 +70,7 @@ class Staging:
 def staging(out: Path, plan: dict[str, Any]) -> Iterator[Staging]:
     """Yield a folder to write into, which is renamed to `out` at the end; after an error it stays if it holds progress.
 
-    The progress of an earlier preparation with the same `plan` is kept. Raises InputError if that preparation has
+    The progress of an earlier preparation with the same `plan` is kept. Raises InputError if an earlier preparation had
     another plan, another process is preparing `out`, or `out` cannot be made; RunError if writing fails.
     """
     folder = unlinked(out.with_name(f".{out.name}.preparing"))
@@ -131,7 +131,7 @@ def text_progress(
 ) -> Iterator[Iterator[Document]]:
     """Show how much of `total` bytes of text (0 if unknown) is read, after `done` bytes of an earlier call.
 
-    Yields an iterator over the documents. time_left: show it; False if long work follows the reading.
+    Yields an iterator over the documents. time_left: whether to show the time left; False if long work follows.
     """
     start = last_update = time.monotonic()
     earlier_bytes = done

@@ -1,8 +1,8 @@
 """Collect traces of runs, trace files and models, and turn them into the explorer's data: a JSON payload, and arrays.
 
-The page must be small enough for email, so all arrays must fit into the rest of `PAGE_BYTES`: as float32 if they all
-fit, otherwise as float16, except beta. Arrays that still do not fit are kept only at the sampled tokens; the page says
-so.
+The page must be small enough for email, so all arrays must fit into the part of `PAGE_BYTES` that the library and the
+payload leave: as float32 if they all fit, otherwise as float16, except beta. Arrays that still do not fit are kept only
+at the sampled tokens; the page says so.
 """
 
 import json
@@ -238,9 +238,9 @@ def _halved(array: np.ndarray) -> np.ndarray:
 
 
 def _over_training(source: Source) -> dict[str, np.ndarray]:
-    """Return the gates over training, if they were logged: `steps` (N), and arrays such as `training.beta.mean` (N, S).
+    """Return the gates over training, if they were logged: `training.beta.steps` (N), `training.beta.mean` (N, S), ...
 
-    N logged steps, S sublayers.
+    There are N logged steps and S sublayers.
     """
     folder = source.path
     if folder is None or not folder.is_dir():

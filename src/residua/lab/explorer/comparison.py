@@ -19,7 +19,7 @@ def comparison_payload(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the comparison of the runs in `folders` as plain values, with each row in turn as the baseline.
 
     `against[baseline]` has the `unit` of the differences; for every row by name, the differences along each axis as
-    lists [position, mean, deviation or None, pairs of seeds], which are zero for the baseline itself; the rows whose
+    lists [position, mean, standard deviation or None, pairs of seeds], zero for the baseline itself; the rows whose
     final difference is more than noise (`clear`); the rows that cannot be compared (`refused`); and `notes`. `colour`
     is the colour number of a row in every picture.
 

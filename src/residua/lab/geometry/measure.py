@@ -21,10 +21,10 @@ from residua.models.evaluating import evaluating
 
 Predict = Callable[[Tensor], Tensor]
 
-# Changing the last input of a causal model changes no bit of its earlier outputs if sums keep their order. A few
-# roundings are allowed for kernels that change the order. In units of float64's epsilon.
+# Changing the last input of a causal model changes no bit of its earlier outputs if sums keep their order. For kernels
+# that change the order, a change of this many float64 epsilons is allowed.
 ROUNDINGS = 64
-# This many standard errors below the floor count as a leak: by chance in about 1 of 700 measurements.
+# A result this many standard errors below the floor is a leak. By chance alone, about 1 of 700 measurements is as low.
 LEAK_ERRORS = 3.0
 BATCH = 256  # trajectories at once
 
@@ -57,8 +57,8 @@ class SquaredErrors(NamedTuple):
 class Position0(NamedTuple):
     """The result of `position0`: whether the model leaks, the floor, and a difference with its standard error.
 
-    The difference to the best causal prediction E R x_0 is taken trajectory by trajectory, which removes most of the
-    noise. For a causal model its expectation is not negative.
+    The difference is the model's error minus that of the best causal prediction E R x_0. It is taken trajectory by
+    trajectory, which removes most of the noise. For a causal model its expectation is not negative.
     """
 
     position0_leak: bool

@@ -113,7 +113,7 @@ class Architecture:
         return self.scheme.state_size(0, self.dim) if self.row.wide else self.dim
 
     def describe(self) -> dict[str, Any]:
-        """Return everything as plain values."""
+        """Return the sizes, the width and the connection as plain values."""
         sizes = {key: value for key, value in asdict(self).items() if key != "row"}
         return sizes | {"width": self.width, "connection": dict(self.row.connection)}
 

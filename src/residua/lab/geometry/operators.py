@@ -3,7 +3,7 @@
 The published comparison has three operators: the pooled Householder (called "DDL", but without the delta write), the
 gated mixture of rotation and reflection ("hybrid"), and a truncated Cayley map ("JPmHC") that starts from I and
 therefore cannot reach the eigenvalue -1. Here there are also the exact rotation without a reflection, the Cayley map
-with JPmHC's own start and the exact one, x + MLP(x), one linear map, and the hybrid with other gates and penalties.
+with JPmHC's own start, the exact Cayley map, x + MLP(x), one linear map, and the hybrid with other gates and penalties.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ class Gates(NamedTuple):
 
 
 class Operator(nn.Module):
-    """An operator (batch, DIM) -> (batch, DIM). Like a model, `forward` appends its `Gates` to `coefficients`."""
+    """An operator (batch, DIM) -> (batch, DIM). Its `forward` appends `Gates` to `coefficients`, as a model's does."""
 
     gate_penalty = 0.0
 
@@ -42,7 +42,7 @@ def _network(outputs: int) -> nn.Sequential:
 
 
 class Householder(Operator):
-    """(I - beta k k^T) x with k and beta = 2 sigmoid computed from x."""
+    """(I - beta k k^T) x, with k and beta computed from x; a sigmoid keeps beta between 0 and 2."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Householder(Operator):
 
 
 class Rotation(Operator):
-    """Q x, the exact Cayley rotation of one plane, with u, v and beta = softplus computed from x; no reflection."""
+    """Q x, the exact Cayley rotation of the plane of u and v, without a reflection; u, v and beta > 0 come from x."""
 
     def __init__(self):
         super().__init__()

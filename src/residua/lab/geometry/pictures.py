@@ -62,7 +62,7 @@ def _finite(points: Iterable[Sequence[float | None]]) -> PointList:
 def _online(record: Record) -> PointList:
     """Return the online error by position: the curve over all data plus the paired difference online minus full.
 
-    This way it has no noise from the choice of trajectories.
+    This removes the noise from the choice of trajectories.
     """
     full = record.get("by_position") or []
     points = _finite((at + 1, full[at] + online - same) for at, online, same in record.get("online_by_position") or [])
@@ -185,14 +185,14 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
 
 
 def _named(panel: Panel) -> set[str]:
-    """Return the groups to show in colour: all, or of many only the plain residual, the lowest and the highest."""
+    """Return the groups to show in colour: all; if there are many, the plain residual, the lowest and the highest."""
     ends = sorted((_mean(group, panel.curve)[-1][1], group.name) for group in panel.groups)
     names = [name for _, name in ends]
     return set(names) if len(names) <= MOST_LINES else {names[0], names[-1], "residual"}
 
 
 def _circled(panel: Panel) -> list[Group]:
-    """Return the groups in colour whose error from prefixes is drawn beside that from full sequences."""
+    """Return the groups in colour for which the error from prefixes is drawn too, as circles."""
     named = _named(panel)
     return [group for group in panel.groups if panel.circles and group.name in named and is_causal(group) is False]
 

@@ -67,7 +67,7 @@ LOSSES: dict[str, tuple[Estimate, ...]] = {
 NORM_DEVIATIONS = (0.474, 0.506, 0.543, 0.004, 0.001)
 
 # EDelta on the gyroscope, by the weight of the gate penalty: losses, and gates at the end. RESEARCH, seed 42 according
-# to its appendix. 0.1 is the default, which `LOSSES` has too.
+# to its appendix. 0.1 is the default, also for `LOSSES`.
 PENALTY = {0.0: (8.2e-4, "[0.3, 0.7]"), 0.05: (6.1e-4, "[0.1, 0.9]"), 0.1: (5.69e-4, "{0, 1}"), 0.2: (5.8e-4, "{0, 1}")}
 PENALTY_DEFAULT = 0.1
 GYROSCOPE_EARLIER = 7.08e-4

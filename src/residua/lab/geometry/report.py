@@ -4,7 +4,7 @@ A record is a dict that JSON can hold. A run (`study.train`, `study.train_operat
 
     task, model, label, seed    label: the name in tables; seed: the seed of weights and batches, not of the data
     parameters                  the number of parameters of the model, including the wrapper
-    loss, best_loss             mean squared error on the whole validation set, at the end and the lowest in between
+    loss, best_loss             mean squared error on the whole validation set, at the end, and the lowest of `curve`
     curve, gates                [[step, validation loss], ...], and the same for the mean "gamma" and "beta"
     diverged                    whether the run ended with numbers that are not finite; unmeasured values are None
     settings                    sizes and recipe; runs with different settings are never averaged
@@ -48,7 +48,7 @@ SEQUENCE_COLUMNS = {"causal": "causal", "loss": "MSE, full sequence", "online_lo
 SEQUENCE_COLUMNS |= {"position0_loss": "MSE, position 0", "norm_deviation": "norm deviation"}
 REFLECTION_COLUMNS = {"cosine": "cosine with −x", "beta": "β", "gamma": "γ", "loss": "MSE"}
 AVERAGED = ("loss", "online_loss", "position0_loss", "norm_deviation", "cosine", "beta", "gamma")
-# The formats of a mean and of its standard deviation, for other values and for losses.
+# The formats of a mean and of its standard deviation: `LOSS_STYLE` for losses, `STYLES` for other values.
 STYLES = dict.fromkeys(("cosine", "beta", "gamma"), (".3f", ".3f")) | {"norm_deviation": (".3g", ".1g")}
 LOSS_STYLE = (".2e", ".1e")
 

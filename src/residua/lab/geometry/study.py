@@ -312,7 +312,7 @@ def _gate_means(coefficients: list[Any]) -> dict[str, float]:
     return {gate: sum(parts) / len(parts) for gate, parts in means.items() if parts}
 
 
-# The measurements of a model; None if it diverged or the task has a single position.
+# The fields of all measurements, without values: for a model that diverged, and for a task with a single position.
 _NOTHING: dict[str, Any] = dict.fromkeys(
     (*measure.SquaredErrors._fields, *measure.Causality._fields, "position0_loss", "norm_deviation", "stream_norms")
 )

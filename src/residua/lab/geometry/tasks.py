@@ -37,8 +37,8 @@ class Data(NamedTuple):
 class Task:
     """A task and its sizes; `dataclasses.replace` gives a smaller one.
 
-    length: the number of inputs of a trajectory, which has one more point. val_seed: None takes the last `num_val`
-    trajectories drawn with `seed` for validation; otherwise they are drawn separately.
+    length: the number of inputs of a trajectory, which has one more point. val_seed: the seed of the validation data;
+    None: the last `num_val` trajectories drawn with `seed` are the validation data.
     """
 
     name: str

@@ -42,8 +42,9 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
     The first module is named "embedding", the others after the sublayer that wrote last, such as "1 attention". In
     every forward pass, the output of a module is the readout of the state at its boundary, (batch, seq, dim), before
     the last norm of the model. If a hook returns another value, the state gets the smallest change in the Euclidean
-    norm such that its readout is this value: for a linear readout the pseudo-inverse times the difference, otherwise
-    Newton steps of this kind. Otherwise the state stays the same, bit for bit. A module without hooks costs nothing.
+    norm such that its readout is this value. For a linear readout, this is the pseudo-inverse times the difference; for
+    other readouts, it is found by Newton steps of this kind. If no hook returns another value, the state stays the
+    same, bit for bit. A module without hooks costs nothing.
 
     Values can be written back under `torch.no_grad()`; with gradients only if the state itself is the readout. While
     the `with` block runs, the modules are also the submodule `boundaries` of the model.

@@ -12,8 +12,8 @@ from residua.lab.inspection.measure import each_token
 class DepthReads:
     """Collect `DepthWeights` of T tokens, sublayer by sublayer; sampled: (P) positions of tokens.
 
-    Sublayers see different sources: later sublayers see more, and a sum of outputs may still be incomplete. Sources
-    that begin with the same sublayer share a column.
+    Sublayers see different sources: later sublayers see more, and a source that sums outputs may still lack some of
+    them. Sources that begin with the same sublayer share a column.
     """
 
     def __init__(self, sampled: Tensor):

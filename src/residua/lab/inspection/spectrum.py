@@ -30,9 +30,9 @@ class Products(NamedTuple):
 def rank_one_products(k: Tensor, beta: Tensor) -> Products:
     """Analyse the products of the shortcuts I - beta k k^T of S delta writes on R^d. k: (S, P, d), beta: (S, P).
 
-    `ops.compose` gives a product in the WY form I - K^T T K. It is the identity outside the span of the k's. With the
-    QR decomposition K^T = Q R, the small matrix I - R T R^T therefore has all of its singular values, except d - min(S,
-    d) that are 1. det M_l = prod(1 - beta |k|^2).
+    `ops.compose` gives a product in the WY form I - K^T T K, which is the identity outside the span of the k's. With
+    the QR decomposition K^T = Q R, the small matrix I - R T R^T therefore has all singular values of the product,
+    except d - min(S, d) that are 1. det M_l = prod(1 - beta |k|^2).
     """
     k, beta = k.double(), beta.double()
     broken = ~(k.isfinite().all(-1) & beta.isfinite())

@@ -1,4 +1,4 @@
-"""Watch a forward pass by stand-ins for `read` and `write` that do the same and record inputs and outputs."""
+"""Watch a forward pass with stand-ins that call the original `read` and `write` and record inputs and outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -93,7 +93,7 @@ def watching(stream: Stream, record: Callable[[ConnectionRecord], None]) -> Abst
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Run modules that were compiled in place as plain code in the `with` block; compiled code skips `record`."""
+    """Run modules without their compiled code while the `with` block runs, because compiled code skips `record`."""
     # Do nothing if no module is compiled, because set_stance loads the compiler, which takes seconds.
     if all(module._compiled_call_impl is None for module in model.modules()):
         yield
