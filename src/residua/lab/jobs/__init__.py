@@ -1,1 +1,1 @@
-"""Runs in worker processes, and on Slurm."""
+"""The execution of runs: in worker processes, or on Slurm."""

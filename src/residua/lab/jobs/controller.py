@@ -1,4 +1,4 @@
-"""Query the cluster and this user's jobs by Slurm's commands. Accounting is only needed for sacct."""
+"""Query the cluster and this user's jobs with Slurm's commands. Only sacct needs Slurm's accounting."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from residua.errors import first_line
 from residua.lab.records.progress import say_once
 
 SLURM_COMMANDS = ("srun", "sbatch", "scancel")
-"""The commands of Slurm that this package needs. Some clusters keep squeue or scontrol from their users."""
+"""The commands of Slurm that this package needs. squeue and scontrol are optional: some clusters do not offer them."""
 AWAY = (
     *("unable to contact slurm controller", "socket timed out", "connection refused", "connection timed out"),
     *("communication connection failure", "zero bytes were transmitted", "temporarily un", "in standby mode"),
@@ -52,7 +52,7 @@ def queue() -> dict[str, QueuedJob] | None:
 
 
 def state_in_accounts(number: str) -> str | None:
-    """Return the state of a job that left the queue, from sacct; None, and one line for the user, if sacct fails."""
+    """Return the state of a job that left the queue, from sacct. If sacct fails, tell the user and return None."""
     try:
         states = _answer("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={number}")
     except (OSError, RuntimeError) as error:
@@ -75,7 +75,7 @@ def settings(*keys: str) -> list[str]:
 def prints_into(folder: Path, number: str) -> bool:
     """Return whether a job is in the queue and its output goes into `folder`.
 
-    Without scontrol, the job's script must be in `folder`.
+    Without scontrol, the folder of the job's script is checked instead.
 
     Raises:
         OSError, RuntimeError: Slurm does not answer.

@@ -60,7 +60,7 @@ class Job:
     key       identifies the run among the records
     steps     the length of the run
     cost      the cost of one step relative to other jobs, for the order of the runs and the remaining time
-    order     jobs with a smaller number begin first; among equals, the longest job first
+    order     jobs with a smaller `order` begin first; among equals, the longest job first
     title     the name in the progress display; empty for the key
     """
 
@@ -112,7 +112,7 @@ class Records(JsonLines):
 
     def add(self, record: Record) -> None:
         """Write the record of a finished run to disk, then drop the run's state. Raises RunError."""
-        record = finite(record)  # as the file will have it
+        record = finite(record)  # as it will be read from the file
         try:
             self.write(record)
             self.sync()
@@ -183,7 +183,7 @@ def run_jobs(
         executor: runs the jobs in place of local processes, see `slurm`.
         finish: a function from a job and its result to the record to write.
         most: the largest number of jobs that the function `jobs` may return in the end, for the progress display.
-        noun: the name of the jobs there, in the plural.
+        noun: the name of the jobs in the progress display, in the plural.
 
     Raises:
         InputError, RunError: a run raised the error, its process died, or a result could not be written. Finished runs

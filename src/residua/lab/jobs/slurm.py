@@ -51,7 +51,7 @@ SETTLE_SECONDS = 60.0
 AWAY_SECONDS = 900.0
 """How long submissions are repeated while Slurm's controller does not answer."""
 KILLS = 3
-"""A run has failed after this many killed jobs."""
+"""A run counts as failed after this many killed jobs."""
 LIMITS = ("ClusterName", "MaxArraySize")
 GONE = "NOT IN THE QUEUE"
 ENDED = (
@@ -64,7 +64,7 @@ INTERNAL = {"return", "command", "folder", "map_count", "nodes", "ntasks_per_nod
 WARNING_SECONDS = 90
 """How long before its time limit a job gets the signal to save its state; the default of signal_delay_s."""
 EARLY_SECONDS = 60
-"""How much earlier Slurm may send this signal."""
+"""How much earlier than requested Slurm may send this signal."""
 LEAST_SECONDS = 30
 """How long a job must be able to work before the signal."""
 
@@ -78,8 +78,8 @@ class Slurm:
     """An executor for `run_jobs`: every run is a Slurm job. If a job is preempted, killed or reaches its time limit,
     another job continues from its saved state.
 
-    If this process is killed, its jobs continue, and the next call of the command waits for them. If it ends in another
-    way, it cancels its jobs.
+    If this process is killed, its jobs continue, and the next call of the command waits for them. If this process
+    ends in another way, it cancels its jobs.
 
     options  options of sbatch, by submitit's names; `time`, in minutes, is required
     most     the largest number of jobs in the queue; None for all
@@ -132,7 +132,7 @@ class Slurm:
 
 
 def _submitit() -> Any:
-    """Return submitit, with its messages on standard output silenced, because that is for results."""
+    """Return submitit, with its messages on standard output silenced, because standard output is for results."""
     import submitit
 
     logger = logging.getLogger("submitit")
@@ -141,7 +141,7 @@ def _submitit() -> Any:
 
 
 def _require_time_to_work(minutes: int, warning: int) -> None:
-    """Raise InputError for a time limit at which jobs would get the signal as soon as they begin. 0 is no limit."""
+    """Raise InputError for a time limit at which jobs would get the signal as soon as they begin. 0 means no limit."""
     least = -(-(warning + EARLY_SECONDS + LEAST_SECONDS) // 60)
     need = (
         f"0 (no limit) or at least {least} minutes, as Slurm warns a job {warning} to {warning + EARLY_SECONDS} s "
@@ -186,7 +186,7 @@ class _Queue:
         self._unsure = True
 
     def begin(self) -> bool:
-        """Submit the runs that may begin, except those with a job from an earlier call. Return whether any is left."""
+        """Submit the runs that may begin and have no job from an earlier call. Return whether any run is unfinished."""
         most = self._settings.most
         while (most is None or len(self._runs) < most) and (job := self._work.next()):
             run = _Run(job, unlinked(self._folder / f"{file_name(job.name)}.json"))
@@ -236,7 +236,9 @@ class _Queue:
     def _jobs_of_earlier_commands(self) -> dict[str, tuple[str, bool]]:
         """Return the number of each run's job, and whether it is in this cluster's queue and belongs to this folder.
 
-        The folder may be a copy of another, or come from another cluster. Raises RunError if Slurm does not answer.
+        The folder may be a copy of another folder, or come from another cluster.
+
+        Raises RunError if Slurm does not answer.
         """
         jobs = {run: (number, cluster) for run, (number, cluster) in _earlier_jobs(self._log).items() if number}
         arrays = {(number.partition("_")[0], cluster) for number, cluster in jobs.values()}
@@ -290,7 +292,7 @@ class _Queue:
         """Cancel jobs of this folder that are not in the log.
 
         sbatch may fail after Slurm has accepted a job, and a command may be stopped before it has written the number.
-        Such a job does not find the file of its run.
+        Such a job does not find its task, because submitit gives the file of the task its final name only afterwards.
         """
         if self._slurm and self._unsure:
             controller.cancel(controller.unknown_jobs(self._folder, self._known))
@@ -417,7 +419,7 @@ def _earlier_jobs(log: JsonLines) -> dict[str, tuple[str | None, str | None]]:
     """Return for each run the number of its last job (None if it ended) and the cluster (None if unknown).
 
     Raises:
-        InputError: a row has another form, such as an option of Slurm in place of a number.
+        InputError: a row is invalid, for example with an option of Slurm in place of a number.
     """
     jobs: dict[str, tuple[str | None, str | None]] = {}
     for row in log.rows:

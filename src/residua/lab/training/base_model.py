@@ -1,6 +1,7 @@
-"""A model to train on: the folder that `model.base` names in a training configuration.
+"""The base of a run: the model in the folder that `model.base` names in a training configuration.
 
-It is a transformers model, plain or converted, or one of ours: an export, or the newest checkpoint of a run.
+The base is a transformers model, plain or converted, or one of our models: an export, or the newest checkpoint of a
+run.
 """
 
 import hashlib
@@ -108,7 +109,7 @@ def open_base(
             f"model.connection must be null, since the base already has the connection {json.dumps(describe(scheme))}, "
             f"got {connection!r}; leave it out, or give the plain model as model.base"
         )
-    if ours:  # its loss takes aligned labels and includes the penalty
+    if ours:  # the loss of our models takes aligned labels and includes the penalty
         return model
     _expect_mean_loss(model, folder)
     connections: Any = stream_of(model).connections
@@ -138,7 +139,7 @@ def rebuild_base(folder: Path) -> PreTrainedModel:
 
 
 def freeze_base(model: PreTrainedModel) -> None:
-    """Freeze all weights of a converted model except the connections, and exclude them from checkpoints.
+    """Freeze all weights of a converted model outside its connections, and exclude the frozen ones from checkpoints.
 
     Raises:
         InputError: the connections have no parameters, or the model was not converted.

@@ -95,7 +95,7 @@ def write_checkpoint(checkpoint: Checkpoint, tensors: Tensors) -> Checkpoint:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a new file. Raises SafetensorError if the disk refuses."""
+    """Write a new file. Raises SafetensorError if the disk is full or fails."""
     path.touch(exist_ok=False)
     mode = path.stat().st_mode  # safetensors makes files readable only by their owner
     save_file(dict(tensors), path, {"format": "pt"})
@@ -240,15 +240,15 @@ def _stored(checkpoint: Checkpoint, kind: str) -> Iterator[Any]:
 
 
 STATES = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
-"""What AdamW and Muon keep of a weight, by key: `step` is one float32 number, the others are like the weight."""
+"""The keys of the state of a weight in AdamW and Muon. `step` is one float32 number; the rest are like the weight."""
 
 
 def _restore_optimizer(stored: Any, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
     """Read the optimizer's state, on the devices of the weights.
 
     Raises:
-        LookupError, ValueError: a tensor is of no weight, or not as the optimizer keeps it. A fused optimizer reads
-            memory by the size of the weight, whatever the size of the state.
+        LookupError, ValueError: a tensor belongs to no weight, or has a shape or dtype that the optimizer does not use.
+            A fused optimizer would read as many bytes as the weight has, even beyond the end of a smaller tensor.
     """
     state: dict[str, dict[str, Tensor]] = {}
     for full_name in stored.keys():  # noqa: SIM118, a file is no mapping
@@ -303,7 +303,7 @@ def _refuse_other_weights(source: Path, stored: Any, weights: Mapping[str, Tenso
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name; shared tensors only under their first name.
 
-    Names in the model's attribute `kept_elsewhere` are excluded, because the code that builds the model loads them.
+    Tensors named in the model's attribute `kept_elsewhere` are excluded; the code that builds the model loads them.
     """
     first_name: dict[int, str] = {}
     tensors = model.state_dict(keep_vars=True)
@@ -327,7 +327,7 @@ def saved_steps(folder: str | Path) -> list[int]:
 
 
 def runs_of_checkpoints(folder: str | Path) -> set[str | None]:
-    """Return the paths of the runs that saved the checkpoints in a run folder, None for an unknown one."""
+    """Return the paths of the runs that saved the checkpoints in a run folder, None for an unknown run."""
     runs = set()
     for path in _saved(Path(folder) / "checkpoints").values():
         with suppress(InputError):
@@ -336,7 +336,7 @@ def runs_of_checkpoints(folder: str | Path) -> set[str | None]:
 
 
 def _saved(folder: Path) -> dict[int, Path]:
-    """Return the folders with names of checkpoints by step, newest first."""
+    """Return the folders that are named like checkpoints, by step, newest first."""
     paths = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
     return {int(step): paths[step] for step in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 STEPS = "train.steps"
 SHARES = {"train.warmup_steps": 0, "train.evaluate_every": 1, "train.checkpoint_every": 1}
-"""The keys whose values in a recipe are shares of its number of steps, and their smallest values."""
+"""The keys whose values in a recipe scale with the number of steps, and their smallest values."""
 Decay = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
 
 
@@ -324,7 +324,7 @@ def _stacked(
 
 
 def _drop_model(values: dict[str, Any]) -> None:
-    """Remove a model from scratch and its tokenizer from the values, because a later source sets a base."""
+    """Remove the settings of a model from scratch and its tokenizer, because a later source sets a base."""
     model = {key for key in values if key.startswith("model.")}
     if model - _keys(BASE_SECTIONS).keys():
         for key in (model | {"data.tokenizer"}) & values.keys():
@@ -355,7 +355,7 @@ def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, A
 
 
 def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """Return the bases of a recipe or file, then itself, each with its own values by dotted key."""
+    """Return the bases of a recipe or file, then the recipe or file, each with its own values by dotted key."""
     if source in chain:
         raise InputError(f"base must not lead back to the same file, got {' -> '.join([*chain, source])}")
     document = parse_yaml(_source_text(source, pipe=not chain), source)
@@ -393,16 +393,16 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def check_keys(keys: Iterable[str], place: str = "") -> None:
-    """Raise InputError for the first key that no configuration has. place: where a study's file has them."""
+    """Raise InputError for the first key that no configuration has. place: the part of a study's file with the keys."""
     for key in keys:
         if key not in KEYS:
             raise InputError(f"{place}{': ' * bool(place)}unknown key {key}{_nearest(key)}")
 
 
 def check_values(values: Mapping[str, Any], place: str) -> None:
-    """Raise InputError for the first key that no configuration has, or value that its key does not take by itself.
+    """Raise InputError for the first key that no configuration has, or the first value that its key does not take.
 
-    place: where a study's file has them.
+    Each value is checked alone, without the other values. place: the part of a study's file with the values.
     """
     for key, value in values.items():
         check_keys([key], place)

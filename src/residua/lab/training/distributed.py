@@ -75,7 +75,7 @@ class Ranks:
     def raise_together(self) -> Iterator[None]:
         """Raise on all ranks if the `with` block raises on one. Only the first such rank reports its error.
 
-        The block must not contain collective operations. Interrupts are not passed on, because each rank gets its own.
+        The block must not contain collective operations. Interrupts are not passed on, because every rank gets them.
         """
         error = None
         try:
@@ -153,8 +153,8 @@ def join(device: str = "auto") -> Iterator[Ranks]:
 class BatchShard:
     """The part of a step that one rank computes. For any number of ranks, the parts together make the same step.
 
-    A step has `accumulation` micro-batches of `rows` sequences. The ranks form `teams` of equal size, as many as divide
-    the micro-batches evenly. A team takes every `teams`-th micro-batch, and its members split the rows.
+    A step has `accumulation` micro-batches of `rows` sequences. The ranks form `teams` teams of equal size, as
+    many as divide the micro-batches evenly. A team takes every `teams`-th micro-batch, and its members split the rows.
     """
 
     rows: int
@@ -193,10 +193,10 @@ class BatchShard:
 
 
 def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> Callable[..., Any]:
-    """Wrap a plain model in DDP if there are ranks, and compile and checkpoint it as configured.
+    """Wrap a plain model in DDP if torchrun is used; compile it and checkpoint its activations as configured.
 
-    Parameters keep their names. Layers are compiled one by one; they are the modules in the model's
-    `_no_split_modules`.
+    Parameters keep their names. In DDP, layers are compiled one by one; `_no_split_modules` of the model names
+    their classes.
     """
     if config.activation_checkpointing:
         recompute_layers(model)

@@ -20,7 +20,7 @@ from residua.lab.records.folder import (
 )
 from residua.lab.training.checkpoint import runs_of_checkpoints, saved_steps
 
-PATIENCE_SECONDS = 3.0  # the workers of a killed sweep hold their runs for a moment, until they end
+PATIENCE_SECONDS = 3.0  # workers of a killed sweep keep the locks of their runs for a moment
 
 
 @contextmanager
@@ -87,6 +87,6 @@ def _expect_own_checkpoints(run: RunFolder) -> None:
 
 
 def more_steps(step: int, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
-    """Return the settings that may also change when a run at `step` resumes: the number of steps, if it grows."""
+    """Return the further settings that may change when a run at `step` resumes: `train.steps`, from `step` to more."""
     lengths = earlier.get("train.steps"), now.get("train.steps", 0)
     return {"train.steps"} if lengths[0] == step < lengths[1] else set()

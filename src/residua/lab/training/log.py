@@ -26,7 +26,7 @@ class RunLog:
     """Write and show the progress of a run, on the first rank only. Every method may raise OSError.
 
     Rows of numbers, one per logged step, go to metrics.jsonl, TensorBoard and Weights & Biases; rows of gates go to
-    connections.jsonl. Opening the log removes the rows after `step`, which a run that resumes there writes again.
+    connections.jsonl. Opening the log removes the rows after `step`, which a resumed run writes again.
 
     stack: closes the files of the log. gates: whether there will be rows of gates. progress: as in `loop.train`.
     """

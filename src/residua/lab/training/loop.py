@@ -32,7 +32,7 @@ STOPPING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 class IndexedBatches(Protocol):
-    """A data source in which batch `index` is always the same, so that the step is its whole state."""
+    """A data source in which batch `index` never changes, so that the step is the whole state of the source."""
 
     def at(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels, two int64 tensors (rows, sequence_length); labels[t] follows inputs[t]."""
@@ -60,12 +60,12 @@ def train(
     nothing had happened: on the CPU the losses are the same to the last bit.
 
     If `distributed.join` connected several processes, all call this function with equal models; each gets its own rows
-    of the micro-batches, by `distributed.BatchShard`. Together they compute the same steps as one process, and stop
-    after the same step. Any number of processes can resume from a checkpoint.
+    of the micro-batches, by `distributed.BatchShard`. Together they compute the same steps as one process, and all
+    stop after the same step. Any number of processes can resume from a checkpoint.
 
     Args:
         model: `model(input_ids=, labels=, shift_labels=).loss` is the mean loss of a batch (a float or bfloat16
-            scalar); labels are aligned with the inputs. It is moved to the device and left there in training mode.
+            scalar); labels are aligned with the inputs. The model is moved to the device and left in training mode.
         batches: `batches.at(i)` returns this rank's rows of micro-batch i = (step - 1) * gradient_accumulation + micro,
             for step = 1, 2, ...
         folder: the path of the run folder, or a RunFolder from `claim`, which also determines `resume`. Several ranks
@@ -158,7 +158,7 @@ def _train(
                 state.save(step, seconds=seconds, val_loss=row.get("val_loss"))
             if stopping:
                 break
-            lap_step, lap_start = step, time.perf_counter()  # evaluating and saving do not count
+            lap_step, lap_start = step, time.perf_counter()  # the time of evaluating and saving does not count
     result = row | {"checkpoint": str(state.newest.path), "interrupted": step < config.steps}
     if result["interrupted"]:
         if ranks.first and not callable(progress):

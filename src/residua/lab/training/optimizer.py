@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 def parameter_groups(model: nn.Module, weight_decay: float, connection_lr_factor: float = 1.0) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups, tied ones once; each group has `weight_decay` and `factor`.
 
-    All weights of linear maps and embeddings are decayed, even maps around a sublayer that start as the identity, as in
-    the code of arXiv 2605.06729. Gains, biases, taps of convolutions and read vectors of any shape need not be small
-    and are not decayed. `factor` multiplies the learning rate. It combines muP's factor (`models.mup`) and, for the
-    connections' own parameters, `connection_lr_factor`.
+    All weights of linear maps and embeddings are decayed, even those of maps around a sublayer that start as the
+    identity, as in the code of arXiv 2605.06729. Gains, biases, taps of convolutions and read vectors of any shape need
+    not be small and are not decayed. `factor` multiplies the learning rate. It combines muP's factor (`models.mup`)
+    and, for the connections' own parameters, `connection_lr_factor`.
 
     A step of AdamW shrinks a weight by learning rate times decay. Under muP the decay is divided by muP's factor, so
     that this product is the same at every width, as in the package mup (MuAdamW).
@@ -113,9 +113,9 @@ def _adamw(groups: list[dict[str, Any]], config: "TrainConfig") -> torch.optim.A
 class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for `matrices`, AdamW for all other parameters, as one optimizer with the groups and the state of both.
 
-    An update of Muon is scaled to the size of AdamW's (0.2 sqrt(max(rows, columns)), arXiv 2502.16982), so that both
-    use the same learning rate. Like a fused optimizer, it changes nothing while `found_inf` is not zero. Muon cannot
-    check this on the device, so the host waits for the device in each step.
+    An update of Muon is scaled to the RMS of AdamW's updates, by 0.2 sqrt(max(rows, columns)) (arXiv 2502.16982), so
+    that both use the same learning rate. Like a fused optimizer, this one changes nothing while `found_inf` is not
+    zero. Muon cannot check this on the device, so the host waits for the device in each step.
     """
 
     def __init__(self, groups: list[dict[str, Any]], matrices: Sequence[nn.Parameter], config: "TrainConfig"):
@@ -143,7 +143,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def _part(groups: list[dict[str, Any]], ids: set[int], *, inside: bool) -> list[dict[str, Any]]:
-    """Return the groups with only the parameters whose ids are, or are not, in `ids`; drop empty groups."""
+    """Keep only the parameters whose ids are in `ids`, or only all others if `inside` is false; drop empty groups."""
     parts = [
         {**group, "params": [parameter for parameter in group["params"] if (id(parameter) in ids) == inside]}
         for group in groups

@@ -53,7 +53,7 @@ class RunState:
         self.run, self._config, self._step, self._facts = run, config, take_step, facts
         self._ranks = take_step.ranks
         self._settings = flatten(run.settings) | {f"data.{name}": facts[name] for name in FINGERPRINTS if name in facts}
-        # Earlier versions derived these values from the settings differently, and a run keeps its first values.
+        # Earlier versions derived the decays from the settings differently, and a run keeps its first decays.
         decays = {group["weight_decay"] for group in take_step.optimizer.param_groups} - {0.0, config.weight_decay}
         if decays:
             self._settings["optimizer.weight_decay"] = sorted(decays)

@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 def next_token_loss(
     model: Callable[..., Any], inputs: Tensor, labels: Tensor, *, end_of_text: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the mean loss of a language model, (), and the penalty that it includes, () or None.
+    """Return the mean loss of a language model and the penalty in this loss (or None), each of shape ().
 
-    end_of_text: the token before each document, if the model has to read documents separately; None for whole rows.
+    end_of_text: the token before each document, if the model must read documents separately; None if it reads rows
+        as a whole.
     """
     output = model(input_ids=inputs, labels=labels, shift_labels=labels, **documents_apart(inputs, end_of_text))
     return output.loss, getattr(output, "penalty", None)
 
 
 class Update(NamedTuple):
-    """The result of a step: the mean loss over all ranks, (), and the norm of the gradient, ().
+    """The result of a step: the mean loss over all ranks and the norm of the gradient, each of shape ().
 
-    penalty: this rank's mean, (), or None if the model has none; first_row: the first row of this rank's inputs,
-    (1, ...).
+    penalty: this rank's mean, of shape (), or None if the model has none; first_row: the first row of this rank's
+    inputs, of shape (1, ...).
     """
 
     loss: Tensor
@@ -58,7 +59,7 @@ class Step:
 
     Args:
         batch: a function from the index of a micro-batch to the arguments of the loss.
-        optimizer: None for that of `config`.
+        optimizer: None for the optimizer of `config`.
         loss: `loss(model, *batch)` returns the mean loss of a micro-batch, and the penalty that it includes or None.
 
     Raises:
