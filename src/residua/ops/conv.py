@@ -50,7 +50,8 @@ def causal_read(streams: Tensor, taps: Tensor, mask: Tensor | None = None, docum
 def consecutive(documents: Tensor) -> Tensor:
     """Return the documents, (..., seq), numbered 0, 1, 2, ... along the sequence.
 
-    Neighbouring tokens with the same number belong to one document. If the number returns later, it is a new document.
+    Neighbouring tokens with the same number belong to one document. If a number occurs again after other numbers, a new
+    document begins.
     """
     borders = documents[..., 1:] != documents[..., :-1]
     return F.pad(borders.cumsum(-1), (1, 0))[..., : documents.shape[-1]]
@@ -230,7 +231,8 @@ def _read(streams: Tensor, taps: Tensor, documents: Tensor | None = None, *, ahe
 
 def _correlate(x: Tensor, streams: Tensor, kernel: int, documents: Tensor | None, *, ahead: bool) -> Tensor:
     """Return sum_t x[t - s] X[t, j], or x[t + s] with `ahead`, over tokens and sequences: (kernel, streams, dim)."""
-    # All products share one buffer, because allocation takes longer than the product. Second derivatives need each one.
+    # All products share one buffer, because allocation takes longer than the product. Second derivatives need every
+    # product, so then there is no buffer.
     products = None if torch.is_grad_enabled() or batched(x) or batched(streams) else torch.empty_like(streams)
     shifts = _shifted(x, kernel, documents, ahead=ahead)
     rows = (torch.mul(shifted, streams, out=products) for shifted in shifts)

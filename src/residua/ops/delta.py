@@ -33,7 +33,7 @@ def unit(k: Tensor, *, k_norm: KNorm = "rms", eps: float = 1e-5) -> Tensor:
 
 
 def _inverse_norm(raw: Tensor, k_norm: KNorm, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Return 1 / m for the norm m that divides k~, and (m / n) dm/dn, or None if that is 1; (..., 1) each."""
+    """Return 1 / m for the m that divides k~, and (m / n) dm/dn with n = |k~|, or None if that is 1; (..., 1) each."""
     if k_norm not in K_NORMS:
         raise ValueError(f"k_norm must be one of {', '.join(K_NORMS)}, got {k_norm!r}")
     square = raw.square().sum(-1, keepdim=True)

@@ -1,7 +1,8 @@
 """Recompute results in the backward pass from tensors that are kept anyway.
 
-A function of a state of several streams, such as its norm, is as large as the state. With `derive` the backward
-pass computes it again, in the same operations, from a state that may be recomputed itself (`ops.recompute`).
+A tensor computed from a state of several streams, such as the normalised state, can be as large as the state. With
+`derive` the backward pass computes it again, in the same operations, from a state that may be recomputed itself
+(`ops.recompute`).
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def derive(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 class _Derived(Function):
-    """Run autograd's own backward pass of the function, so that gradients are equal to the last bit."""
+    """Run autograd's own backward pass of the function, so that gradients equal its gradients to the last bit."""
 
     @staticmethod
     def plain(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

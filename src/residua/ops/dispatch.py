@@ -22,9 +22,10 @@ def choose(implementation: Implementation, state: Tensor, *others: Tensor | None
     it is "reference". Tensors on the meta device, which have shapes but no numbers, need no kernel.
 
     Raises:
-        ValueError: `implementation` is another name; or it is "triton", with 0 or more than 16 streams or in a
-        transform. ModuleNotFoundError: `implementation` is "triton", and triton is not installed. InputError,
-        TypeError: `implementation` is "triton", and the kernels do not take the device or the dtype.
+        ValueError: `implementation` is none of these names; or it is "triton", and there are 0 or more than 16 streams
+        or the call is inside a transform. ModuleNotFoundError: `implementation` is "triton", and triton is not
+        installed. InputError, TypeError: `implementation` is "triton", and the kernels do not take the device or the
+        dtype.
 
     Interpreted kernels (TRITON_INTERPRET=1 when triton was imported) run on every device, slowly; "auto" never picks
     them.

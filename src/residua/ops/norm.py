@@ -113,7 +113,9 @@ def _layer_normed(eps: float, x: Tensor, weight: Tensor, bias: Tensor, *_: Tenso
 class _NarrowRMSNorm(Function):
     """Keep x in its own dtype for the backward pass: a widened copy would take twice the memory.
 
-    With n = x / r, r the root: dw = sum(g n), dx = (g w - n mean(g w n)) / r.
+    With g the gradient of the result, r = sqrt(mean(x^2) + eps) and n = x / r:
+
+    dw = sum(g n),   dx = (g w - n mean(g w n)) / r
     """
 
     @staticmethod

@@ -76,7 +76,9 @@ def linear_at_least_float32(x: Tensor, weight: Tensor, bias: Tensor | None = Non
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ weight.T + bias` as PyTorch does, in the dtype of autocast or of weight; recompute x if possible.
+    """Return `x @ weight.T + bias` as PyTorch does, in the dtype of autocast or of weight.
+
+    The backward pass recomputes x, instead of keeping it, if that is possible.
 
     x: (..., in_features); weight: (out_features, in_features); bias: (out_features,) or None. Returns
     (..., out_features).

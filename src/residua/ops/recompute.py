@@ -63,8 +63,8 @@ def save_state(
 def release(ctx: Any, needed: Sequence[bool] = ()) -> list[Any]:
     """Return the tensors that `save_state` was given, after recomputing the inputs that were not kept.
 
-    For the backward pass of `ctx`: all consumers have run, so the result can be freed. The node that made an input
-    holds it until its own backward pass, for other readers.
+    Call it in the backward pass of `ctx`: by then all consumers of the result have run, so the result can be freed. The
+    node that made an input holds the recomputed input until that node's own backward pass, for other readers.
 
     needed: whether to recompute each input; all by default.
 

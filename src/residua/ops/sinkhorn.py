@@ -1,6 +1,7 @@
 """Doubly stochastic matrices (rows and columns sum to 1, no entry negative): by Sinkhorn's iteration, or exactly.
 
-Both mix n streams without growing them: the spectral norm is at most 1, and the mean of the streams is preserved.
+Such matrices mix n streams without making them larger: the spectral norm is at most 1, and the mean of the streams is
+preserved.
 """
 
 import itertools
@@ -48,7 +49,8 @@ def sinkhorn(
 
 
 class _Sinkhorn(Function):
-    """logits: (n, n, ...). A step takes L to L' = L - logsumexp(L), and its gradient G' to G = G' - exp(L') sum(G').
+    """logits: (n, n, ...). A step maps L to L' = L - logsumexp(L). The gradient of L is G = G' - exp(L') sum(G'), where
+    G' is the gradient of L'.
 
     Autograd would take twice the time and keep every step; this backward pass recomputes the steps.
     """
@@ -88,8 +90,9 @@ def guarded_sinkhorn(logits: Tensor, iterations: int = 20, *, eps: float = 1e-6)
 
     The form of DeepSeek-V4 and GLM-5.3 (`deepseek_v4` and `glm5_next` in transformers). The softmax, by rows, is the
     first division by row sums, so eps = 0 gives `sinkhorn`. With eps > 0 the columns sum to s / (s + eps) at the end,
-    1e-6 below 1. The models mix with the transpose, X'[o] = sum_i C[i, o] X[i]. logits: (..., n, n); returns the same
-    shape and dtype, computed in at least float32. The backward pass keeps only the logits and recomputes the rest.
+    about eps below 1, where s is their sum before the last division. The models mix with the transpose,
+    X'[o] = sum_i C[i, o] X[i]. logits: (..., n, n); returns the same shape and dtype, computed in at least float32. The
+    backward pass keeps only the logits and recomputes the rest.
     """
     expect_shape("logits", logits, (*logits.shape[:-1], logits.shape[-2]), "(..., n, n)")
     if iterations < 1:
@@ -99,8 +102,8 @@ def guarded_sinkhorn(logits: Tensor, iterations: int = 20, *, eps: float = 1e-6)
 
 
 class _GuardedSinkhorn(Function):
-    """logits: (n, n, ...). A step takes C to C' = C / (s + eps), s = sum(C), and its gradient G' to
-    G = (G' - sum(G' C')) / (s + eps).
+    """logits: (n, n, ...). A step maps C to C' = C / (s + eps), s = sum(C). The gradient of C is
+    G = (G' - sum(G' C')) / (s + eps), where G' is the gradient of C'.
     """
 
     @staticmethod

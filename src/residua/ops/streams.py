@@ -28,9 +28,9 @@ def _read(streams: Tensor, weights: Tensor) -> Tensor:
         return (wide_streams * wide_weights).sum(-2).to(streams.dtype)
     x = wide_streams[..., 0, :] * wide_weights[0]
     for j in range(1, weights.shape[0]):
-        # One stream at a time: a sum over streams would write all products to memory first. No `unbind`, because a
-        # compiler keeps its results, which share memory with the streams, and inductor (torch 2.13) may overwrite these
-        # before the backward pass reads the results.
+        # One stream at a time: a sum over streams would write all products to memory first. No `unbind`: a compiler
+        # keeps the results of `unbind` for the backward pass. They share memory with the streams, which inductor (torch
+        # 2.13) may overwrite before the backward pass.
         x.addcmul_(wide_streams[..., j, :], wide_weights[j])
     return x.to(streams.dtype)
 

@@ -57,7 +57,7 @@ class Unrecorded:
 
 
 def applied(function: type[Function], *args: Any) -> Any:
-    """Apply `function`: in its `plain` form inside a transform, and outside autograd if no input needs a gradient.
+    """Apply `function`: in its `plain` form inside a transform, and without autograd if gradients are disabled.
 
     In generation, `Function.apply` takes longer than several operations on one token.
     """

@@ -22,7 +22,7 @@ def scaled_sum(terms: Sequence[Tensor], scales: Sequence[Tensor | None]) -> Tens
         expect_shape("terms", term, terms[0].shape, "the shape of the first")
         if scale is not None and scale.dim():
             expect_shape("scales", scale, terms[0].shape[-1:], "() or (dim,)")
-    if torch.compiler.is_compiling():  # it fuses the sum, and fails if one tensor is passed twice
+    if torch.compiler.is_compiling():  # a compiler fuses the sum, and fails if one tensor is passed twice
         return _ScaledSum.plain(*terms, *scales)
     return applied(_ScaledSum, *terms, *scales)
 

@@ -23,10 +23,10 @@ SublayerFunction = Callable[..., Tensor]
 
 
 class Adapter(ABC):
-    """The common part of the two adapters.
+    """The attributes and methods that both kinds of adapter have.
 
-    scheme: our scheme, with which your module is compared, all options set. If its `published` lists an option and you
-        leave this option at its default, your module is compared with the published version that is nearest to it.
+    scheme: our scheme, with all its options set; your module is compared with it. If its `published` lists an option
+        and you leave this option at its default, the published version that is nearest to your module is taken.
     index: the index of our connection that is compared with yours, or described in detail. The default is the third of
         four, because some schemes omit mappings without influence in the first and the last connection. If the
         connection borrows a part from an earlier one, our parameters include those of this part.
@@ -60,7 +60,7 @@ class Adapter(ABC):
 
 
 class ConnectionAdapter(Adapter):
-    """Your module is one connection around one sublayer; it is compared with number `index` of our stack."""
+    """Your module is one connection around one sublayer; it is compared with connection `index` of our stack."""
 
     @abstractmethod
     def build(self, dim: int) -> nn.Module:

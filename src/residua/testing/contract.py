@@ -4,7 +4,7 @@
     check_scheme(MyScheme())
 
 Each check is a function of a scheme: it returns, or raises AssertionError with the mistake. Parameters are perturbed,
-because a gate that starts at zero hides mistakes in its factor.
+because a gate that starts at zero hides mistakes in the term that it multiplies.
 """
 
 import warnings
@@ -551,7 +551,7 @@ def a_sublayer_must_return_a_tensor_of_its_inputs_shape(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
-    """The state keeps its dtype if parameters have a different dtype, as a float32 stream in a bfloat16 model."""
+    """The state keeps its dtype if parameters have a different dtype, as in a bfloat16 model with a float32 state."""
     start = build(scheme).expand(normal(2, 5, DIM))
     for weights, dtype in [(torch.float64, torch.float32), (torch.float32, torch.float64)]:
         state = tree_map(lambda leaf: leaf.to(dtype), start)  # noqa: B023

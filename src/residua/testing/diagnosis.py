@@ -497,7 +497,7 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
 
 
 class Delta:
-    """The delta write X + beta k (v^T - k^T X) of one of our connections, to compare another write with.
+    """The delta write X + beta k (v^T - k^T X) of one of our connections, for comparison with a module's write.
 
     wide: the state (batch, seq, rows, dim); gate: beta with an axis for the rows; k: (batch, seq, dim); v and the
     readout k^T X: (batch, seq, rows), as in `RankOne`.

@@ -140,7 +140,7 @@ def _gap(compared: "PairedPass") -> tuple[int, float]:
 
 @CHECKS.add
 def parameters(adapter: Adapter) -> None:
-    """The adapter gives each of your parameters a value of the right shape, uses all of ours, and none is frozen."""
+    """Each of your parameters gets a value of the right shape, none computed from ours is frozen, and all of ours are used."""
     pair = Pair(adapter)
     theirs = adapter.parameters(pair.ours)
     given = placed(pair.module, theirs)
@@ -275,9 +275,9 @@ class PairedPass:
 
 
 def _agrees_in_other_calls(pair: Pair) -> None:
-    """Raise CheckFailed unless the results are also ours in evaluation, with gradients, and for other inputs.
+    """Raise CheckFailed unless the results also equal ours in evaluation, with gradients, and for other inputs.
 
-    Code for inference, for training and for the general shape is often written apart, so each can be wrong by itself.
+    A module often has separate code for inference, for training and for general shapes, so each can be wrong by itself.
     """
 
     def compare(where: str, state: Any, *, training: bool = True, grad: bool = False) -> None:
@@ -310,7 +310,7 @@ def _agrees_in_other_calls(pair: Pair) -> None:
 
 
 def with_zeros(state: Any) -> Any:
-    """Return a state whose third token is zero, as that of padding often is."""
+    """Return a state whose third token is zero, as padding often is."""
     return tree_map(lambda x: x.index_fill(1, torch.tensor([2]), 0), state)
 
 
@@ -543,8 +543,9 @@ def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[
 def _in_steps(pair: Pair) -> bool:
     """Return whether the module's results change in steps, as after rounding, while ours change smoothly.
 
-    A step of the state is halved repeatedly, towards the half with the larger change, until float32 could not resolve
-    it. The change of a smooth result then becomes as small as that of ours, and a jump remains.
+    The state moves along a line. The interval is halved repeatedly, and the half in which the results change more is
+    kept, until float32 could not resolve the interval. By then the change of a smooth result is as small as that of
+    ours, but a jump remains.
     """
     sublayers, inputs = recorded(pair.sublayers())
 

@@ -6,8 +6,8 @@
 
 `expected_failures={"causal": "the reason"}` in a mark is strict: it is an error if one of these checks passes.
 
-If residua is installed, pytest has the fixture and the marks without an import. Checks that call a compiler run with
-`pytest --residua-compile`.
+If residua is installed, pytest has the fixture and the marks without an import. Checks that call a compiler run only
+with `pytest --residua-compile`.
 """
 
 import pytest

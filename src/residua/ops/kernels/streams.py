@@ -9,7 +9,7 @@ coefficients come on top: at most n^2 + n numbers per token in each pass.
     a write without mixing  2 n d + d        n d + 2 d
 
 These operators have only first derivatives, and a gradient has the dtype of its tensor. The inputs are kept for the
-backward pass, but the streams only if there is an h_res.
+backward pass, but a write keeps the streams only if there is an h_res.
 """
 
 import math
@@ -293,7 +293,7 @@ class Columns(NamedTuple):
 
 
 def columns(x: Tensor) -> Columns:
-    """Give every thread 16 bytes of rows in the dtype of x."""
+    """Return the columns with which every thread handles 16 bytes of a row at a time, in the dtype of x."""
     group = 16 // x.element_size()
     return Columns(min(max(triton.next_power_of_2(x.shape[-1]), 32), 32 * group), group)
 
