@@ -108,7 +108,7 @@ def did_you_mean(
 
 
 def keywords(function: Function) -> Function:
-    """Decorate a function without `**` so that a call with an unknown keyword names the nearest one, or all of them."""
+    """Decorate a function without `**`: the error for an unknown keyword then names the nearest keyword, or all."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -203,7 +203,7 @@ def between(low: int, high: int) -> Range:
     return Range(f"a whole number from {low} to {high}", lambda value: low <= value <= high)
 
 
-# Larger numbers do not fit into a tensor, and the largest not into a float.
+# Larger numbers do not fit into a tensor; the largest do not even fit into a float.
 Natural = Annotated[int, Range("0 or more", lambda x: x >= 0), at_most(2**63 - 1)]
 Count = Annotated[int, Range("at least 1", lambda x: x >= 1)]
 Finite = Annotated[float, Range("a finite number", math.isfinite)]

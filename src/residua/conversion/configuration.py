@@ -75,7 +75,7 @@ class ConvertedConfig(Swapped):
             InputError: the model that is being built has the plain class, which would leave the connections out.
         """
         asking = sys._getframe(1)
-        # Attributes of a configuration are read through its own `__getattribute__`.
+        # Skip the configuration's own `__getattribute__`, through which its attributes are read.
         while asking.f_back is not None and asking.f_code.co_name == "__getattribute__":
             asking = asking.f_back
         if asking.f_code is PreTrainedModel.__init__.__code__:
@@ -370,7 +370,7 @@ def conversion_of(model: nn.Module) -> Conversion:
 
 
 def _configure(model: nn.Module, config: Any, name: str) -> None:
-    """Replace the configuration of a model, and of all modules that share it, and the name in it."""
+    """Give a model, and all modules that share its configuration, the configuration `config` with the name `name`."""
     before = model.config
     config._name_or_path = name
     for module in model.modules():

@@ -211,7 +211,7 @@ class Trial:
         self.undo = nothing
 
     def run(self) -> None:
-        """Run the unchanged model in every way that it supports: some have no cache, or take no padding."""
+        """Run the unchanged model in every way that it supports: some models have no cache, or take no padding."""
         for way, run in self.ways.items():
             try:
                 self.before[way] = run()

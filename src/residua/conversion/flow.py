@@ -152,7 +152,7 @@ class Flow:
             self._refuse("adds to its residual before it reads it")
         # Attention and MLP in parallel, x + a + m, are one sublayer: its output a + m takes the place of a.
         connection, carry, before = self.written
-        if isinstance(carry.coefficients, BranchCoefficients):  # its memory has stored the first output
+        if isinstance(carry.coefficients, BranchCoefficients):  # the memory has stored the first output
             raise UnknownUse("adds two outputs one after the other, and this scheme convolves them as one")
         if isinstance(carry.coefficients, ResidualCoefficients):  # (x + a) + m has other bits than x + (a + m)
             state = connection.write(y, carry._replace(residual=self.state))

@@ -34,7 +34,7 @@ WEIGHTS, DESCRIPTION = "connection.safetensors", "connection.json"
 BASE_WEIGHTS = "base_weights"
 """The name of the tensor that identifies the model that the connections were trained with: a sample of its weights."""
 PLACES, SAME, LOST = 16, 0.01, 1e-6
-"""The most numbers of each weight in this sample, and the relative and absolute tolerances of its comparison.
+"""The most numbers that the sample has of one weight, and the relative and absolute tolerances of its comparison.
 
 The model may be opened in another dtype: the relative tolerance allows rounding to bfloat16, the absolute tolerance the
 loss of tiny numbers in float16.
@@ -137,8 +137,8 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     """Open a converted model, or a language model of residua, that was saved by `save_pretrained`, and return it.
 
     This calls `from_pretrained` of the Auto class for the saved model, such as `AutoModelForCausalLM` or
-    `AutoModelForSequenceClassification`. You may call the Auto class directly after this function or `convert` was
-    called once, or after `import residua` if transformers was imported before.
+    `AutoModelForSequenceClassification`. You may call the Auto class yourself once this function or `convert` has been
+    called, or after `import residua` if transformers was imported before.
 
     Args:
         folder: the folder, or the name of a repository on the hub.

@@ -136,7 +136,7 @@ def scheme_in(config: Any) -> Scheme:
 
 
 def stream_in(config: Any) -> Stream:
-    """Return a stream of this scheme with two sublayers, on the meta device."""
+    """Return a stream of the scheme in a configuration, with two sublayers, on the meta device."""
     with torch.device("meta"):
         return scheme_in(config).build(config.hidden_size, 2)
 

@@ -98,7 +98,8 @@ def is_filled(cache: Any) -> bool:
 class StreamLayer(LinearAttentionLayer):
     """The last layer of a cache: the memory of a stream, with one state for each part that reads earlier tokens.
 
-    readouts: whether the layer is the memory of the readouts for `output_hidden_states`, after each layer but the last.
+    readouts: whether this is the memory of the readouts for `output_hidden_states`, one for each model layer but the
+    last.
     """
 
     keys = values = None  # iterating over a cache reads them in every layer

@@ -217,7 +217,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
     def parts(self) -> list[nn.Module]:
         """All parts that may need a memory of earlier tokens: those of the stream, and convolutions of keys and values.
 
-        During assisted decoding with an early exit, only the parts of the layers that draft tokens.
+        During assisted decoding with an early exit, these are only the parts of the layers that draft tokens.
         """
         depth = self.config.num_hidden_layers
         layers: Any = list(self.layers)[:depth] if self.config.key_value_kernel is not None else ()

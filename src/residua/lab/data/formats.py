@@ -116,7 +116,7 @@ def field(row: Any, column: str) -> Any:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn errors of the `with` block in reading a file, or in decoding its text, into InputError."""
+    """Turn errors from reading a file or decoding its text in the `with` block into InputError."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -229,7 +229,7 @@ def _table(delimiter: str) -> Callable[[Path, TextIO], Iterator[TextRow]]:
 
 
 def _next(table: Any) -> list[str] | None:
-    """Return the next row of a table, with cells of any length. csv's limit is global, so it is raised only here."""
+    """Return the next row of a table, with cells of any length. csv's limit is global, so it is increased only here."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
         return next(table, None)

@@ -83,7 +83,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         with quiet():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _ = tokenizer.backend_tokenizer.to_str()
-    except Exception as error:  # transformers and tokenizers raise many kinds
+    except Exception as error:  # transformers and tokenizers raise exceptions of many kinds
         needed = (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None
         reason = "its tokenizer.model needs: pip install sentencepiece" if needed else first_line(error)
         raise InputError(

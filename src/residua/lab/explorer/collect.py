@@ -56,7 +56,8 @@ DRAWN = ("mean", "q05", "q50", "q95")
 class Reading:
     """The options for new traces. If any is given, a run that already has a trace is traced again.
 
-    prompt: the text to read; None for the beginning of the validation data. checkpoint, data: as for `open_run`.
+    prompt: the text to read; None for the beginning of the validation data. tokens: the largest number of tokens. step,
+    data: the arguments `checkpoint` and `data` of `open_run`.
     """
 
     prompt: str | None = None

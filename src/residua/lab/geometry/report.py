@@ -11,7 +11,7 @@ A record is a dict that JSON can hold. A run (`study.train`, `study.train_operat
     position0_loss              mean squared error at position 0, from full sequences
     norm_deviation, stream_norms, and the fields of Causality, SquaredErrors and, for the gyroscope, Position0:
                                 see `measure`
-    cosine, cosines             reflection: the mean cosine of predictions with -x, at the end and (operators) by step
+    cosine, cosines             reflection: the mean cosine of predictions with -x, at the end, and by step (operators)
     beta, gamma                 reflection: the mean gates at the end
 
 A reference (`references.references`) has kind "reference". Records of other kinds are ignored. Published numbers come

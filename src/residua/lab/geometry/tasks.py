@@ -148,7 +148,7 @@ _DRAW: dict[str, Callable[[Task, int, Generator], tuple[Tensor, Tensor]]] = {
     "reflection": _reflection,
 }
 
-# The published sizes and seeds (public code at 783e727; its documentation says 800/200 for near-pi).
+# The published sizes and seeds (public code at 783e727; its documentation says 800 and 200 trajectories for near-pi).
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
