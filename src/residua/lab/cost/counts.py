@@ -48,7 +48,8 @@ def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str,
     The counts by name:
 
     matrices     linear maps of the sublayers and the head, as in the plain residual
-    attention    7 T d in each layer if the kernel skips masked pairs: 2 forward, 5 backward
+    attention    7 T d in each layer, for T tokens and heads of total width d, if the kernel skips masked pairs:
+                 2 forward, 5 backward
     connections  the maps that the scheme adds
 
     PyTorch's counter runs over one sequence on the meta device. `elementwise` counts all other arithmetic.
@@ -64,7 +65,7 @@ def products_per_token(config: PreTrainedConfig, *, sequence_length: int) -> flo
     return _products(config, sequence_length) + CAUSAL * _attention(config, sequence_length)
 
 
-# Products of attention, forward + backward: 2 + 5 if the kernel skips masked pairs, 4 + 8 if eager.
+# Products of attention in units of T d, forward + backward: 2 + 5 if the kernel skips masked pairs, 4 + 8 if eager.
 CAUSAL, EAGER = 7.0, 12.0
 
 

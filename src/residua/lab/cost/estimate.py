@@ -22,7 +22,7 @@ __all__ = ["CostEstimate", "estimate"]
 
 GIB = 2**30
 GPU_MEMORY: Mapping[str, float] = {"h200": 139, "h100": 79, "b200": 179, "a100": 79, "rtx4090": 23.5}
-"""The memory of each GPU that a program can use, in GiB."""
+"""The memory that a program can use on each GPU, in GiB."""
 
 
 @dataclass(frozen=True)

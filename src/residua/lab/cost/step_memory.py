@@ -21,7 +21,7 @@ class Activations(NamedTuple):
     """The bytes that one micro-batch needs in addition to weights and gradients, in eager mode, at the step's peak.
 
     kept: tensors that the forward pass keeps for the backward pass; casts: bfloat16 copies of weights, made by
-    autocast; logits: logits and the tensors that the loss keeps; temporary: all others at the peak.
+    autocast; logits: logits and the tensors that the loss keeps; temporary: all other tensors at the peak.
     """
 
     kept: int

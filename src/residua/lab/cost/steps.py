@@ -114,7 +114,7 @@ def measure(
                 "flops_per_token": {"products": products, "elementwise": elementwise(model, length)},
                 "kept_bytes": kept[name],
                 "peak_bytes": peaks[name],
-                "model": {key: value for key, value in asdict(config.model).items() if key != "base"},  # a path
+                "model": {key: value for key, value in asdict(config.model).items() if key != "base"},  # a local path
                 **conditions,
             }
         )
@@ -153,7 +153,7 @@ def measure_schemes(
 
 
 def table(records: Sequence[Record]) -> Table:
-    """Return a table of the times, and of the vectors in excess of the first scheme, which is the plain residual."""
+    """Return a table of the times, and of the vectors in excess of those of the first scheme, the plain residual."""
     first = records[0]
     rows = []
     for record in records:

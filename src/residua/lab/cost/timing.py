@@ -1,4 +1,4 @@
-"""Time several candidates against a baseline, taking turns, so that a busy machine slows all of them alike."""
+"""Time several candidates and a baseline in turn, so that a busy machine slows all of them alike."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quartiles":
-        """Interpolate linearly between the sorted values, at least one."""
+        """Return the quartiles of at least one value, by linear interpolation between the sorted values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -37,7 +37,7 @@ class Timing:
     seconds: Mapping[str, tuple[float, ...]]
 
     def ratios(self, name: str) -> tuple[float, ...]:
-        """Return the seconds of `name` over those of the baseline, round by round."""
+        """Return the seconds of `name` divided by those of the baseline, round by round."""
         return tuple(cost / base for cost, base in zip(self.seconds[name], self.seconds[self.baseline], strict=True))
 
     def record(self, name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ LOSSLESS = ("bpe", "byte", "gpt2")
 
 
 def decides_measure(key: str) -> bool:
-    """Return whether a key of the configuration determines how a loss is measured, not only its value."""
+    """Return whether a key of the configuration determines how a loss is measured, and not only how low it is."""
     return key in MEASURE_KEYS or key.startswith("data.")
 
 

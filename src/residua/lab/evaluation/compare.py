@@ -2,8 +2,8 @@
 
 Loss curves of two schemes look the same in a plot; a difference becomes visible only if it is taken over several seeds.
 Runs that differ only in `train.seed` form a row. If a row and the baseline have common seeds, differences are taken
-seed by seed, which cancels the common noise (the order of the data). Losses that were not measured in the same way have
-no difference, or one in bits per byte: `comparable.judged` decides.
+seed by seed, which cancels the common noise (the order of the data). If losses were not measured in the same way,
+there is no difference, or only a difference in bits per byte: `comparable.judged` decides.
 """
 
 import json
@@ -209,7 +209,7 @@ class Comparison:
         return "–" if final is None else _estimate_text(final[1], "+.4f") + STAR * (len(self.ends(row)) > 1)
 
     def ends(self, row: Row) -> set[int]:
-        """Return the numbers of tokens at which the compared runs of a row and the baseline end; empty if none are."""
+        """Return the tokens at which the compared runs of a row and the baseline end; empty without a comparison."""
         if self.final_difference(row) is None:
             return set()
         return {run.validation[-1].tokens for side in row.shared(self.baseline) for run in side.values()}
@@ -316,7 +316,7 @@ def _common_name(folders: Sequence[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Format a setting for a name: numbers with 6 digits, fingerprints with 12 characters."""
+    """Format a setting in short form: numbers with 6 digits, fingerprints with 12 characters."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text[:12] if len(text) == 64 else text
 

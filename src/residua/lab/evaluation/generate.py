@@ -95,7 +95,7 @@ def complete(
 
 @contextmanager
 def _alone(model: "GenerationMixin") -> Iterator[None]:
-    """Replace the model's generation_config by defaults while the `with` block runs; `generate` would read it too."""
+    """Replace the model's generation_config by defaults while the `with` block runs, because `generate` reads it."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

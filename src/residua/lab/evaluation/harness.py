@@ -35,8 +35,8 @@ PERCENTAGES = ("acc_norm", "acc", "exact_match", "f1", "em")
 class Score:
     """The result of one task, or of a group of tasks with an aggregate.
 
-    value, error: the metric and its standard error, in percent if it is one of `PERCENTAGES`. results: all metrics of
-    the task as the harness returns them. subtasks: the scores behind an aggregate.
+    value, stderr: the metric and its standard error, in percent if the metric is one of `PERCENTAGES`. results: all
+    metrics of the task as the harness returns them. subtasks: the scores behind an aggregate.
     """
 
     task: str
@@ -119,14 +119,14 @@ def score(
             score; any other group or tag gets a score for each of its tasks.
         num_fewshot: number of solved examples before each question.
         batch_size: requests per batch; affects results only by rounding.
-        include_path: a folder with your own task files. If it has every requested task, no others are loaded, and the
-            network is used only if those files need it.
+        include_path: a folder with your own task files. If it has every requested task, no other tasks are loaded, and
+            the network is used only if those files need it.
         limit: number of documents per task, for a quick test; None for all.
         bfloat16: compute under autocast, as in bfloat16 training.
 
     Raises:
-        InputError: a task is unknown, has no metric or is named twice, or the folder does not exist. Nothing has been
-            computed then.
+        InputError: a task is unknown, has no metric or is named twice, or the folder does not exist. In these cases
+            nothing has been computed.
     """
     names = [task for given in tasks for task in (PAPER_TASKS if given == PAPER else [given])]
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -174,7 +174,7 @@ def _task_manager(names: Sequence[str], include_path: str | Path | None) -> Task
 
 
 def _loaded(manager: TaskManager, names: Sequence[str], context: int | None) -> dict[str, list[Any]]:
-    """Return the tasks of each name: the group itself if it names one, or else all its tasks. Raises InputError."""
+    """Return, for each name, the group with this name, or else all tasks that the name covers. Raises InputError."""
     chosen: dict[str, list[Any]] = {}
     leaves: dict[str, str] = {}
     for name in names:

@@ -15,7 +15,7 @@ from residua.models.evaluating import evaluating
 
 IGNORED_LABEL = -100
 COPYING = 1.5
-"""A model looks up earlier pairs if its loss is lower on repeated labels than on all others by at least this, in nats.
+"""A model looks up earlier pairs if its loss on repeated labels is lower than on all others by at least this many nats.
 
 At the end of the runs in resbench/records/main/repeats.jsonl, this difference is 1.9 or more for models that do so, and
 0.8 for all other models."""

@@ -16,7 +16,7 @@ with extra("lab"):
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-RESIDUAL_COLOUR = "#222222"  # used for nothing else
+RESIDUAL_COLOUR = "#222222"  # used only for the plain residual
 # The loss axis excludes the first part of a run, in which the loss falls so much that the rest would look flat.
 UNSETTLED_LOSS = 0.1
 UNSETTLED_DIFFERENCE = 0.3
@@ -33,7 +33,7 @@ UNITS: dict[Axis, str] = {"step": "steps", "seconds": "seconds"}
 
 
 def draw(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Draw `loss.png`, `difference.png` if there are differences, and `repeats.png` if these losses were measured.
+    """Draw `loss.png`, `difference.png` if there are differences, and `repeats.png` if its losses were measured.
 
     The first two have a panel by training step and one by seconds. The third has a panel for labels that repeat an
     earlier pair of tokens, which a model can look up, and one for all other labels. Return the paths of the pictures.

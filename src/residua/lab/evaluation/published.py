@@ -1,8 +1,9 @@
 """Published results of arXiv 2601.00417; never mixed with our own measurements.
 
 The scores on the eight tasks, in percent, are in this file; losses, costs and validation curves are in published.jsonl.
-These come from the tables and figures of the PDF of 27 July 2026 in the authors' repository. The figures are vector
-graphics; their points agree with the printed losses to 1e-4. "hc" is only in a figure.
+The numbers in published.jsonl come from the tables and figures of the PDF of 27 July 2026 in the authors' repository.
+The figures are vector graphics; their points agree with the printed losses to 1e-4. The scheme "hc"
+is only in a figure.
 
 The paper does not name its metric; the values fit `acc_norm` for tasks that define it and `acc` for others. Each row is
 one run with one seed. The medium 0-shot ARC-C of "ddl" is printed as 32.07, which no number of correct answers yields.
@@ -93,7 +94,7 @@ class PublishedScores(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Our name, with the paper's name since its third version."""
+        """Our name of the scheme, with the name that the paper uses since its third version."""
         return titled(self.preset)
 
 

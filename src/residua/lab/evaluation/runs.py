@@ -186,7 +186,7 @@ class Run:
 
     @property
     def stopped(self) -> tuple[int, int] | None:
-        """The last step and the number of planned steps; None if the run has taken all of them, or none are known."""
+        """The last step and the number of planned steps; None if all are taken or their number is unknown."""
         planned = self.settings.get("train.steps")
         return (self.steps, planned) if isinstance(planned, int) and self.steps < planned else None
 
@@ -263,11 +263,11 @@ class Row:
 
     @property
     def tokens(self) -> int | None:
-        """The training tokens of the shortest run; None before its first logged step."""
+        """The training tokens of the shortest run; None if no run has a logged step."""
         return min((run.end.tokens for run in self.runs if run.end), default=None)
 
     def shared(self, other: "Row") -> tuple[dict[int, Run], dict[int, Run]]:
-        """Return the evaluated runs of both rows by seed: those with common seeds, or all if there are none."""
+        """Return the evaluated runs of both rows by seed: those with common seeds, or all runs if no seed is common."""
         ours, theirs = ({run.seed: run for run in row.runs if run.validation} for row in (self, other))
         shared = sorted(ours.keys() & theirs.keys())
         if not shared:
@@ -277,9 +277,9 @@ class Row:
     def minus(self, other: "Row", axis: Axis, unit: Unit) -> dict[float, Estimate]:
         """Return the validation loss of this row minus that of another, keyed by position on `axis`.
 
-        Differences are taken seed by seed if there are common seeds. There is one at every position at which a run was
-        evaluated and which the curves of all runs cover; the other curves are interpolated there. Empty if the curves
-        do not overlap.
+        Differences are taken seed by seed if there are common seeds. There is a difference at every position at which
+        some run was evaluated and which the curves of all runs cover; other curves are interpolated there. Empty if
+        the curves do not overlap.
         """
         sides = [
             {

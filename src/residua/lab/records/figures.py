@@ -94,7 +94,7 @@ def intervals(
 
 
 def legend(figure: Figure, *, columns: int | None = None, **options: Any) -> None:
-    """Add one legend with the labels of all panels above the panels, and enlarge the figure by its height.
+    """Add one legend above the panels, with the labels of all panels, and make room for it in the height of the figure.
 
     columns: None for as many as fit with the longest label.
     """

@@ -17,7 +17,7 @@ from residua.files.reading import read_json, read_yaml
 from residua.lab.records.progress import say
 
 LOCK, LEASE = ".lock", ".lease"
-"""The files that hold a folder, see `hold`."""
+"""The files with which a process locks a folder, see `hold`."""
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """System errors for a full or damaged disk. Other system errors mean that the path itself is unsuitable."""
 LEASE_SECONDS = 30.0
@@ -39,7 +39,7 @@ FREE_KEYS = LOGGING_KEYS | {
     "train.log_every",
     "train.threads",
 }
-"""Settings that may change when a run resumes, because no step's numbers depend on them. Data and base may be moved:
+"""Settings that may change when a run resumes, because no step's result depends on them. Data and base may be moved:
 the fingerprint of the data, which covers the tokenizer, and the sha256 of the base are compared instead."""
 
 
@@ -80,7 +80,7 @@ def new_folder(path: str | Path, name: str = "") -> Path:
     name: the option that set `path`, for the error message.
 
     Raises:
-        InputError: `path` is a file, or a folder with other than hidden files.
+        InputError: `path` is a file, or a folder with files that are not hidden.
     """
     if not is_new(Path(path)):
         raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}; choose another folder")
@@ -93,11 +93,11 @@ def hold(
 ) -> Iterator[None]:
     """Lock the folder `path` for this process, create it if needed, and remove partial files of killed writers.
 
-    The system releases the lock whenever this process ends. It works among the processes of one machine, but often not
-    across a network file system. Therefore this process also keeps a lease in the folder and renews it. After a kill,
-    the next holder on another machine waits `LEASE_SECONDS` to see whether the lease is renewed.
+    The system releases the lock whenever this process ends. The lock works among the processes of one machine, but
+    often not across a network file system. Therefore this process also keeps a lease in the folder and renews it. After
+    a kill, the next holder on another machine waits `LEASE_SECONDS` to see whether the lease is renewed.
 
-    markers: a folder with other than hidden files must contain one of these names; None accepts any folder.
+    markers: a folder with files that are not hidden must contain one of these names; None accepts any folder.
     patience: seconds to wait for a process that is ending, such as a worker whose parent was killed.
 
     Raises:
@@ -151,7 +151,7 @@ def _holder_is_dead(lease: Any) -> bool:
 def writable(path: str | Path, what: str = "a folder to write in") -> Iterator[None]:
     """Turn an OSError of the `with` block into an InputError: `path` cannot be used as `what`.
 
-    If the disk is full or damaged, it becomes a RunError.
+    If the disk is full or damaged, the OSError becomes a RunError.
     """
     try:
         yield
@@ -206,7 +206,7 @@ def refuse_changes(
 
 
 def read_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the settings in a config.yaml by section. Raises InputError for other content."""
+    """Read the settings in a config.yaml by section. Raises InputError if the file has no such content."""
     read = mapping(read_yaml(path), str(path))
     settings = {name: dict(mapping(keys, f"{path}: {name}")) for name, keys in read.items()}
     if "connection" in settings.get("model", {}):
@@ -230,7 +230,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     """Read the facts.json of a run; empty if there is none, as in runs of early versions.
 
     Raises:
-        InputError: the file has other content, or a value of the wrong type.
+        InputError: the file does not hold a JSON object, or a value has the wrong type.
     """
     facts = read_object(path) if path.exists() else {}
     data, resumed, parameters = facts.get("data", {}), facts.get("resumed", []), facts.get("parameters")
@@ -245,5 +245,5 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises InputError if the file has other content or cannot be read."""
+    """Read a JSON object from a file. Raises InputError if it holds something else or cannot be read."""
     return dict(mapping(read_json(path), str(path)))

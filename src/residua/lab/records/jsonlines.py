@@ -25,7 +25,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     A last line without a newline was torn by a kill, or is being written. It is skipped unless it is a complete object.
 
     Raises:
-        InputError: another line is not a JSON object, or the file cannot be read.
+        InputError: any other line is not a JSON object, or the file cannot be read.
     """
     return [row for _, row in _lines(Path(path))]
 
@@ -34,7 +34,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the rows of a run: each has its step, and numbers or null under other names.
 
     Raises:
-        InputError: a row has other values, or `read` raises this error.
+        InputError: a row has no step or a value of another type, or `read` raises this error.
     """
     rows = read(path)
     for row in rows:
@@ -98,7 +98,7 @@ class JsonLines(AbstractContextManager):
     Opening removes a torn last line, and every row for which `keep` is false.
 
     Raises:
-        InputError: the file has other content, is a link, or cannot be written.
+        InputError: a line is not a JSON object, or the file is a link or cannot be written.
     """
 
     def __init__(self, path: str | Path, *, keep: Callable[[dict[str, Any]], bool] = lambda row: True):

@@ -102,7 +102,7 @@ class Noise(NamedTuple):
 
     @classmethod
     def of(cls, losses: Sequence[Mapping[int, float]]) -> "Noise | None":
-        """Return the noise that remains after the effects of scheme and seed; None for fewer than two of either.
+        """Return the noise that remains after the effects of scheme and seed; None for fewer than two schemes or seeds.
 
         losses: for each scheme, the losses by seed. All schemes have the same seeds.
         """
