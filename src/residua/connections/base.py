@@ -403,7 +403,7 @@ class Scheme(ABC):
         return ""
 
     def state_spec(self, boundary: int, dim: int) -> Any:
-        """Describe the state after `boundary` sublayers of width `dim`: a pytree of `TensorSpec`, like the state.
+        """Describe the state after `boundary` sublayers of width `dim`: a pytree of `TensorSpec`, one per tensor.
 
         Boundary 0 is the state that `expand` makes. Memory estimates count these tensors.
         """

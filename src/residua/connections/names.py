@@ -86,7 +86,7 @@ PRESETS = {  # preset -> the scheme's name in files, and the options that differ
 }
 
 ALIASES = {  # alias -> preset, and the options that differ from it
-    # The field's names.
+    # Names that the field uses.
     "deep-delta-learning": "ddl",
     "pre-norm": "residual",
     "nanochat": "lambdas",

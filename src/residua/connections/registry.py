@@ -151,10 +151,10 @@ def describe(scheme: Scheme) -> dict[str, Any]:
 
 
 def name_of(scheme: Scheme) -> str:
-    """Return the usual name of a scheme, and the options in which it differs: "ddl-tc:value_channels=2".
+    """Return the usual name of a scheme, followed by the options that differ: "ddl-tc:value_channels=2".
 
-    The name is that of the nearest preset or alias of the same class. `resolve` makes an equal scheme from the result.
-    Raises ValueError as `describe` does.
+    The name is that of the nearest preset or alias of the same class, and the options are those in which the scheme
+    differs from it. `resolve` makes an equal scheme from the result. Raises ValueError as `describe` does.
     """
     options, nearest = written(scheme), describe(scheme)
     for name, known in (schemes() | {alias: resolve(alias) for alias in names.ALIASES}).items():

@@ -140,7 +140,10 @@ def _gap(compared: "PairedPass") -> tuple[int, float]:
 
 @CHECKS.add
 def parameters(adapter: Adapter) -> None:
-    """Each of your parameters gets a value of the right shape, none computed from ours is frozen, and all of ours are used."""
+    """Each of your parameters gets a value of the right shape, and all of ours are used.
+
+    A parameter of yours that is computed from ours is not frozen.
+    """
     pair = Pair(adapter)
     theirs = adapter.parameters(pair.ours)
     given = placed(pair.module, theirs)

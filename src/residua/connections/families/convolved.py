@@ -80,7 +80,7 @@ class CompressingScheme(Scheme):
         """Build the stream: `expand`, then `connection(i, compress)` for each sublayer i, then `readout(compress)`.
 
         compressor: a function that makes compressor j; the last compressor belongs to the readout. If the sublayers of
-        a block share a compressor, `compress` of the second one is the first connection, which owns the compressor.
+        a block share a compressor, the second connection gets the first one, which owns it, as its `compress`.
         """
         if self.expand == "smear":
             expand = Smear(dim, expand)

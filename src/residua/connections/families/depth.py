@@ -89,7 +89,7 @@ def summed(index: int, block_size: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class BlocksScheme(Scheme):
-    """A scheme whose state is the embedding and one output per block of two sublayers; the last may be incomplete."""
+    """A scheme whose state is the embedding and one output per block of two sublayers, the last perhaps incomplete."""
 
     def state_spec(self, boundary: int, dim: int) -> tuple[TensorSpec, ...]:
         return (TensorSpec((dim,)),) * (1 + -(-boundary // 2))

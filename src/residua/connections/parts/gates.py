@@ -1,4 +1,4 @@
-"""Learned scales, and gates of heads of features: for each token, or the same for all tokens."""
+"""Learned scales, and gates of groups of features (heads): for each token, or the same for all tokens."""
 
 import math
 from typing import NamedTuple

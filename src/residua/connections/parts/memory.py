@@ -26,7 +26,7 @@ class Memory(Protocol):
 
     keeps: bool  # whether anything is kept for later calls; False without a cache
     padding: Tensor | None  # (batch, seq), boolean, false at padding and true at tokens; None without padding
-    documents: Tensor | None  # (batch, seq), the document of each token, 0, 1, 2, ... along a row; None: one per row
+    documents: Tensor | None  # (batch, seq), the document of each token, 0, 1, 2, ... in a row; None: one in each row
 
     def extend(self, x: Tensor, window: int) -> Tensor:
         """Return up to `window` earlier rows followed by x: (batch, seq, ...), and keep the last `window` of them.

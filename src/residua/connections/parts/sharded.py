@@ -106,7 +106,7 @@ class SelfStarting(nn.Module):
     def _is_hf_initialized(self) -> bool:
         """Whether transformers skips this module when it fills modules with a model's `_init_weights`.
 
-        The module then initialises the parameters that no checkpoint contains.
+        If so, the module itself initialises the parameters that the checkpoint lacks.
         """
         caller = sys._getframe(1)
         marked: bool | None = vars(self).get("_hf_initialized")
