@@ -238,6 +238,20 @@ def test_a_run_that_diverges_is_recorded_and_listed_last(data, tmp_path):
     assert not list((tmp_path / "out" / "runs").iterdir())
 
 
+def test_a_record_with_a_wrong_value_is_refused(data, tmp_path):
+    sweep, out = sweep_of(data, {"train.lr": (1e-3,)}), tmp_path / "out"
+    train_sweep(sweep, out, progress=False)
+    (record,) = jsonlines.read(out / "records.jsonl")
+    forged = [{"val_loss": "2.5"}, {"val_loss": 10**400}, {"point": [1e-3]}, {"curve": [[6, "low"]]}, {"steps": -1}]
+    for wrong in forged:
+        (out / "records.jsonl").write_text(json.dumps(record | wrong) + "\n")
+        with pytest.raises(InputError, match=rf"records\.jsonl: {next(iter(wrong))} .* got"):
+            train_sweep(sweep, out, progress=False)
+    (out / "records.jsonl").write_text(json.dumps({"key": record["key"]}) + "\n")
+    with pytest.raises(InputError, match="point, val_loss, got"):
+        train_sweep(sweep, out, progress=False)
+
+
 def test_other_data_under_the_same_path_are_refused(data, tmp_path):
     mine = tmp_path / "data"
     shutil.copytree(data, mine)

@@ -1,7 +1,7 @@
 """The types of a study's records, whose fields are checked when a file is read, and the cost of a step."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, NamedTuple, TypedDict
@@ -148,10 +148,20 @@ class Cost(NamedTuple):
 def read_records(path: Path, kind: type[RunRecord] | type[CostRecord], title: str) -> list[dict[str, Any]]:
     """Read records of one kind. Raises InputError if a field is missing or wrong. title: the kind in words."""
     rows = jsonlines.read(path)
-    needed = kind.__required_keys__
+    check_records(rows, path, kind, kind.__required_keys__, title)
+    return rows
+
+
+def check_records(
+    rows: Iterable[dict[str, Any]],
+    path: Path,
+    kind: type[RunRecord] | type[CostRecord],
+    needed: Collection[str],
+    title: str,
+) -> None:
+    """Raise InputError if a record lacks a needed field, or if a field of `kind` has a wrong value."""
     for row in rows:
-        require(row.keys() >= needed, str(path), f"{title}, each with {', '.join(sorted(needed))}", row)
+        require(row.keys() >= {*needed}, str(path), f"{title}, each with {', '.join(sorted(needed))}", row)
         for name in types_of(kind):
             if name in row and (wrong := refusal(kind, name, row[name])):
-                raise InputError(f"{path}: {name} of {shown(row.get('key', row['scheme']))} {wrong}")
-    return rows
+                raise InputError(f"{path}: {name} of {shown(row.get('key', row.get('scheme')))} {wrong}")

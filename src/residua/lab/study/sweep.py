@@ -25,6 +25,7 @@ from residua.lab.records import figures
 from residua.lab.records.folder import FREE_KEYS, flatten, writable
 from residua.lab.records.table import Table, grouped
 from residua.lab.study.engine import train_point
+from residua.lab.study.forms import RunRecord, check_records
 from residua.lab.study.report import estimate_text
 from residua.lab.study.search import Search, at_edge
 from residua.lab.training import RunConfig, load_config
@@ -336,6 +337,7 @@ def train_sweep(
     if base.data.path is not None:
         settings["data"] = PreparedData.open(base.data.path).facts["fingerprint"]
     with open_runs(out, settings, free=FREE_KEYS, keep=keep) as made:
+        check_records(made.rows, made.path, RunRecord, {"point", "val_loss"}, "records of a sweep's runs")
         shared, swept = None, any(key.startswith("data.") for key in sweep.over)
         if base.data.path is None and base.data.source is not None and not swept:
             shared = str(open_or_prepare(base.data, Path(out) / "data", progress=progress).folder)
