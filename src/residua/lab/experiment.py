@@ -182,7 +182,7 @@ def run(
     Under torchrun all processes train one model, in a folder that all of them can access.
 
     Args:
-        config: all settings that affect the numbers.
+        config: all settings of the run.
         folder: a new or empty folder; with `resume`, the folder of a run, which continues at its newest checkpoint.
         progress: whether to show the progress, or a function that is called with each logged step instead.
 

@@ -2,8 +2,8 @@
 
 Loss curves of two schemes look the same in a plot; a difference becomes visible only if it is taken over several seeds.
 Runs that differ only in `train.seed` form a row. If a row and the baseline have common seeds, differences are taken
-seed by seed, which cancels the common noise (the order of the data). If losses were not measured in the same way,
-there is no difference, or only a difference in bits per byte: `comparable.judged` decides.
+seed by seed, which cancels the noise that both share (the order of the data). If losses were not measured in the same
+way, there is no difference, or only a difference in bits per byte: `comparable.judged` decides.
 """
 
 import json

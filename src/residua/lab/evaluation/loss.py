@@ -26,8 +26,8 @@ def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> 
 
     end_of_text: the token before each document; if given, the pair must occur earlier in the same document.
 
-    Such a label can be predicted by looking up the token that followed an earlier occurrence of the input, as induction
-    heads do (Olsson et al. 2022, arXiv 2209.11895). Ignored labels are never repeated.
+    The label of such a pair can be predicted by looking up the token that followed an earlier occurrence of the input,
+    as induction heads do (Olsson et al. 2022, arXiv 2209.11895). Ignored labels are never repeated.
     """
     valid = labels != IGNORED_LABEL
     pairs = inputs * (2 + int(labels.max())) + (labels + 1).where(valid, 0)
@@ -40,10 +40,10 @@ def repeated(inputs: Tensor, labels: Tensor, end_of_text: int | None = None) -> 
 
 
 def transition(points: Sequence[tuple[int, float, float]]) -> float | None:
-    """Return the step at which a model began to copy what followed an earlier pair; None if it never did.
+    """Return the step at which a model began to look up earlier pairs of tokens; None if it never did.
 
-    This is the step at which the difference of the two losses first crosses `COPYING`, by linear interpolation between
-    evaluations. points: (step, loss on repeated labels, loss on other labels).
+    At this step, the loss on other labels minus that on repeated labels first reaches `COPYING`. The step is linearly
+    interpolated between evaluations. points: (step, loss on repeated labels, loss on other labels).
     """
     before: tuple[int, float] | None = None
     for step, again, other in points:
@@ -128,7 +128,7 @@ def held_out_loss(
 def document_losses(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], separator: int, *, masked: bool = False
 ) -> dict[str, list[Any]]:
-    """Return `labels`, the number of labels of each document, and `nats`, the sum of their losses to four decimals.
+    """Return `labels`, the number of labels of each document, and `nats`, the sum of its losses, to four decimals.
 
     Args:
         model: as for `held_out_loss`.

@@ -1,6 +1,6 @@
 """Run many jobs, several at a time. A kill at any moment loses no finished run.
 
-A finished run is one line in a file of records. A run is a pure function of its arguments, so its numbers do not depend
+A finished run is one line in a file of records. A run is a pure function of its arguments, so its results do not depend
 on the process that computes it or on interruptions.
 
 A folder of runs holds

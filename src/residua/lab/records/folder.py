@@ -21,7 +21,7 @@ LOCK, LEASE = ".lock", ".lease"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """System errors for a full or damaged disk. Other system errors mean that the path itself is unsuitable."""
 LEASE_SECONDS = 30.0
-"""A lease of another machine has expired after this time without renewal."""
+"""A lease of another machine counts as expired after this time without renewal."""
 LOGGING_KEYS = frozenset({"train.connections_every", "train.tensorboard", "train.wandb"})
 """Settings that affect only logging. Runs that differ in nothing else are treated as equal."""
 FREE_KEYS = LOGGING_KEYS | {

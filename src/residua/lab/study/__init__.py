@@ -1,1 +1,1 @@
-"""Compare residual schemes: tune each, train seeds not used for tuning, measure the cost of a step, and report."""
+"""Compare residual schemes: tune each, train it with several seeds, measure the cost of a step, and report."""

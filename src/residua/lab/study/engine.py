@@ -295,7 +295,7 @@ def measure_costs(
     """Measure the cost of a step for every scheme and size that has no record of it yet.
 
     again: measure all costs again, for example on a quieter machine or in more rounds; the last record counts.
-    compiled: measure the time of a step through `torch.compile`; earlier records of the uncompiled step still count.
+    compiled: measure the time of a step through `torch.compile`; earlier records of the runs' own step still count.
 
     The schemes of a size are measured in the same rounds of one process. A new scheme is measured with the baselines.
     """

@@ -163,7 +163,7 @@ class SchemeRow:
 
     @property
     def cost(self) -> Cost | None:
-        """The cost of the runs' own step, from the last measurement; None if there is none."""
+        """The cost of a step as the runs take it, from the last measurement; None if there is none."""
         return next(reversed(self.timed(False)), None)
 
     @property

@@ -89,7 +89,7 @@ def sample(
 ) -> Sample:
     """Draw a random share of a study's runs, at least one.
 
-    Runs with the device and PyTorch of this machine come first, because others can differ in the last bits.
+    Runs with the device and PyTorch of this machine come first, because all other runs can differ in the last bits.
 
     Args:
         schemes, sizes, seeds: sample only runs with these; None for all.
