@@ -28,6 +28,11 @@ def flip(path):
     path.write_bytes(content)
 
 
+def rewrite(path, **values):
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | values))
+
+
 # What may happen to a checkpoint, and what the message names.
 DAMAGE = {
     "no manifest": (
@@ -36,6 +41,9 @@ DAMAGE = {
     ),
     "half a manifest": (lambda path: cut(path / "manifest.json"), "manifest.json must be JSON"),
     "a manifest of something else": (lambda path: (path / "manifest.json").write_text("[1]"), "must be a mapping"),
+    "another step": (lambda path: rewrite(path, step=7), "step must be 12, .*got 7"),
+    "a negative step": (lambda path: rewrite(path, step=-5), "step must be 0 or more, got -5"),
+    "no file listed": (lambda path: rewrite(path, files={}), "files must be .*safetensors"),
     "an empty folder": (
         lambda path: (shutil.rmtree(path), path.mkdir()),
         "manifest.json cannot be read as JSON: No such",
@@ -78,8 +86,7 @@ def test_a_damaged_checkpoint_does_not_displace_a_valid_one(keep_best, tmp_path,
     fit(folder, batches=ToyBatches(signals={5: signal.SIGINT}))
     newest = folder / "checkpoints" / "step-6"
     (newest / "optimizer.safetensors").unlink()
-    manifest = json.loads((newest / "manifest.json").read_text())
-    (newest / "manifest.json").write_text(json.dumps(manifest | {"val_loss": 0.5}))
+    rewrite(newest, val_loss=0.5)
 
     losses = iter([1.0, 2.0])
     kept = {"keep_checkpoints": 1, "keep_best": True} if keep_best else {"keep_checkpoints": 2}
@@ -104,6 +111,7 @@ def test_the_newest_checkpoint_is_found_while_the_run_removes_older_ones(tmp_pat
     def go_on(path):
         monkeypatch.setattr(checkpoint_module, "file_sha256", original)
         shutil.copytree(checkpoints / "step-12", checkpoints / "step-15")
+        rewrite(checkpoints / "step-15", step=15)
         for old in ("step-9", "step-12"):
             shutil.rmtree(checkpoints / old)
         return original(path)
@@ -207,8 +215,7 @@ def test_a_checkpoint_with_other_settings_is_refused(tmp_path, fit):
 def test_a_manifest_may_name_only_files_of_its_folder(files, tmp_path, fit):
     fit(tmp_path / "run")
     path = latest_checkpoint(tmp_path / "run").path
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+    rewrite(path, files=files)
     with pytest.raises(InputError, match=r"in this folder|a mapping"):
         open_checkpoint(path)
 
@@ -216,9 +223,8 @@ def test_a_manifest_may_name_only_files_of_its_folder(files, tmp_path, fit):
 def test_a_manifest_of_a_step_beyond_the_run_is_refused(tmp_path, fit):
     fit(tmp_path / "run")
     path = latest_checkpoint(tmp_path / "run").path
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"step": 10**30}))
-    with pytest.raises(InputError, match=r"step-12 must be at most train\.steps, 12, got 1000"):
+    rewrite(path.rename(path.with_name("step-15")), step=15)
+    with pytest.raises(InputError, match=r"step-15 must be at most train\.steps, 12, got 15"):
         fit(tmp_path / "run", resume=True)
 
 

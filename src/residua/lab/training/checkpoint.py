@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.names import today
-from residua.errors import InputError, check_types, decoded, extra, mapping
+from residua.errors import InputError, Natural, check_types, decoded, extra, mapping, require
 from residua.files.durable import file_sha256, partial, remove, unfinished
 from residua.files.reading import inside, regular
 from residua.files.tensors import undamaged
@@ -47,7 +47,7 @@ class Checkpoint:
     """
 
     path: Path
-    step: int
+    step: Natural
     seconds: float
     settings: Mapping[str, Any]
     val_loss: float | None = None
@@ -56,6 +56,9 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_types(self)
+        named = self.path.name.removeprefix("step-")
+        if named != self.path.name and named.isdecimal():
+            require(self.step == int(named), "step", f"{int(named)}, as in the folder's name", self.step)
 
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -167,6 +170,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise InputError(
                 f"{path / name} was cut short or changed: its sha256 differs from {MANIFEST}; use another checkpoint"
             )
+    for file in path.glob("*.safetensors"):
+        known = [*checkpoint.files]
+        require(file.name in known, f"{path / MANIFEST}: files", f"all data files, {file.name} among them", known)
     return checkpoint
 
 
