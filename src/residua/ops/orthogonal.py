@@ -19,7 +19,7 @@ CayleyStart = Literal["linear", "identity"]
 
 
 def _sheared(u: Tensor, v: Tensor) -> Tensor:
-    """Return w = v - s u with the s that makes w . u = 0. For any s, u w^T - w u^T = u v^T - v u^T.
+    """Return w = v - s u with the s that makes w . u = 0. For any s, u w^T - w u^T = u v^T - v u^T, which is A.
 
     With v in place of w, mu^2 = |u|^2 |v|^2 - (u . v)^2 and A^2 would lose digits to cancellation if u and v are almost
     parallel. The operator does not depend on s, so no gradient has to flow through s.

@@ -7,7 +7,7 @@ previous write, and the node of that write holds its direction and step.
 
 An autograd function saves its tensors with `save_state` in its forward pass, and gets them back from `release` in its
 backward pass. If its result can be recomputed from these tensors, it also passes the function `replay` that does so. A
-cheap function of a state, such as its norm, can be replayed too (`ops.derived`).
+cheap function of a state, such as one that normalises it, can be replayed too (`ops.derived`).
 """
 
 from collections.abc import Callable, Sequence

@@ -78,11 +78,11 @@ class _ScaledSum(Function):
 def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e-6) -> Tensor:
     """x' = x + h - e (<h, x> / (|x|^2 + eps)) x: the sum x + h without the share e of h's component along x.
 
-    e = 1 is the orthogonal update (arXiv 2505.11881), e = 0 the plain sum to the last bit; e = -1 doubles this part.
-    state x and y = h: (..., dim); gate e: (..., groups), whose leading axes may be 1 or missing. The features are cut
-    into `groups` equal groups, each with its own projection and gate. Computed in at least float32; returns (..., dim)
-    in the dtype of the state. The backward pass keeps x and h in their own dtype, and two numbers for each group of a
-    token. Raises ValueError for other shapes.
+    e = 1 is the orthogonal update (arXiv 2505.11881), e = 0 the plain sum to the last bit; e = -1 doubles the
+    component. state x and y = h: (..., dim); gate e: (..., groups), whose leading axes may be 1 or missing. The
+    features are cut into `groups` equal groups, each with its own projection and gate. Computed in at least float32;
+    returns (..., dim) in the dtype of the state. The backward pass keeps x and h in their own dtype, and two numbers
+    for each group of a token. Raises ValueError for other shapes.
     """
     expect_shape("y", y, state.shape, "the shape of the state")
     gate = expand_leading("gate", gate, state.shape[:-1], gate.shape[-1:], "(..., groups)")

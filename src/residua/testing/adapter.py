@@ -27,9 +27,10 @@ class Adapter(ABC):
 
     scheme: our scheme, with all its options set; your module is compared with it. If its `published` lists an option
         and you leave this option at its default, the published version that is nearest to your module is taken.
-    index: the index of our connection that is compared with yours, or described in detail. The default is the third of
-        four, because some schemes omit mappings without influence in the first and the last connection. If the
-        connection borrows a part from an earlier one, our parameters include those of this part.
+    index: the index of our connection that is compared with yours; for a stack, only the names of its coefficients are
+        used. The default is the third of four, because some schemes omit mappings without influence in the first and
+        the last connection. If the connection borrows a part from an earlier one, our parameters include those of this
+        part.
     owns_norm: whether your module contains the norm before the sublayer. With False the sublayer's input is compared
         before that norm.
     norm_eps: the eps of your norms, inside the mappings too.

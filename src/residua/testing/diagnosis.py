@@ -30,7 +30,7 @@ Calls = list[tuple[Tensor, ...]]
 
 
 class PartGap(NamedTuple):
-    """A part that differs although no known mistake explains it, and the size of the difference."""
+    """A part whose difference no known mistake explains, and the size of that difference."""
 
     part: str
     gap: str
@@ -67,7 +67,7 @@ def of(pair: Pair, state: Any, result: Any, reference: Any, actual: Calls, expec
 
 
 def unexplained(findings: Findings) -> int:
-    """Return how many differences no known mistake explains."""
+    """Return the number of differences that no known mistake explains."""
     return sum(isinstance(finding, PartGap) for finding in findings)
 
 

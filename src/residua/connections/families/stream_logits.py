@@ -99,7 +99,7 @@ class ProductionHyperConnections(ExpandingScheme, MixingScheme):
     or as their mean. A subclass gives the connection and its initial biases.
 
     scale_init  initial factor on the token-dependent part of all logits
-    weight_std  standard deviation of the initial W, with start="published"
+    weight_std  standard deviation of the initial W, the map from the state to the logits, with start="published"
     """
 
     gate_eps: float = 1e-6

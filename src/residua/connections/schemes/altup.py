@@ -4,8 +4,8 @@
     X_k <- P_k + (1 + c_k(t')) (a - P_0)
 
 A block of attention F_1 and MLP F_2 updates only the active stream. All n streams are predicted before the block and
-corrected after it by the error of the active prediction. L is a low-rank map parallel to the attention. This is
-`gemma3n` in transformers.
+corrected after it by the error of the active prediction. t and t' are the results of a router for the active stream
+before and after the block. L is a low-rank map parallel to the attention. This is `gemma3n` in transformers.
 """
 
 import math
@@ -41,8 +41,8 @@ class PredictionCoefficients(NamedTuple):
 class AlternatingUpdates(RecomputingScheme):
     """AltUp with LAuReL. Does not start as the plain residual: L is normalised, and the embedding is mapped to streams.
 
-    A block is two sublayers. Before the even one, attention, all streams are predicted; after the odd one, the MLP,
-    they are corrected.
+    A block is two sublayers. Before the first, attention, all streams are predicted; after the second, the MLP, they
+    are corrected.
 
     num_streams   n, at least 2
     active        the stream that the sublayers read and update

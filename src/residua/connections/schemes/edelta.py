@@ -59,12 +59,12 @@ class _Hybrid(Scheme):
     """The options of both variants.
 
     num_streams   rows of the state, at least 2; `edelta` cuts the width into this many rows
-    context       input of the coefficients: the "token", the "cumulative" mean up to it, or the mean of the "sequence"
-                  (published)
+    context       input of the coefficients: the "token", the "cumulative" mean of the tokens so far, or the mean of the
+                  "sequence" (published)
     hidden        hidden width of the nets of u, v, k and beta, or of the one net of `edelta-stream`; None: dim / 4
-    gamma_init    gamma of every token at the start, in (0, 1); 1 rotates, 0 reflects; published 0.5
+    gamma_init    gamma of every token at the start, in (0, 1); 1 rotates, 0 reflects; published: 0.5
     cayley_init   beta at the start, which is nearly the rotation angle because u and v start orthonormal here;
-                  published 0.693, with u and v nearly 0
+                  published: 0.693, with u and v nearly 0
     penalty       weight of the mean of 4 gamma (1 - gamma) in the loss; 0 for none
     """
 

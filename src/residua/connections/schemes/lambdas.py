@@ -51,7 +51,7 @@ class ScaleCoefficients(NamedTuple):
 
 @dataclass(frozen=True)
 class Lambdas(SingleStreamScheme):
-    """The scaled plain residual. It starts as exactly the plain residual; the preset `lambdas` starts as nanochat.
+    """The scaled plain residual. It starts as exactly the plain residual; the preset `lambdas` starts as nanochat does.
 
     nanochat: r from 1.15 to 1.05 and z from 0.20 to 0.05 for each block, backout 0.2: the preset `lambdas`.
     modded-nanogpt: `r=1.0488, r_every="sublayer", z=0.0, p=1.0, when="write"`. ReZero: `r=None, z=None, p=0.0`.

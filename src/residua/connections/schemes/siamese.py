@@ -2,8 +2,8 @@
 
     u = norm_x(X),   h = F(norm(u + norm_y(Y))),   X <- u + h / sqrt(2 (l + 1)),   Y <- Y + h
 
-Both start as the embedding; l is the block of two sublayers, from 0. norm_x bounds X in every sublayer, and Y keeps an
-identity path through all of them. The readout is norm_x(X) + norm_y(Y), with its own norms.
+X and Y start as the embedding; l is the index of the block of two sublayers, from 0. norm_x bounds X in every sublayer,
+and Y keeps an identity path through all of them. The readout is norm_x(X) + norm_y(Y), with its own norms.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Read, mix and write n streams in Triton, with coefficients per token or shared by several tokens.
 
 The numbers moved for one token of n streams of d numbers, in the forward and in the backward pass, are as follows. The
-coefficients come on top: at most n^2 + n numbers per token in each pass.
+coefficients add at most n^2 + n numbers per token in each pass.
 
     a read                    n d + d      2 n d + d
     a mix                   2 n d          3 n d
