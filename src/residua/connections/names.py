@@ -175,7 +175,8 @@ MEANINGS = _meanings()
 def meaning(name: str, registered: Iterable[str] = ()) -> str:
     """Resolve an alias to its preset and options: "lambdas:compress=token" for "Lambdas+TC".
 
-    A name that is registered or declared in exactly this form is returned unchanged, and so is an unknown name.
+    The exact name of a preset, of a registered scheme or of one that an installed package declares is returned
+    unchanged, and so is an unknown name.
     """
     if name in PRESETS:
         return name

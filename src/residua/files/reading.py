@@ -113,7 +113,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str, source: object) -> Any:
-    """Return the value of a JSON text. Raises InputError for invalid text, which `source` names."""
+    """Return the value of a JSON text. Raises InputError for invalid text; the message names `source`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

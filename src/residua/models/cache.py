@@ -74,7 +74,7 @@ def cache_for(given: dict[str, Any], names: Container[str], config: Any, *, whol
     cache: Any = cache_of(given)[0]
     if whole:
         if cache is not None and is_filled(cache):
-            raise ValueError("cache: training needs whole sequences, got a filled cache")
+            raise ValueError("cache: training needs whole sequences, got a filled cache; leave it out")
         if "use_cache" in names:
             given["use_cache"] = False
         return None
@@ -255,8 +255,8 @@ def expect_told_apart(parts: Iterable[nn.Module], mask: Any, documents: Tensor |
     mask = _of_full_attention(mask)
     if isinstance(mask, Tensor) and mask.dim() == 2:
         expect_no_gap(mask)
-    # Of a square mask, `padding_of` checks each token's own entry. The last row may hide tokens that are not padding,
-    # as in a window with sinks.
+    # A square mask is left to `padding_of`, which checks each token's own entry, because its last row may hide tokens
+    # that are not padding, as in a window with sinks.
     elif isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] != mask.shape[3]:
         expect_no_gap(seen(mask[:, 0, -1]))
 

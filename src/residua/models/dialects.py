@@ -178,8 +178,8 @@ def scheme(config: Any) -> Scheme:
 def names(stream: Stream, model_type: str) -> dict[str, str]:
     """Map every parameter name of `stream` to its name below the trunk of the transformers model.
 
-    stream: built by the scheme of this model, with its own norms. Raises ValueError for a parameter that the model
-    lacks.
+    stream: built by the scheme of this model, with the norms that the scheme creates by default. Raises ValueError for
+    a parameter that the model lacks.
     """
     dialect, parameters, places = _dialect(model_type), stream.state_dict(), {}
     ends = {"expand": dialect.expand, "collapse": dialect.collapse}

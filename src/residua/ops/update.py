@@ -92,7 +92,7 @@ def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e
 def residual_scale(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e-6) -> Tensor:
     """1 - e <h, x> / (|x|^2 + eps): the scale of x in the `orthogonal_update`, (..., groups), in at least float32.
 
-    The arguments are those of `orthogonal_update`.
+    The arguments are those of `orthogonal_update`: x is `state`, h is `y` and e is `gate`.
     """
     x, h, e = _of_groups(state, y, gate)
     along, squared = _products(x, h, eps)

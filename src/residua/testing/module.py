@@ -223,7 +223,7 @@ def in_words(values: Tensor) -> str:
 
 @CHECKS.add
 def forward(adapter: Adapter) -> None:
-    """The inputs of the sublayers and the new state are the same, with random parameters and streams that differ."""
+    """The sublayers' inputs and the new state equal ours, for random parameters and streams unlike each other."""
     PairedPass.of(adapter).judge()
 
 

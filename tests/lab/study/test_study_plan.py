@@ -163,7 +163,7 @@ def test_a_size_may_search_some_keys_again_in_full_length(data):
     assert len(runs) <= plan.most
 
 
-def test_schemes_may_fit_only_their_own_width_and_have_keys_that_the_plain_residual_lacks(data):
+def test_a_scheme_may_fit_few_widths_and_have_keys_to_search_that_the_plain_residual_lacks(data):
     """Three heads fit no power of two. The plain residual has nothing to search at the second size, and starts with one
     run."""
     small = {**DOCUMENT["sizes"]["small"], "model.hidden_size": 24}

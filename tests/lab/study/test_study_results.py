@@ -486,7 +486,7 @@ FORGED += [("curve", [[1, "x"]]), ("curve", [[1, 2.0, 3.0]])]
 
 
 @pytest.mark.parametrize(("name", "value"), FORGED)
-def test_a_field_that_no_study_wrote_is_refused_by_its_name(name, value, tmp_path):
+def test_a_field_with_an_invalid_value_is_named(name, value, tmp_path):
     with pytest.raises(InputError, match=rf"{name} of .* must be"):
         read_results(folder(tmp_path / "study", [row | {name: value} for row in records()]))
 
@@ -496,7 +496,7 @@ def test_a_run_without_facts_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), [("time_ratio", {}), ("seconds", None), ("flops_per_token", {"a": "x"})])
-def test_a_cost_that_no_study_wrote_is_refused_by_its_name(name, value, tmp_path):
+def test_a_cost_with_an_invalid_value_is_named(name, value, tmp_path):
     place = folder(tmp_path / "study", None, [row | {name: value} for row in costs()])
     with pytest.raises(InputError, match=rf"{name} of .* must be"):
         read_results(place)

@@ -222,7 +222,10 @@ def whole_piece(memory: StreamMemory | None) -> Iterator[None]:
 
 
 class _PartMemory:
-    """The memory of one part during one call. `whole` is None if the call has the whole sequence: nothing is kept."""
+    """The memory of one part during one call.
+
+    whole: the memory of all parts; None if nothing is kept, because the call has the whole sequence.
+    """
 
     def __init__(self, whole: StreamMemory | None, number: Any, padding: Tensor | None, documents: Tensor | None):
         self.keeps = whole is not None
@@ -237,7 +240,7 @@ class _PartMemory:
             return x
         self._whole._count(self._number, x.shape[1])
         before = self._whole._earlier(self._number, x.shape[0])
-        if before is None:  # like an empty transformers cache
+        if before is None:  # zeros before a short first piece, as in a transformers cache
             before = x.new_zeros(x.shape[0], max(0, window - x.shape[1]), *x.shape[2:])
         extended = torch.cat([before, x], 1)
         self._whole._rows[self._number] = extended[:, -window:]

@@ -172,7 +172,7 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def rate(config: RunConfig, model: PreTrainedConfig) -> float:
-    """Measure the FLOPs per second of the matrix products of a training step on the run's device."""
+    """Return the FLOPs of a training step's matrix products over the time of the whole step on the run's device."""
     device = pick_device(config.train.device)
     with threads(1):
         clock = cuda_clock if device.type == "cuda" else process_clock

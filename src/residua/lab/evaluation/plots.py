@@ -205,7 +205,7 @@ def _finish(
     unsettled: float,
     note: str,
 ) -> None:
-    """Fit the shared loss axis to the points after the first fraction `unsettled` of runs; add a legend and a note.
+    """Fit the shared loss axis to the points after the fraction `unsettled` of the longest run; add legend and note.
 
     The note says whether the axis cuts earlier points off.
     """

@@ -39,7 +39,7 @@ def expected_rotation(dim: int) -> Tensor:
     """
     cosine, sine = expected_cosine_and_sine()
     first = torch.arange(dim - 1, dtype=torch.float64)
-    # Row i: 1 / (dim - 1) for the first axis, then 1 / (dim - 1 - i) for each second axis j > i.
+    # The probability of axes i < j is that of the first, 1 / (dim - 1), times that of the second, 1 / (dim - 1 - i).
     plane = torch.zeros(dim, dim, dtype=torch.float64)
     plane[:-1] = (1 / ((dim - 1) * (dim - 1 - first))).unsqueeze(1)
     plane = plane.triu(1)

@@ -302,7 +302,7 @@ def _refuse_other_weights(source: Path, stored: Any, weights: Mapping[str, Tenso
     if differences:
         examples = ", ".join(differences[:EXAMPLES]) + (" and others" if len(differences) > EXAMPLES else "")
         raise InputError(
-            f"{source} must hold weights with the names and shapes of this model's, which differ in {examples}"
+            f"{source} must hold weights with the names and shapes of this model, got other names or shapes: {examples}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Train one model in several processes: join the ranks, synchronise errors and flags, and replicate a plain model.
+"""Train one model in several processes: join the ranks, synchronise errors and flags, and wrap a model in DDP.
 
 torchrun starts the processes, called ranks, and `join` connects them. A single process is the first rank, and its
 collective calls return at once.
@@ -193,7 +193,7 @@ class BatchShard:
 
 
 def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: torch.device) -> Callable[..., Any]:
-    """Wrap a plain model in DDP if torchrun is used; compile it and checkpoint its activations as configured.
+    """Wrap a model in DDP if torchrun is used; compile it and checkpoint its activations as configured.
 
     Parameters keep their names. In DDP, layers are compiled one by one; `_no_split_modules` of the model names
     their classes.

@@ -293,7 +293,7 @@ class Columns(NamedTuple):
 
 
 def columns(x: Tensor) -> Columns:
-    """Return the columns with which every thread handles 16 bytes of a row at a time, in the dtype of x."""
+    """Return the `Columns` for rows of x: 16 bytes for each thread, and for a warp no more than a row needs."""
     group = 16 // x.element_size()
     return Columns(min(max(triton.next_power_of_2(x.shape[-1]), 32), 32 * group), group)
 
