@@ -1289,6 +1289,17 @@ def test_a_module_that_recomputes_itself_is_right():
     assert "gradients" in check_module(adapter).passed
 
 
+class Viewed(PlainBlock):
+    def forward(self, x: Tensor, layer) -> Tensor:
+        return super().forward(x.view(-1, x.shape[-1]).view(x.shape), layer)
+
+
+def test_a_module_may_refuse_a_state_that_is_not_contiguous():
+    adapter = PlainMine()
+    adapter.build = Viewed
+    assert not check_module(adapter).failed
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_caller_may_be_without_gradients(mode):
     with mode():

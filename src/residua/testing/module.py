@@ -281,9 +281,10 @@ def _agrees_in_other_calls(pair: Pair) -> None:
     """Raise CheckFailed unless the results also equal ours in evaluation, with gradients, and for other inputs.
 
     A module often has separate code for inference, for training and for general shapes, so each can be wrong by itself.
+    A module may refuse a state that is not contiguous, as those that call `view` do.
     """
 
-    def compare(where: str, state: Any, *, training: bool = True, grad: bool = False) -> None:
+    def compare(where: str, state: Any, *, training: bool = True, grad: bool = False, may_refuse: bool = False) -> None:
         pair.module.train(training)
         with torch.no_grad():
             expected = pair.reference(pair.ours, state, pair.sublayers())
@@ -293,6 +294,8 @@ def _agrees_in_other_calls(pair: Pair) -> None:
             with torch.set_grad_enabled(grad):
                 result = pair.candidate(pair.ours, tree_map(torch.clone, state), pair.sublayers())
         except Exception as error:
+            if may_refuse:
+                return
             raise CheckFailed(f"{where}: {type(error).__name__}: {error}") from error
         expect(same_structure(result, expected), f"{where} the result is {structure(result)}")
         for theirs, ours in zip(tensors(result), tensors(expected)):
@@ -303,7 +306,7 @@ def _agrees_in_other_calls(pair: Pair) -> None:
     compare("in evaluation mode", state, training=False)
     compare("in evaluation mode, for a second state,", tree_map(lambda x: x.roll(1, -1), state), training=False)
     compare("with gradients", state, grad=True)
-    compare("for a state that is not contiguous", tree_map(lambda x: x.mT.contiguous().mT, state))
+    compare("for a state that is not contiguous", tree_map(lambda x: x.mT.contiguous().mT, state), may_refuse=True)
     compare("for a token of zeros", with_zeros(state))
     several = any(map(window_of, pair.stream.parts))  # one token would need a memory
     tokens = "two tokens" if several else "one token"
