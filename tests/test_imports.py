@@ -103,6 +103,7 @@ def test_the_help_of_a_command_loads_neither_torch_nor_transformers():
     assert loaded_by(code) & {"torch", "transformers", "numpy", "rich"} == set()
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_residua_imports_with_a_transformers_that_the_lab_does_not_support():
     code = (

@@ -104,7 +104,7 @@ def texts(count):
     return [" ".join(f"w{2 + (i + t) % 40}" for t in range(4 + i % 5)) for i in range(count)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @MODELS
 def test_trl_runs_supervised_fine_tuning(build, tmp_path):
     """Texts of several lengths, padded on the right by the collator of trl."""

@@ -89,6 +89,7 @@ def test_tensors_that_no_kernel_accepts_are_an_error(tensors, error, words, monk
         choose("triton", *tensors)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_the_error_for_a_missing_triton_says_how_to_install_it():
     code = (

@@ -45,6 +45,7 @@ def test_operations_compile_for_any_sequence_length(name):
         assert_close(compiled(*inputs), op(*inputs))
 
 
+@pytest.mark.nightly
 def test_numbers_may_vary_between_calls():
     """dynamo takes an eps that it has met with two values for a variable, and everything for one with `dynamic`."""
     state, k = (normal(generator(i), 2, *shape).requires_grad_() for i, shape in enumerate([(3, 4), (4,)]))

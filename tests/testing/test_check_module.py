@@ -1152,6 +1152,7 @@ def test_the_kit_needs_only_torch(tmp_path):
     assert "FAILED" not in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.compiler
 def test_compile_is_checked_on_request():
     checks(compiled=True)["compiles"](OurConnection(resolve("residual")))

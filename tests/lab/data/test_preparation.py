@@ -283,7 +283,7 @@ def test_the_encoder_holds_few_groups_at_a_time():
         assert len(taken) <= position + 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_text(tmp_path, small):
     peaks = []
     for count in (500, 3000):

@@ -141,7 +141,7 @@ def test_the_report_writes_its_tables(records, tmp_path):
     assert ours["loss"]["std"] == pytest.approx(4e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_report_draws_its_pictures(records, tmp_path):
     pytest.importorskip("matplotlib")
     from residua.lab.geometry.pictures import draw

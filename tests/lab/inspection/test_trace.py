@@ -327,7 +327,7 @@ def test_an_unsupported_model_is_refused():
         trace(torch.nn.Linear(2, 2), [1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["ddl-tc", "edelta-stream"])
 def test_memory_grows_with_depth_only_by_the_trace_itself(name):
     """48 sublayers x 2048 tokens: little more is alive at a time than for four sublayers and the trace itself."""

@@ -53,7 +53,7 @@ def written(folder, base, **changes):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_converted_model_is_studied_like_one_from_scratch(data, tmp_path, capsys):
     out, base = tmp_path / "out", save_base(tmp_path / "base")
     argv = ["study", "run", str(written(tmp_path, base)), "--out", str(out), "--data", str(data), "--no-costs"]

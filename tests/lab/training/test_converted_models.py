@@ -103,6 +103,7 @@ def test_two_processes_compute_the_gradients_of_one(kind, connection, start, tmp
 @pytest.mark.parametrize(
     ("connection", "layers"), some([(PLAIN, 1), (WINDOWED, 1), ("attnres-block", 2)], [(WINDOWED, 1)].__contains__)
 )
+@pytest.mark.nightly
 def test_a_converted_model_compiles_into_one_graph(connection, layers):
     """`fullgraph` raises an error where there would be two."""
     torch._dynamo.reset()
