@@ -582,7 +582,7 @@ def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | N
     Args:
         prompt: the text to run; "" for an end-of-text token; None for the beginning of the run's validation data.
         tokens: the largest number of tokens; None for the whole prompt, or for `train.sequence_length` without a
-        prompt.
+            prompt.
 
     Raises:
         InputError: there are no tokens, or more than fit into the model's context.
