@@ -110,13 +110,14 @@ def did_you_mean(
 def keywords(function: Function) -> Function:
     """Decorate a function without `**`: the error for an unknown keyword then names the nearest keyword, or all."""
     known = list(inspect.signature(function).parameters)
+    listed = f"; it takes {', '.join(name for name in known if name != 'self')}"
+    if "connection" in known:
+        listed += "; an option of the scheme goes with its name, as in 'ddl-tc:beta_init=0.5'"
 
     @functools.wraps(function)
     def checked(*arguments: Any, **named: Any) -> Any:
         for name in named.keys() - known:
-            hint = did_you_mean(name, known) or f"; it takes {', '.join(word for word in known if word != 'self')}"
-            if "connection" in known and hint.startswith("; it takes"):
-                hint += "; an option of the scheme goes with its name, as in 'ddl-tc:beta_init=0.5'"
+            hint = did_you_mean(name, known) or listed
             raise TypeError(f"{function.__name__} takes no argument {name!r}{hint}")
         return function(*arguments, **named)
 

@@ -160,7 +160,7 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
         axes.set_ylim(-0.03, 1.03)
     if panel.line is not None:
         axes.axhline(panel.line, color=REFERENCE_COLOUR, linewidth=0.8, zorder=0)
-    named = _named(panel)
+    named, circled = _named(panel), [group.name for group in _circled(panel)]
     for group in panel.groups:
         mean = _mean(group, panel.curve)
         if group.name not in named:
@@ -170,7 +170,7 @@ def _draw(axes: Axes, panel: Panel, styles: dict[str, dict[str, Any]]) -> None:
         name = f"{group.name} (not causal)" if is_causal(group) is False else group.name
         seeds = map(panel.curve, group.runs) if len(group.runs) > 1 else ()
         curve(axes, mean, seeds=seeds, label=name, **style)
-        if group in _circled(panel):
+        if group.name in circled:
             circles = {"marker": "o", "markersize": 3.2, "markerfacecolor": "none", "markeredgewidth": 0.9}
             axes.plot(*zip(*_mean(group, panel.circles)), color=style["color"], linestyle="none", **circles)
     if panel.levels:

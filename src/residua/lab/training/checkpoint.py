@@ -56,9 +56,8 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_types(self)
-        named = self.path.name.removeprefix("step-")
-        if named != self.path.name and named.isdecimal():
-            require(self.step == int(named), "step", f"{int(named)}, as in the folder's name", self.step)
+        named = _named_step(self.path)
+        require(named in (None, self.step), "step", f"{named}, as in the folder's name", self.step)
 
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -170,9 +169,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise InputError(
                 f"{path / name} was cut short or changed: its sha256 differs from {MANIFEST}; use another checkpoint"
             )
+    listed = [*checkpoint.files]
     for file in path.glob("*.safetensors"):
-        known = [*checkpoint.files]
-        require(file.name in known, f"{path / MANIFEST}: files", f"all data files, {file.name} among them", known)
+        require(file.name in listed, f"{path / MANIFEST}: files", f"all data files, {file.name} among them", listed)
     return checkpoint
 
 
@@ -343,8 +342,14 @@ def runs_of_checkpoints(folder: str | Path) -> set[str | None]:
 
 def _saved(folder: Path) -> dict[int, Path]:
     """Return the folders that are named like checkpoints, by step, newest first."""
-    paths = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
-    return {int(step): paths[step] for step in sorted(filter(str.isdecimal, paths), key=int, reverse=True)}
+    paths = {step: path for path in folder.glob("step-*") if (step := _named_step(path)) is not None}
+    return dict(sorted(paths.items(), reverse=True))
+
+
+def _named_step(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None if the folder is named otherwise."""
+    step = path.name.removeprefix("step-")
+    return int(step) if step != path.name and step.isdecimal() else None
 
 
 def _remove(path: Path) -> None:
