@@ -34,9 +34,12 @@ from rows import (
     step_time,
 )
 from tables import (
+    SEEDS,
     SPLIT,
+    baselines_at_rates,
+    by_rate,
+    from_smear,
     leads_at_rates,
-    plain_at_rates,
     records,
     searched,
     span,
@@ -195,8 +198,11 @@ def share_of_runs(scheme: str) -> list[int]:
 
 
 def rate_costs() -> list[float]:
-    """What twice the rate costs a baseline at the end on labels that do not repeat, wherever two rates were tried."""
-    runs = [*longer_baselines(), *(run for some in plain_at_rates().values() for run in some)]
+    """What twice the rate adds to the last loss of a baseline on labels that do not repeat, wherever two were tried."""
+    runs = [
+        *longer_baselines(),
+        *(run for rates in baselines_at_rates().values() for runs in rates.values() for run in runs.values()),
+    ]
     ends = {(run["scheme"], run["steps"], run["seed"], run["point"]["train.lr"]): run["split"][-1][2] for run in runs}
     halves = {place: (*place[:-1], place[-1] / 2) for place in ends}
     return [ends[place] - ends[half] for place, half in halves.items() if half in ends]
@@ -306,7 +312,7 @@ def million() -> dict[str, Any]:
     assert all(each.mean < 0 for each in (planned["lambdas+tc", "lambdas"].estimate,))
     at_rates, at_search = leads_at_rates("residual+tc", 211), leads_at_rates("residual+tc", 0)
     assert [*at_rates] == [*at_search] == [0.032, 0.016, 0.008]
-    plain = {(run["seed"], rate): run for rate, runs in plain_at_rates().items() for run in runs}
+    plain = {(seed, rate): run for rate, runs in baselines_at_rates()["residual"].items() for seed, run in runs.items()}
     assert {seed for (seed, _), run in plain.items() if run["transition"] is not None} == {0}
     assert [rate for (seed, rate), run in plain.items() if seed == 0 and run["transition"] is not None] == [
         0.032,
@@ -360,6 +366,38 @@ def million() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rivals() -> dict[str, Any]:
+    """The studies of rates and of rivals at one million parameters, as far as their runs are made."""
+    counts: dict[str, int] = {}
+    for folder in ("rates-1M", "rivals-1M"):
+        plan = study(folder).study
+        rates = plan.tuning.over["train.lr"]
+        made = [run["point"]["train.lr"] in rates for run in records(f"{folder}/records.jsonl")]
+        name = folder.removesuffix("-1M")
+        counts |= {f"{name}_made": sum(made), f"{name}_planned": len(plan.schemes) * len(rates) * len(plan.seeds)}
+    looks = by_rate("rivals-1M")["lambdas+smear"]
+    assert all({*SEEDS} >= runs.keys() for rates in by_rate("rivals-1M").values() for runs in rates.values())
+    means = {rate: statistics.fmean(run["split"][-1][2] for run in runs.values()) for rate, runs in looks.items()}
+    assert min(means, key=lambda rate: means[rate]) == 0.008
+    look, cheap = looks[0.008], row("1M", "lambdas+tc")
+    tc, scales = (from_smear(name) for name in ("lambdas+tc", "lambdas"))
+    assert [side(tc[0]), side(tc[2]), side(scales[0])] == ["ahead", "ahead", "level"]
+    assert scales[0].mean > 0
+    leads = [run["val_loss"] - cheap.losses[seed] for seed, run in look.items()]
+    assert min(leads) > 0
+    forms = "residual+tc", "lambdas+tc", "ddl-tc", WRITING
+    assert {side(each) for name in forms for each in from_smear(name)[:3:2]} == {"ahead"}
+    return {
+        **counts,
+        "smear_tc": interval(tc[0], 3).removeprefix("-"),
+        "smear_tc_short": f"{-tc[0].mean:.2f}",
+        "smear_tc_others": interval(tc[2], 3).removeprefix("-"),
+        "smear_lambdas": interval(scales[0], 3).removeprefix("+"),
+        "smear_steps": span((run["transition"] for run in look.values()), 0),
+        "smear_convolution_steps": span((step for name in forms for step in share_of_runs(name)), 0),
+    }
+
+
 def ten_million() -> dict[str, Any]:
     """Ten million parameters."""
     difference, course = ten()
@@ -375,7 +413,6 @@ def ten_million() -> dict[str, Any]:
     others = {rate: short["residual", rate]["split"][-1][2] for rate in (0.004, 0.008)}
     (steps,) = {run["steps"] for run in short.values()}
     costs = rate_costs()
-    assert min(costs) > 0
     writing = short["residual+tc", 0.008]["val_loss"] - short[WRITING, 0.008]["val_loss"]
     return {
         "ten": f"{-difference.estimate.mean:.2f}",
@@ -390,7 +427,7 @@ def ten_million() -> dict[str, Any]:
         "ten_short_lead": f"{others[0.004] - others[0.008]:.2f}",
         "ten_short_writing": f"{writing:.2f}",
         "ten_short_preferred": f"{short[WRITING, 0.008]['val_loss'] - short[WRITING, 0.016]['val_loss']:.4f}",
-        "rate_costs": f"{max(costs):.2f}",
+        "rate_costs": f"{min(costs):+.2f} to {max(costs):+.2f}",
     }
 
 
@@ -449,7 +486,7 @@ def timing() -> dict[str, Any]:
 
 @cache
 def numbers() -> dict[str, Any]:
-    parts = first_size, second_size, three_times_the_tokens, million, ten_million, corrections, timing, tables
+    parts = first_size, second_size, three_times_the_tokens, million, rivals, ten_million, corrections, timing, tables
     return {name: value for part in (*parts, *ANSWERS, *METHODS) for name, value in part().items()}
 
 

@@ -14,7 +14,7 @@ from picture import BASELINE, SCHEMES
 from scipy.stats import binomtest
 
 from residua.lab.evaluation.runs import Run
-from residua.lab.records.statistics import welch
+from residua.lab.records.statistics import Contrast, welch
 from residua.lab.study.results import ALPHA, Difference, Results, SchemeRow, read_results
 from residua.lab.study.search import loss_of
 
@@ -185,25 +185,42 @@ def split_table(size: str) -> str:
     seeds = sorted(set.intersection(*(set(losses[name]) for name in chain.from_iterable(pairs))))
     lines = []
     for pair in pairs:
-        sides = (zip(*(losses[name][seed] for seed in seeds)) for name in pair)
-        contrasts = [welch(*both) for both in zip(*sides)]
-        cells = [f"{contrast.mean:+.3f} ± {contrast.half_width:.3f}" for contrast in contrasts]
+        found = contrasts(*(losses[name] for name in pair), seeds)
+        cells = [f"{contrast.mean:+.3f} ± {contrast.half_width:.3f}" for contrast in found]
         if planned == size:
             cells[0] = lead(results.corrected[(size, *pair)])
         if BASELINE in pair:  # at these two sizes its rate is in doubt
             cells = over_rates(pair[0]) if size == "1M" else [cell.strip("*") for cell in cells]
         lines.append([" − ".join(f"`{name}`" for name in pair), *cells])
-    header = [f"loss of the first − the second, {len(seeds)} seeds", "all labels", "repeated labels", "all others"]
-    return markdown([*header, "all others, second text"], lines)
+    return markdown([f"loss of the first − the second, {len(seeds)} seeds", *LABELS], lines)
+
+
+LABELS = "all labels", "repeated labels", "all others", "all others, second text"
+"""Those of `ends`."""
+
+
+def contrasts(
+    ours: dict[int, tuple[float, ...]], theirs: dict[int, tuple[float, ...]], seeds: Iterable[int]
+) -> list[Contrast]:
+    """Each of the losses of `ends` of one scheme minus another's, each with the noise of its own seeds."""
+    sides = (zip(*(losses[seed] for seed in seeds)) for losses in (ours, theirs))
+    return [welch(*both) for both in zip(*sides)]
 
 
 @cache
-def plain_at_rates() -> dict[float, list[dict[str, Any]]]:
-    """The whole runs of the plain residual at 1M, by learning rate from the largest down: reported, tried, searched."""
-    runs = [*records("1M/records.jsonl"), *records("1M-rates.jsonl")]
-    runs = [run for run in runs if run["scheme"] == BASELINE]
-    rates = sorted({run["point"]["train.lr"] for run in runs}, reverse=True)
-    return {rate: [run for run in runs if run["point"]["train.lr"] == rate] for rate in rates}
+def by_rate(*folders: str) -> dict[str, dict[float, dict[int, dict[str, Any]]]]:
+    """The whole runs of studies at 1M by scheme, by learning rate from the largest down, and by seed."""
+    runs: dict[str, dict[float, dict[int, dict[str, Any]]]] = {}
+    found = [run for folder in folders for run in records(f"{folder}/records.jsonl")]
+    for run in sorted(found, key=lambda run: (-run["point"]["train.lr"], run["seed"])):
+        runs.setdefault(run["scheme"], {}).setdefault(run["point"]["train.lr"], {})[run["seed"]] = run
+    return runs
+
+
+def baselines_at_rates() -> dict[str, dict[float, dict[int, dict[str, Any]]]]:
+    """`by_rate` of both baselines; seed 0 is that of the search."""
+    runs = by_rate("1M", "rates-1M")
+    return {name: runs[name] for name in (BASELINE, "lambdas")}
 
 
 def leads_at_rates(scheme: str, seed: int) -> dict[float, tuple[float, ...]]:
@@ -213,9 +230,9 @@ def leads_at_rates(scheme: str, seed: int) -> dict[float, tuple[float, ...]]:
     (first,) = recorded(SPLIT["1M"], runs[:1])
     return {
         rate: tuple(ours - theirs for ours, theirs in zip(ends(first), ends(run)))
-        for rate, plain in plain_at_rates().items()
-        for run in plain
-        if run["seed"] == seed
+        for rate, runs in baselines_at_rates()[BASELINE].items()
+        for run in [runs.get(seed)]
+        if run
     }
 
 
@@ -229,15 +246,58 @@ RATES_SEED = 211
 
 
 def rates_table() -> str:
-    """The plain residual at 1M by its learning rate: runs that copy, and the lead of the convolution on one of each."""
-    tried, searched = (leads_at_rates("residual+tc", seed) for seed in (RATES_SEED, 0))
+    """Both baselines at 1M by learning rate: the runs, how many copy, and the lead of the convolution, seed by seed."""
+    leader, lines = split_losses("1M")["residual+tc"], []
+    for name, rates in baselines_at_rates().items():
+        for rate, runs in rates.items():
+            pairs = [(leader[seed], ends(run)) for seed, run in runs.items() if seed in leader]
+            leads = [statistics.fmean(ours[column] - theirs[column] for ours, theirs in pairs) if pairs else None
+                     for column in (0, 2)]  # fmt: skip
+            cells = ["" if mean is None else f"{mean:+.2f}" for mean in leads]
+            lines.append([f"`{name}`", f"{rate:g}", *losses_by_seed(runs, (0, *SEEDS)), copying(runs), *cells])
+    header = ["", "rate", "seed of the search", *(f"seed {seed}" for seed in SEEDS), "runs that copy"]
+    return markdown([*header, "`residual+tc` − this", "on labels that do not repeat"], lines)
+
+
+SEEDS = 211, 212, 213
+"""The reported ones of both studies at 1M."""
+
+
+def losses_by_seed(runs: dict[int, dict[str, Any]], seeds: Iterable[int] = SEEDS) -> list[str]:
+    return [f"{runs[seed]['val_loss']:.3f}" if seed in runs else "" for seed in seeds]
+
+
+def copying(runs: dict[int, dict[str, Any]]) -> str:
+    """How many of some runs copy, and after how many steps those do that were evaluated along the way."""
+    copy = [run for run in runs.values() if run["transition"] is not None]
+    steps = [run["transition"] for run in copy if len(run["split"]) > 1]
+    return f"{len(copy)} of {len(runs)}" + (f", after {span(steps, 0)} steps" if steps else "")
+
+
+def rivals_table() -> str:
+    """The runs of the study of rivals so far: two learning rates, three seeds each."""
     lines = []
-    for rate, runs in plain_at_rates().items():
-        copying = sum(run["transition"] is not None for run in runs)
-        cells = [f"{tried[rate][0]:+.2f}", f"{tried[rate][2]:+.2f}", f"{searched[rate][0]:+.2f}"]
-        lines.append([f"{rate:g}", f"{copying} of {len(runs)}", *cells, f"{searched[rate][2]:+.2f}"])
-    header = ["rate of `residual`", "its runs that copy", f"seed {RATES_SEED}: all labels", "all others"]
-    return markdown([*header, "seed of the search: all labels", "all others"], lines)
+    for name, rates in by_rate("rivals-1M").items():
+        for rate, runs in rates.items():
+            others = statistics.fmean(ends(run)[2] for run in runs.values())
+            lines.append([f"`{name}`", f"{rate:g}", *losses_by_seed(runs), f"{others:.3f}", copying(runs)])
+    header = ["", "rate", *(f"seed {seed}" for seed in SEEDS), "labels that do not repeat, mean"]
+    return markdown([*header, "runs that copy"], lines)
+
+
+def smear_table() -> str:
+    """What the schemes of the first study at 1M differ by from `lambdas+smear`, but for the plain residual."""
+    lines = []
+    for name in [name for name in reversed(split_losses("1M")) if name != BASELINE]:
+        cells = [f"{each.mean:+.3f} ± {each.half_width:.3f}" for each in from_smear(name)]
+        lines.append([f"`{name}` − `lambdas+smear`", *cells])
+    return markdown([f"loss of the first − the second, {len(SEEDS)} seeds", *LABELS], lines)
+
+
+def from_smear(scheme: str) -> list[Contrast]:
+    """The four losses of a scheme of the first study at 1M minus those of `lambdas+smear` at 0.008."""
+    theirs = {seed: ends(run) for seed, run in by_rate("rivals-1M")["lambdas+smear"][0.008].items()}
+    return contrasts(split_losses("1M")[scheme], theirs, SEEDS)
 
 
 def searched() -> dict[str, dict[float, dict[str, Any]]]:
@@ -313,7 +373,17 @@ def decisions_table() -> str:
 
 def tables() -> dict[str, str]:
     """Every table, by its name in claims.md."""
-    made = (field_table, resbench_table, copying_table, rates_table, search_table, decisions_table, fresh_table)
+    made = (
+        field_table,
+        resbench_table,
+        copying_table,
+        rates_table,
+        rivals_table,
+        smear_table,
+        search_table,
+        decisions_table,
+        fresh_table,
+    )
     split = {"remaining": "0.3M", "million": "1M", "ten": "10M"}
     return {
         **{table.__name__: table() for table in made},
