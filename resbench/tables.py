@@ -185,7 +185,7 @@ def split_table(size: str) -> str:
     seeds = sorted(set.intersection(*(set(losses[name]) for name in chain.from_iterable(pairs))))
     lines = []
     for pair in pairs:
-        found = contrasts(*(losses[name] for name in pair), seeds)
+        found = contrasts(losses[pair[0]], losses[pair[1]], seeds)
         cells = [f"{contrast.mean:+.3f} ± {contrast.half_width:.3f}" for contrast in found]
         if planned == size:
             cells[0] = lead(results.corrected[(size, *pair)])
