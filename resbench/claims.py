@@ -375,6 +375,7 @@ def rivals() -> dict[str, Any]:
         made = [run["point"]["train.lr"] in rates for run in records(f"{folder}/records.jsonl")]
         name = folder.removesuffix("-1M")
         counts |= {f"{name}_made": sum(made), f"{name}_planned": len(plan.schemes) * len(rates) * len(plan.seeds)}
+    assert not study("rivals-1M").corrected
     looks = by_rate("rivals-1M")["lambdas+smear"]
     assert all({*SEEDS} >= runs.keys() for rates in by_rate("rivals-1M").values() for runs in rates.values())
     means = {rate: statistics.fmean(run["split"][-1][2] for run in runs.values()) for rate, runs in looks.items()}
