@@ -192,6 +192,23 @@ def test_groups_tags_perplexity_and_generation_are_all_reported(kinds):
         assert [s.task for s in score(build(), byte_tokenizer(), tasks=[name], **options).scores] == ["first", "second"]
 
 
+@pytest.mark.slow
+def test_the_logits_of_a_bfloat16_model_give_likelihoods_in_float32(kinds):
+    """The likelihood of a text in bfloat16 would be off by up to a nat."""
+    model, tokenizer = build(), byte_tokenizer()
+    options = {"name": "m", "tasks": ["rolling"], "include_path": kinds, "batch_size": 1}
+    (found,) = score(model, tokenizer, **options, bfloat16=True).scores
+    nats = 0.0
+    for question, *_ in QUESTIONS:
+        ids = torch.tensor([tokenizer.eos_token_id, *tokenizer.encode(question)])
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(ids[None, :-1]).logits[0]
+        assert logits.dtype == torch.bfloat16
+        nats += torch.nn.functional.cross_entropy(logits.float(), ids[1:], reduction="sum").item()
+    words = sum(len(question.split()) for question, *_ in QUESTIONS)
+    assert found.value == pytest.approx(math.exp(nats / words), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

@@ -141,6 +141,7 @@ def score(
         batch_size=batch_size,
         max_length=context_of(model),
         mixed_precision_dtype="bfloat16" if bfloat16 else None,
+        softmax_dtype="float32",  # otherwise log-probabilities and their sums are rounded to the dtype of the logits
     )
     with evaluating(model):
         report = lm_eval.simple_evaluate(
