@@ -1,12 +1,15 @@
 """connections.jsonl: the gates that are logged during training, and that logging them changes nothing."""
 
+import itertools
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from residua.lab.experiment import open_run, run
+from residua.lab.records import jsonlines
 from residua.lab.training import train
 from support.ranks import run_ranks
 from support.tiny_runs import options, run_config
@@ -43,6 +46,23 @@ def test_observing_does_not_change_the_training_by_a_bit(tmp_path, fit, rows):
     expected = [{"step": step, "beta": {"mean": [number, None]}} for step, number in first.items()]
     assert looked(tmp_path / "seen") == expected
     assert not (tmp_path / "plain" / "connections.jsonl").exists()
+
+
+def test_the_time_of_observing_is_not_training_time(tmp_path, monkeypatch):
+    """The clock advances by a second at each reading, and by 1000 while the model is observed."""
+    readings, waited = itertools.count(), []
+    clock = SimpleNamespace(perf_counter=lambda: next(readings) + 1000.0 * len(waited))
+    monkeypatch.setattr("residua.lab.training.loop.time", clock)
+
+    def slowly(model, inputs):
+        waited.append(model)
+        return observe(model, inputs)
+
+    train(ToyModel(), ToyBatches(), toy_config(connections_every=1), tmp_path, observe=slowly, progress=False)
+    seen = jsonlines.read(tmp_path / "metrics.jsonl")
+    assert len(waited) == len(seen) == 12
+    assert seen[-1]["seconds"] < 1000
+    assert min(row["tokens_per_second"] for row in seen) > seen[0]["tokens"] / 1000
 
 
 @pytest.mark.parametrize("log_every", [1, 5])

@@ -133,9 +133,12 @@ def _train(
             set_learning_rate(take_step.optimizer, factor)
             update = take_step(step)
             if observe_every and step % observe_every == 0:
+                state.expect_finite()  # the host waits for the device, so that the step's own time is over
+                began = time.perf_counter()
                 with take_step.autocast, evaluating(model):
                     gates = observe(model, update.first_row)
                 state.log({"step": step, **gates}, gates=True)
+                lap_start += time.perf_counter() - began
 
             stopping = ranks.any(bool(stop))
             validating = evaluate is not None and _due(step, config.evaluate_every, config)
@@ -144,7 +147,7 @@ def _train(
             if not (logging or saving):
                 continue
 
-            state.expect_finite()  # the host waits for the device here and when gates are observed
+            state.expect_finite()  # the host waits for the device here
             elapsed = time.perf_counter() - lap_start
             seconds += elapsed
             row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks, config.lr * factor)}
