@@ -37,7 +37,7 @@ def test_the_table_sorts_and_a_row_shows_its_runs(open_page, tmp_path):
 
 def test_marks_whose_intervals_exclude_zero_are_filled_as_in_the_picture(open_page, tmp_path):
     far = changed(records(), lambda row: {"val_loss": 0.0, "curve": []}, scheme="ddl", kind="report")
-    caption = "Filled: a primary contrast that is clear of zero after the correction"
+    caption = "Filled: a primary contrast that is clear of zero after Holm's correction over all primary contrasts"
     for primary, said, filled in (({"small": [["ddl", "residual"]]}, True, ["tokens"]), ({}, False, [])):
         opened = open_page(written(tmp_path, planted(far, primary=primary)))
         fills = [mark.get_attribute("fill") for mark in opened.locator("svg[aria-label^=Differences] circle").all()]

@@ -210,10 +210,11 @@ def _noise(results: Results, size: str) -> list[str]:
     return [text, *([wild] if failed else [])]
 
 
+CLEAR = "clear of zero after Holm's correction over all primary contrasts"
 ANSWERS = (
     "A cell is the loss of the first scheme minus that of the second at one size, in nats per token, with half of its "
-    "95 % interval; **bold** for a primary contrast that is clear of zero after the correction. Where the interval "
-    "holds zero, the cell adds the difference that such a study has 80 % power to detect."
+    f"95 % interval; **bold** for a primary contrast that is {CLEAR}. Where the interval holds zero, the cell adds the "
+    "difference that such a study has 80 % power to detect."
 )
 
 
@@ -241,7 +242,8 @@ def primary_table(results: Results) -> Table:
         over = [difference.documents.get(prefix) for prefix in texts]
         cells += [estimate_text(contrast, "+.4f") if contrast else "" for contrast in over]
         rows.append([size, f"{_quoted([scheme])} − {_quoted([to])}", *cells])
-    return Table(["size", "contrast, at equal tokens", "difference", "p", "corrected", *texts.values()], rows)
+    header = ["size", "contrast, at equal tokens", "difference", "p", "p after Holm's correction", *texts.values()]
+    return Table(header, rows)
 
 
 class Asked(NamedTuple):
@@ -329,9 +331,10 @@ def _reading(results: Results, shown: Container[str]) -> list[str]:
         "it is a scheme's own if the study says so, or if the standard deviation of its losses over the seeds is more "
         f"than {FAILED:g} times that of the median row. A difference of such a scheme uses only the noise of its two "
         "rows (Welch's t). "
-        f"**Bold**: a primary contrast whose corrected p is below {SIGNIFICANT}. An interval covers other seeds, not "
-        "another text or size, and one over documents other held-out documents like these, not other seeds; tuning "
-        "looked at the same held-out text.": True,
+        f"**Bold**: a primary contrast whose p is below {SIGNIFICANT} after Holm's correction over all primary "
+        "contrasts of the study, of all sizes, finished or not. An interval covers other seeds, not another text or "
+        "size, and one over documents other held-out documents like these, not other seeds; tuning looked at the same "
+        "held-out text.": True,
         "- 80 % power: in four of five such studies the interval would show a true difference of this size.": True,
         f"- Worth: as many times the tokens bring the baseline to the scheme's loss{speed}. Beyond the baseline's "
         "longest runs only the bound is known.": any(f"vs {name}, worth" in shown for name in results.study.baselines),
@@ -430,7 +433,7 @@ def difference_text(row: SchemeRow, baseline: str, measure: str) -> str:
 
 
 def _difference_text(difference: Difference, seeds: int) -> str:
-    """Return a difference and half of its 95 % interval, bold if it is clear of zero after the correction.
+    """Return a difference and half of its 95 % interval, bold if it is `clear`.
 
     seeds: the number of the study's seeds; if the difference is over another number, the text states that number.
     """
@@ -583,7 +586,7 @@ MEASURE_MARKS = {
 """Colour and mark of each measure."""
 
 
-FILLED = "Filled: a primary contrast that is clear of zero after the correction"
+FILLED = f"Filled: a primary contrast that is {CLEAR}"
 
 
 def draw(results: Results) -> Figure | None:
