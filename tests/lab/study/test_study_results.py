@@ -338,6 +338,29 @@ def test_a_loss_is_worth_the_tokens_that_the_baseline_needs_for_it():
     assert "> 1.5 tokens" in markdown(unfinished)
 
 
+def test_worth_is_read_from_the_curve_that_equal_flops_are_read_from():
+    """A loss that the baseline's runs of a middle length reach is worth their tokens, on a curve of any shape."""
+    shape = {150: 0.3, 300: 0.9}  # the gain over the reported runs; a + b / sqrt(C) through the ends has 0.56 at 150
+    runs = [
+        *(row for row in records() if row["kind"] != "longer"),
+        *(
+            {**row, "key": f"{row['key']} {steps}", "kind": "longer", "steps": steps, "val_loss": row["val_loss"] - by}
+            for row in records()
+            if (row["scheme"], row["kind"]) == ("residual", "report")
+            for steps, by in shape.items()
+        ),
+    ]
+    for ahead, worth in ((0.3, 1.5), (0.9, 3.0)):
+        some = [
+            {**row, "val_loss": theirs["val_loss"] - ahead} if row["scheme"] == "ddl" else row
+            for row in runs
+            for theirs in runs
+            if (theirs["scheme"], theirs["kind"], theirs["seed"]) == ("residual", "report", row["seed"])
+        ]
+        found = planted([row for row in runs if row["kind"] == "tune"] + some, longer=[1.5, 3.0])
+        assert row_of(found).difference("residual", "tokens").worth == pytest.approx(worth)
+
+
 def test_tokens_that_are_seen_again_are_named():
     assert "each seen at most once" in markdown(planted())
     assert "each seen at most 3 times" in markdown(planted(epochs=3))

@@ -532,15 +532,17 @@ def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[f
     lengths = sorted(set.intersection(*map(set, runs))) if runs else []
     if len(lengths) < 2 or row.loss is None:
         return None, 1.0
-    first, last = lengths[0], lengths[-1]
-    means = [statistics.fmean(by_steps[steps] for by_steps in runs) for steps in (first, last)]
-    longest = last / row.steps
-    if means[1] >= means[0]:
+    means = [statistics.fmean(by_steps[steps] for by_steps in runs) for steps in lengths]
+    loss, longest = row.loss.mean, lengths[-1] / row.steps
+    if means[-1] >= means[0]:
         return None, longest
-    share = (row.loss.mean - means[0]) / (means[1] - means[0])  # the part of the way from the first length to the last
-    if share > 1:
+    if loss < means[-1]:
         return math.inf, longest
-    power = first**-ALPHA + share * (last**-ALPHA - first**-ALPHA)
+    # The neighbours between which the baseline first reaches the loss; before its shortest runs, the two ends.
+    high = next(i for i, mean in enumerate(means) if mean <= loss)
+    low, high = (high - 1, high) if high else (0, -1)
+    share = (loss - means[low]) / (means[high] - means[low])
+    power = lengths[low] ** -ALPHA + share * (lengths[high] ** -ALPHA - lengths[low] ** -ALPHA)
     times = power ** (-1 / ALPHA) / row.steps
     return times if times >= BELOW else 0.0, longest
 
