@@ -53,16 +53,31 @@ def test_no_progress_is_shown_if_it_is_switched_off(options, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("measuring", [True, False])
-def test_a_terminal_shows_a_bar_and_prints_markup_as_text(measuring, monkeypatch):
+def made_terminal(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+    found = Terminal()
+    monkeypatch.setattr(sys, "stderr", found)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
+    return found
+
+
+@pytest.mark.parametrize(("steps", "known"), [(1, False), (2, True)])
+def test_the_slow_start_of_a_resumed_run_does_not_count_for_the_time_left(steps, known, monkeypatch):
+    terminal = made_terminal(monkeypatch)
+    with Progress("run", 100, done=50, measuring=True) as bar:
+        for step in range(51, 51 + steps):
+            bar.update(step, "a step")
+    assert f"{50 + steps}%" in terminal.getvalue()
+    assert ("0:00:0" in terminal.getvalue()) is known
+
+
+@pytest.mark.parametrize("measuring", [True, False])
+def test_a_terminal_shows_a_bar_and_prints_markup_as_text(measuring, monkeypatch):
+    terminal = made_terminal(monkeypatch)
     with Progress("[red]run", 10, measuring=measuring) as bar:
         bar.update(5, "step 5/10 [bold]")
     shown = terminal.getvalue()

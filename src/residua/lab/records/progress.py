@@ -57,8 +57,8 @@ class Progress:
                 refresh_per_second=4,
                 speed_estimate_period=120,
             )
-            self._task = self._bar.add_task(one_line(title), total=total or None, text="")
-            self._bar.update(self._task, completed=done)
+            # Given later, `done` would start the clock of the speed, before the slow start of the work.
+            self._task = self._bar.add_task(one_line(title), total=total or None, completed=done, text="")
 
     def __enter__(self) -> "Progress":
         if self._bar:
