@@ -138,6 +138,17 @@ def test_a_question_with_further_seeds_is_answered_by_all_of_them_and_rows_are_n
     assert (answer.difference, bool(answer.missing)) == (None, True)
 
 
+def test_a_primary_contrast_has_the_further_seeds_of_a_question_in_either_order():
+    more = [record(name, "report", seed, loss) for name, loss in (("residual", 4.0), ("ddl", 3.0)) for seed in (4, 5)]
+    questions = {"gain": {"ask": "How much?", "compare": [["ddl", "residual"]], "seeds": [4, 5]}}
+    for pair, mean in ((["ddl", "residual"], -0.52), (["residual", "ddl"], 0.52)):
+        found = planted(records() + more, questions=questions, primary={"small": [pair]})
+        (difference,), (answer,) = found.corrected.values(), found.answers
+        assert (difference.scheme, difference.estimate.count) == (pair[0], 5)
+        assert difference.estimate.mean == pytest.approx(mean)
+        assert difference.holm == answer.difference.holm == answer.difference.p
+
+
 def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():
     found = asked(at=["compiled seconds"])
     (answer,) = found.answers

@@ -74,6 +74,12 @@ class Difference:
         """The key of the contrast: the size, the set of the two schemes, and the number of seeds."""
         return self.size, frozenset((self.scheme, self.baseline)), self.estimate and self.estimate.count
 
+    def reversed(self) -> "Difference":
+        """Return the difference at equal tokens in the other order, which has no `worth`."""
+        estimate = self.estimate and self.estimate._replace(mean=-self.estimate.mean)
+        documents = {text: contrast._replace(mean=-contrast.mean) for text, contrast in self.documents.items()}
+        return Difference(self.size, self.baseline, self.scheme, "tokens", estimate=estimate, documents=documents)
+
     @property
     def p(self) -> float | None:
         """The p-value of a difference of zero."""
@@ -343,7 +349,8 @@ def _primary(
     the same corrected p-value.
     """
     asked = [each.difference for each in answers if each.difference and each.measure == "tokens"]
-    over_all_seeds = {(each.size, each.scheme, each.baseline): each for each in asked}
+    either_order = [*(each.reversed() for each in asked), *asked]
+    over_all_seeds = {(each.size, each.scheme, each.baseline): each for each in either_order}
     primary = {}
     for place in ((size, *pair) for size, pairs in study.primary.items() for pair in pairs):
         sides = [rows.get((place[0], name)) for name in place[1:]]
@@ -528,12 +535,12 @@ def _relative_costs(row: SchemeRow, base: SchemeRow) -> dict[str, tuple[float, f
 
 def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[float | None, float]:
     """Return `Difference.worth` and `Difference.longest` of a row; losses: the baseline's, by seed and steps."""
-    runs = [losses[seed] for seed in row.losses if seed in losses]
-    lengths = sorted(set.intersection(*map(set, runs))) if runs else []
+    seeds = [seed for seed in row.losses if seed in losses]
+    lengths = sorted(set.intersection(*(set(losses[seed]) for seed in seeds))) if seeds else []
     if len(lengths) < 2 or row.loss is None:
         return None, 1.0
-    means = [statistics.fmean(by_steps[steps] for by_steps in runs) for steps in lengths]
-    loss, longest = row.loss.mean, lengths[-1] / row.steps
+    means = [statistics.fmean(losses[seed][steps] for seed in seeds) for steps in lengths]
+    loss, longest = statistics.fmean(row.losses[seed] for seed in seeds), lengths[-1] / row.steps
     if means[-1] >= means[0]:
         return None, longest
     if loss < means[-1]:
