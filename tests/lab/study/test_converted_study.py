@@ -1,18 +1,24 @@
 """A study of a transformers model that is converted: it tunes, trains, times, reports and verifies like any other."""
 
+import copy
 import json
 
 import pytest
+import torch
 
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.files.reading import write_yaml
-from residua.lab.cost.counts import parameters, products_per_token
+from residua.lab.cost import counts
+from residua.lab.cost.counts import elementwise, parameters, products_per_token
 from residua.lab.cost.steps import measure
+from residua.lab.opening import new_model
 from residua.lab.records import jsonlines
 from residua.lab.study.definition import load_study
 from residua.lab.study.plan import Plan
+from residua.lab.training.base_model import freeze_base
 from support.converted_models import data_of_base, save_base
+from support.families import tiny
 from support.planted_study import studies_of_the_page
 
 
@@ -101,6 +107,47 @@ def test_products_of_a_converted_model_are_those_of_its_layers(base, data, tmp_p
     weights = text.num_hidden_layers * sum(shapes) + text.hidden_size * text.vocab_size
     attention = 7 * 16 * text.num_attention_heads * text.head_dim * text.num_hidden_layers
     assert products_per_token(model, sequence_length=16) == pytest.approx(6 * weights + attention, rel=1e-3)
+
+
+def test_counting_leaves_the_attention_of_the_model_that_is_timed_after_it(base, data, tmp_path):
+    """A plan keeps the configuration of a converted model for all sizes that train it."""
+    plan = Plan(load_study(str(written(tmp_path, base))), data)
+    model = plan.model(plan.config("small", "residual"))
+    before = copy.deepcopy(model)
+    products_per_token(model, sequence_length=16)
+    elementwise(model, 16)
+    assert model._attn_implementation == before._attn_implementation
+    assert model.to_dict() == before.to_dict()
+
+
+@pytest.mark.parametrize(("family", "heads"), [("gpt2", 3 * 32), ("deepseek_v3", 3 * 4 * 12), ("recurrent_gemma", 32)])
+def test_attention_is_counted_in_the_layers_that_have_it_with_the_widths_of_its_heads(family, heads):
+    """Four heads in three layers. RecurrentGemma has attention in one; DeepSeek has keys of 16 numbers, values of 8."""
+    config = tiny(family).config
+    short, long = (products_per_token(config, sequence_length=length) for length in (64, 128))
+    assert long - short == pytest.approx(7 * 64 * heads, rel=0.1)
+
+
+def test_a_model_with_operations_that_need_values_is_refused_in_one_line(base, data, tmp_path, monkeypatch):
+    class Experts(torch.nn.Module):
+        def forward(self, **inputs):
+            return inputs["input_ids"].max().item()
+
+    plan = Plan(load_study(str(written(tmp_path, base))), data)
+    monkeypatch.setattr(counts, "on_meta", lambda *_, **__: Experts())
+    with pytest.raises(InputError, match=r"the FLOPs of Experts cannot be counted: .*--no-costs"):
+        products_per_token(plan.model(plan.config("small", "hc")), sequence_length=16)
+
+
+def test_a_frozen_base_has_no_products_for_gradients_of_its_weights(base, data, tmp_path):
+    plan = Plan(load_study(str(written(tmp_path, base))), data)
+    model = plan.model(plan.config("small", "hc"))
+    whole, frozen = (products_per_token(model, sequence_length=16, frozen=frozen) for frozen in (False, True))
+    built = new_model(model)
+    freeze_base(built)
+    weights = [part.weight for part in built.modules() if isinstance(part, torch.nn.Linear)]
+    least = 2 * sum(x.numel() for x in weights if not x.requires_grad)
+    assert least <= whole - frozen < 1.1 * least, "also none for gradients of the embedding, before the first layer"
 
 
 def test_the_study_that_the_page_shows_can_be_planned(base, data, tmp_path):

@@ -1,5 +1,6 @@
 """Parameters, and the arithmetic of one token, counted on models without storage."""
 
+import copy
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from residua.errors import extra
+from residua.errors import InputError, extra, first_line
 from residua.lab.opening import new_model
+from residua.lab.training.base_model import freeze_base
 from residua.models import ResiduaConfig
 
 with extra("lab"):
@@ -25,12 +27,28 @@ def on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
         return new_model(config, **options)
 
 
-def step_on_meta(config: PreTrainedConfig, length: int, counting: AbstractContextManager[Any]) -> None:
-    """Run forward and backward over one sequence with eager attention, inside `counting`, which counts operations."""
+def step_on_meta(
+    config: PreTrainedConfig, length: int, counting: AbstractContextManager[Any], *, frozen: bool = False
+) -> None:
+    """Run forward and backward over one sequence with eager attention, inside `counting`, which counts operations.
+
+    frozen: whether only the connections are trained, as with `model.freeze_base`.
+
+    Raises:
+        InputError: an operation of a converted model cannot run on the meta device, such as those of some experts.
+    """
+    config = copy.deepcopy(config)  # transformers sets the attention in the configuration, and the run has its own
     model = on_meta(config, attn_implementation="eager").train()
+    config.get_text_config(decoder=True).pad_token_id = None  # GPT-2 would look for it in ids that have no values
+    if frozen:
+        freeze_base(model)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-    with counting:
-        model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+    try:
+        with counting:
+            model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+    except RuntimeError as error:
+        name, reason = type(model).__name__, first_line(error)
+        raise InputError(f"the FLOPs of {name} cannot be counted: {reason}; a study of it needs --no-costs") from error
 
 
 def parameters(config: PreTrainedConfig) -> dict[str, int]:
@@ -54,34 +72,44 @@ def flops_per_token(config: ResiduaConfig, *, sequence_length: int) -> dict[str,
 
     PyTorch's counter runs over one sequence on the meta device. `elementwise` counts all other arithmetic.
     """
-    plain = _products(ResiduaConfig(**{**config.to_dict(), "connection": "residual"}), sequence_length)
-    attention = CAUSAL * _attention(config, sequence_length)
+    plain = ResiduaConfig(**{**config.to_dict(), "connection": "residual"})
+    attention = CAUSAL * _heads(config, sequence_length)
+    matrices = _eager_products(plain, sequence_length) - EAGER * _heads(plain, sequence_length)
     total = products_per_token(config, sequence_length=sequence_length)
-    return {"matrices": plain, "attention": attention, "connections": total - attention - plain}
+    return {"matrices": matrices, "attention": attention, "connections": total - attention - matrices}
 
 
-def products_per_token(config: PreTrainedConfig, *, sequence_length: int) -> float:
-    """Count the matrix products of one token as `flops_per_token` does, also for converted models."""
-    return _products(config, sequence_length) + CAUSAL * _attention(config, sequence_length)
+def products_per_token(config: PreTrainedConfig, *, sequence_length: int, frozen: bool = False) -> float:
+    """Count the matrix products of one token as `flops_per_token` does, also for converted models.
+
+    frozen: as in `step_on_meta`. In a converted model, layers may have heads of several widths, or no attention, so
+    attention is the part of the count that grows with the tokens before it.
+    """
+    counted = _eager_products(config, sequence_length, frozen)
+    if isinstance(config, ResiduaConfig):
+        heads = _heads(config, sequence_length)
+    else:
+        other = sequence_length // 2 or 2
+        growth = (counted - _eager_products(config, other, frozen)) / (sequence_length - other)
+        heads = max(0.0, growth) * sequence_length / EAGER  # linear attention costs less per token in a full chunk
+    return counted - EAGER * heads + CAUSAL * heads
 
 
 # Products of attention in units of T d, forward + backward: 2 + 5 if the kernel skips masked pairs, 4 + 8 if eager.
 CAUSAL, EAGER = 7.0, 12.0
 
 
-def _attention(config: PreTrainedConfig, length: int) -> float:
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", 0)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-    return float(length * heads * head_dim * text.num_hidden_layers)
+def _heads(config: ResiduaConfig, length: int) -> float:
+    """Return T d, summed over the layers."""
+    return float(length * config.num_attention_heads * config.head_dim * config.num_hidden_layers)
 
 
-def _products(config: PreTrainedConfig, length: int) -> float:
-    """Count the FLOPs per token of all matrix products except the two of attention."""
+def _eager_products(config: PreTrainedConfig, length: int, frozen: bool = False) -> float:
+    """Count the FLOPs per token of all matrix products, with those of eager attention."""
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoModules()
-    step_on_meta(config, length, counter)
-    return counter.get_total_flops() / length - EAGER * _attention(config, length)
+    step_on_meta(config, length, counter, frozen=frozen)
+    return counter.get_total_flops() / length
 
 
 class _NoModules(nullcontext):
@@ -90,14 +118,16 @@ class _NoModules(nullcontext):
     parents = frozenset({"Global"})
 
 
-def elementwise(model: PreTrainedConfig, length: int) -> float:
+def elementwise(model: PreTrainedConfig, length: int, *, frozen: bool = False) -> float:
     """Count the arithmetic of one token in a training step outside matrix products, in FLOPs.
+
+    frozen: as in `step_on_meta`.
 
     Every operation that is neither a product nor a view counts one for each element of its largest tensor. A rank-one
     write consists of such operations, so schemes that use it would look too cheap without them.
     """
     counted = _Elements()
-    step_on_meta(model, length, counted)
+    step_on_meta(model, length, counted, frozen=frozen)
     return counted.total / length
 
 

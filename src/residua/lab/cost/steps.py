@@ -18,7 +18,7 @@ from residua.lab.jobs.pool import Record, threads
 from residua.lab.opening import new_model
 from residua.lab.records.provenance import circumstances
 from residua.lab.records.table import Table
-from residua.lab.training import BaseModelConfig, RunConfig, pick_device
+from residua.lab.training import RunConfig, pick_device
 from residua.lab.training.base_model import freeze_base
 from residua.lab.training.step import Step
 
@@ -38,7 +38,7 @@ class MeasuredStep:
             torch.default_generator.manual_seed(0)
             tokens = torch.randint(model.get_text_config().vocab_size, (train.batch_size, train.sequence_length + 1))
             self.model = new_model(model)
-        if isinstance(config.model, BaseModelConfig) and config.model.freeze_base:
+        if config.freezes_base:
             freeze_base(self.model)
         device = pick_device(train.device)
         tokens = tokens.to(device)
@@ -101,7 +101,8 @@ def measure(
     records = []
     for name, (config, model) in configs.items():
         length = config.train.sequence_length
-        products = products_per_token(model, sequence_length=length)
+        frozen = config.freezes_base
+        products = products_per_token(model, sequence_length=length, frozen=frozen)
         records.append(
             {
                 "scheme": name,
@@ -111,7 +112,7 @@ def measure(
                 "time_ratio": timing.ratio(name)._asdict(),
                 "step_seconds": timing.median_seconds(name),
                 "seconds": list(timing.seconds[name]),
-                "flops_per_token": {"products": products, "elementwise": elementwise(model, length)},
+                "flops_per_token": {"products": products, "elementwise": elementwise(model, length, frozen=frozen)},
                 "kept_bytes": kept[name],
                 "peak_bytes": peaks[name],
                 "model": {key: value for key, value in asdict(config.model).items() if key != "base"},  # a local path
@@ -178,8 +179,8 @@ def rate(config: RunConfig, model: PreTrainedConfig) -> float:
         clock = cuda_clock if device.type == "cuda" else process_clock
         timing = compare({"step": MeasuredStep(config, model)}, "step", rounds=5, warmup=WARMUP, clock=clock)
     length = config.train.sequence_length
-    flops = products_per_token(model, sequence_length=length) * config.train.batch_size * length
-    return flops / timing.median_seconds("step")
+    flops = products_per_token(model, sequence_length=length, frozen=config.freezes_base)
+    return flops * config.train.batch_size * length / timing.median_seconds("step")
 
 
 def many_graphs(count: int) -> AbstractContextManager:

@@ -114,16 +114,22 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Fore
 
     flops_per_second: the speed; None to measure it here at each size, by a step of the first baseline.
     """
-    held_out = len(plan.prepared.validation) / 3  # an evaluation has no backward pass, which is two thirds of a step
+    held_out = len(plan.prepared.validation)
     for size, group in itertools.groupby(plan.at_most(), lambda part: part.size):
         parts = list(group)
         configs = {name: plan.config(size, name) for name in plan.schemes_at(size)}
         per_token = {
-            name: products_per_token(plan.model(config), sequence_length=config.train.sequence_length)
+            name: products_per_token(
+                plan.model(config), sequence_length=config.train.sequence_length, frozen=config.freezes_base
+            )
             for name, config in configs.items()
         }
+        # An evaluation has no backward pass, which is two thirds of a step, or half of it if the base is frozen.
+        evaluation = {name: held_out / (2 if config.freezes_base else 3) for name, config in configs.items()}
         flops = sum(
-            part.runs * per_token[part.scheme] * (part.steps * plan.step_tokens[size] + part.evaluations * held_out)
+            part.runs
+            * per_token[part.scheme]
+            * (part.steps * plan.step_tokens[size] + part.evaluations * evaluation[part.scheme])
             for part in parts
         )
         base = configs[plan.study.baselines[0]]

@@ -232,6 +232,11 @@ class RunConfig:
             raise InputError(f"model.base must be left out for a model from scratch, got {shown(self.model.base)}")
         return self.model
 
+    @property
+    def freezes_base(self) -> bool:
+        """Whether only the connections of a base are trained."""
+        return isinstance(self.model, BaseModelConfig) and self.model.freeze_base
+
     def to_yaml(self) -> str:
         """Return the resolved configuration; `load_config` of a file with this text gives an equal object."""
         return write_yaml(asdict(self))
