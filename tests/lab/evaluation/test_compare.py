@@ -308,6 +308,7 @@ def test_a_group_keeps_its_colour_whatever_the_baseline_is(make_run):
         (-0.2, 0.03, 2, False),  # ± 12.706 * 0.03 / sqrt(2) = 0.27
         (-0.2, 0.02, 2, True),
         (0.0, 0.0, 5, False),
+        (-0.2, 0.0, 2, False),  # equal by chance or by mistake
         (math.nan, math.nan, 3, False),
     ],
 )

@@ -3,7 +3,7 @@ import statistics
 
 import numpy
 import pytest
-from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
+from scipy.stats import nct, t, ttest_1samp, ttest_ind, ttest_rel
 
 from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, t95, welch
 
@@ -56,7 +56,13 @@ def test_p_values_agree_with_the_printed_quantiles():
 
 
 def test_a_detectable_mean_is_found_in_four_of_five_samples():
-    """With many values it is (1.96 + 0.84) standard errors."""
+    """With many values it is (1.96 + 0.84) standard errors, with few more than that of Student's t."""
+    for freedom in (1, 2, 4, 30):
+        standard_errors = Contrast(0.0, 2.0, freedom, 3).detectable / 2.0
+        assert nct.sf(t.ppf(0.975, freedom), freedom, standard_errors) == pytest.approx(0.8, abs=1e-4)
+        alone = Estimate(0.0, math.sqrt(freedom + 1), freedom + 1)
+        assert alone.detectable == pytest.approx(standard_errors)
+    assert Estimate(0.0, None, 1).detectable is None
     assert Estimate(0.0, 10.0, 10_001).detectable == pytest.approx(0.1 * (1.960 + 0.8416), rel=1e-3)
 
 
