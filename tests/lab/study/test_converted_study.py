@@ -109,6 +109,7 @@ def test_products_of_a_converted_model_are_those_of_its_layers(base, data, tmp_p
     assert products_per_token(model, sequence_length=16) == pytest.approx(6 * weights + attention, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_counting_leaves_the_attention_of_the_model_that_is_timed_after_it(base, data, tmp_path):
     """A plan keeps the configuration of a converted model for all sizes that train it."""
     plan = Plan(load_study(str(written(tmp_path, base))), data)
@@ -120,6 +121,7 @@ def test_counting_leaves_the_attention_of_the_model_that_is_timed_after_it(base,
     assert model.to_dict() == before.to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "heads"), [("gpt2", 3 * 32), ("deepseek_v3", 3 * 4 * 12), ("recurrent_gemma", 32)])
 def test_attention_is_counted_in_the_layers_that_have_it_with_the_widths_of_its_heads(family, heads):
     """Four heads in three layers. RecurrentGemma has attention in one; DeepSeek has keys of 16 numbers, values of 8."""
@@ -139,6 +141,7 @@ def test_a_model_with_operations_that_need_values_is_refused_in_one_line(base, d
         products_per_token(plan.model(plan.config("small", "hc")), sequence_length=16)
 
 
+@pytest.mark.slow
 def test_a_frozen_base_has_no_products_for_gradients_of_its_weights(base, data, tmp_path):
     plan = Plan(load_study(str(written(tmp_path, base))), data)
     model = plan.model(plan.config("small", "hc"))
