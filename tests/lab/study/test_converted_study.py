@@ -9,7 +9,7 @@ import torch
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.files.reading import write_yaml
-from residua.lab.cost import counts
+from residua.lab.cost import counts, steps
 from residua.lab.cost.counts import elementwise, parameters, products_per_token
 from residua.lab.cost.steps import measure
 from residua.lab.opening import new_model
@@ -130,15 +130,17 @@ def test_attention_is_counted_in_the_layers_that_have_it_with_the_widths_of_its_
     assert long - short == pytest.approx(7 * 64 * heads, rel=0.1)
 
 
-def test_a_model_with_operations_that_need_values_is_refused_in_one_line(base, data, tmp_path, monkeypatch):
+def test_a_model_with_operations_that_need_values_is_refused_before_it_is_timed(base, data, tmp_path, monkeypatch):
     class Experts(torch.nn.Module):
         def forward(self, **inputs):
             return inputs["input_ids"].max().item()
 
     plan = Plan(load_study(str(written(tmp_path, base))), data)
+    config = plan.config("small", "hc")
     monkeypatch.setattr(counts, "on_meta", lambda *_, **__: Experts())
+    monkeypatch.setattr(steps, "MeasuredStep", lambda *_: pytest.fail("timed"))
     with pytest.raises(InputError, match=r"the FLOPs of Experts cannot be counted: .*--no-costs"):
-        products_per_token(plan.model(plan.config("small", "hc")), sequence_length=16)
+        measure({"hc": (config, plan.model(config))}, "hc", peak=False)
 
 
 @pytest.mark.slow

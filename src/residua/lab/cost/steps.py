@@ -80,6 +80,7 @@ def measure(
     advance: called after every step, including those of the first WARMUP rounds, which do not count.
 
     Raises:
+        InputError: the FLOPs of a converted model cannot be counted.
         RunError: a step runs out of memory.
     """
     if compiled:
@@ -88,6 +89,7 @@ def measure(
             for name, (config, model) in configs.items()
         }
         peak = False
+    flops = {name: _flops_per_token(*pair) for name, pair in configs.items()}  # first, as it may refuse a model
     device = pick_device(next(iter(configs.values()))[0].train.device)
     peaks = {
         name: peak_of(MeasuredStep, pair, name, device=device.type) if peak else None for name, pair in configs.items()
@@ -99,10 +101,7 @@ def measure(
         timing = compare(steps, baseline, rounds=rounds, warmup=WARMUP, clock=clock, advance=advance)
         conditions = circumstances(device)
     records = []
-    for name, (config, model) in configs.items():
-        length = config.train.sequence_length
-        frozen = config.freezes_base
-        products = products_per_token(model, sequence_length=length, frozen=frozen)
+    for name, (config, _) in configs.items():
         records.append(
             {
                 "scheme": name,
@@ -112,7 +111,7 @@ def measure(
                 "time_ratio": timing.ratio(name)._asdict(),
                 "step_seconds": timing.median_seconds(name),
                 "seconds": list(timing.seconds[name]),
-                "flops_per_token": {"products": products, "elementwise": elementwise(model, length, frozen=frozen)},
+                "flops_per_token": flops[name],
                 "kept_bytes": kept[name],
                 "peak_bytes": peaks[name],
                 "model": {key: value for key, value in asdict(config.model).items() if key != "base"},  # a local path
@@ -120,6 +119,12 @@ def measure(
             }
         )
     return records
+
+
+def _flops_per_token(config: RunConfig, model: PreTrainedConfig) -> dict[str, float]:
+    length, frozen = config.train.sequence_length, config.freezes_base
+    products = products_per_token(model, sequence_length=length, frozen=frozen)
+    return {"products": products, "elementwise": elementwise(model, length, frozen=frozen)}
 
 
 def measure_schemes(
