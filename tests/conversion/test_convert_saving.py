@@ -37,6 +37,7 @@ from transformers.models.auto import modeling_auto
 import residua
 from residua.conversion.probe import outputs
 from residua.errors import InputError
+from residua.lab.opening import read_model
 from support.converted_models import ENCODED, IDS, SOUND, STARTS, WINDOWED, converted, lively, llama, model_of, whisper
 from support.tiny_models import tiny_model
 from support.tolerances import assert_close
@@ -277,6 +278,30 @@ def test_missing_weights_are_an_error(ours, part, tmp_path):
     for opened in (residua.load,) if ours else (residua.load, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(InputError, match=gone):
             opened(tmp_path)
+
+
+@pytest.mark.parametrize("opened", [residua.load, read_model])
+def test_the_error_for_damaged_weights_names_the_file(opened, tmp_path):
+    converted("hc", torch.float32).save_pretrained(tmp_path, max_shard_size="20KB")
+    _, second = sorted(tmp_path.glob("*.safetensors"))
+    whole = second.read_bytes()
+    for content in (b"", b"version https://git-lfs.github.com/spec/v1", whole[:100], whole[:-1]):
+        second.write_bytes(content)
+        with pytest.raises(InputError) as error:
+            opened(tmp_path)
+        assert str(error.value).startswith(f"{second} must be weights in the format safetensors, got a damaged file (")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("opened", [residua.load, read_model])
+def test_the_error_for_weights_of_another_shape_names_them(opened, tmp_path):
+    converted("hc", torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    settings["residua"]["base"]["vocab_size"] += 1
+    file.write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=r"must hold the weights .*, mismatched_keys: .*lm_head"):
+        opened(tmp_path)
 
 
 LLAMA = {"model_type": "llama"}

@@ -25,7 +25,7 @@ from residua.conversion.rebuild import is_converted, new_streams, rebuild, strea
 from residua.errors import InputError, extra, first_line, require, shown
 from residua.files.durable import replacing
 from residua.files.reading import expect_regular, read_json
-from residua.files.tensors import read_tensors, write_tensors
+from residua.files.tensors import read_tensors, undamaged_weights, write_tensors
 
 with extra("lab"):
     from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -145,14 +145,17 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
         options: passed to `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
-        InputError: the folder does not exist, lacks weights, or holds weights of connections that the model lacks.
+        InputError: the folder does not exist, lacks weights, has a damaged file of weights, or holds weights of
+            connections that the model lacks.
     """
     if not os.path.exists(folder) and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)):
         raise InputError(f"{folder} must be a folder, or OWNER/NAME on the Hugging Face hub; found no such folder")
     require(not Path(folder).is_file(), "folder", "a folder that save_pretrained wrote", str(folder))
     expect_regular(Path(folder))
     auto = _auto_class(folder, options)
-    opened: Any = auto.from_pretrained(folder, **options, output_loading_info=True)
+    options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}  # `expect_weights` names them
+    with undamaged_weights(folder):
+        opened: Any = auto.from_pretrained(folder, **options)
     model, info = opened
     expect_weights(folder, info, "missing_keys", "mismatched_keys")
     expect_weights(folder, info, "unexpected_keys", only=f".{STREAM}.")

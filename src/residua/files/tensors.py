@@ -45,3 +45,23 @@ def undamaged(source: object, what: str, advice: str = "") -> Iterator[None]:
         reason = " ".join(str(error).split())
         end = advice and f"; {advice}"
         raise InputError(f"{source} must be {what}, got a damaged file ({reason}){end}") from error
+
+
+@contextmanager
+def undamaged_weights(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the error of safetensors for damaged weights, which names no file, into an InputError that does.
+
+    folder: the folder that transformers opens in the `with` block, or a name on the hub, of which files are unknown.
+
+    Raises:
+        InputError: a file of weights is damaged.
+    """
+    what, advice = "weights in the format safetensors", "copy, download or save it again"
+    try:
+        yield
+    except SafetensorError:
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            with undamaged(path, what, advice), safe_open(path, "pt"):
+                pass
+        with undamaged(folder, what, advice):
+            raise

@@ -11,6 +11,7 @@ import torch
 from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # registers converted models
 from residua.errors import InputError, extra, first_line
 from residua.files.reading import expect_regular, read_json
+from residua.files.tensors import undamaged_weights
 from residua.models.configuration import usable
 
 with extra("lab"):
@@ -50,7 +51,7 @@ def read_model(
     try:
         settings = usable(content, folder / "config.json")
         config = None if settings == content else CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-        with quiet():
+        with quiet(), undamaged_weights(folder):
             opened: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -58,6 +59,7 @@ def read_model(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `expect_weights` names them
                 dtype="auto" if dtype is None else dtype,
             )
             model, info = opened
