@@ -57,6 +57,15 @@ def test_one_log_line_describes_the_conversion(caplog, monkeypatch):
     assert caplog.messages[1].endswith("new connections, to be trained")
 
 
+@pytest.mark.parametrize(
+    ("connection", "warned"),
+    [("edelta-stream", True), ("edelta-stream:penalty=0", False), ("residual:branch=conv", False)],
+)
+def test_a_penalty_that_the_loss_leaves_out_is_a_warning(connection, warned, recwarn):
+    residua.convert(llama(), connection)
+    assert [str(w.message).startswith("the loss of a converted Llama") for w in recwarn] == [True] * warned
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_new_connections_are_in_the_mode_of_the_model(training):
     model = residua.convert(llama().train(training), "ddl", start="fresh")

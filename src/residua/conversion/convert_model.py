@@ -6,6 +6,7 @@ Both use a `Trial`, which compares the outputs of the model before and after the
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +24,16 @@ from residua.conversion.configuration import conversion_of, mark, unmark
 from residua.conversion.flow import LayerStream, UnknownUse, layers_in, release
 from residua.conversion.memory import around
 from residua.conversion.probe import Situation, change, outputs, situations, small_inputs
-from residua.conversion.rebuild import exchange, is_converted, new_streams, rebuild, restore, stack_in, streams_of
+from residua.conversion.rebuild import (
+    exchange,
+    is_converted,
+    leaves_out_penalty,
+    new_streams,
+    rebuild,
+    restore,
+    stack_in,
+    streams_of,
+)
 from residua.errors import InputError, extra, first_line, keywords, require
 from residua.models.configuration import causal_scheme
 from residua.models.dialects import DIALECTS
@@ -80,7 +90,8 @@ def convert(
         InputError: the model cannot be converted, or the scheme has no start that preserves its outputs. The message
             gives the reason. The model is unchanged.
 
-    The logger "residua" reports the result in one line, at level INFO and in the first rank.
+    The logger "residua" reports the result in one line, at level INFO and in the first rank. Warns if the scheme has a
+    penalty, which the model's own loss leaves out.
     """
     require(start in ("preserve", "fresh"), "start", "'preserve' or 'fresh'", start)
     try:
@@ -97,6 +108,12 @@ def convert(
         conversion = trial.find(scheme)
         trial.convert(preserving=start == "preserve")
     mark(model, conversion)
+    if leaves_out_penalty(model, scheme):
+        warnings.warn(
+            f"the loss of a converted {type(model).__name__} leaves out the penalty of {scheme!r}; set its option "
+            "penalty to 0 if you train without it",
+            stacklevel=4,
+        )
     if os.environ.get("RANK", "0") == "0":
         count = sum(map(len, conversion.anatomy))
         added = f"{count} connections, {model.num_parameters() - size:+,} parameters to {size:,}"

@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from residua.connections import Stream
+from residua.connections import Connection, Scheme, Stream
+from residua.connections.families.convolved import BranchConnection
 from residua.connections.parts.memory import window_of
 from residua.conversion.anatomy import Conversion
 from residua.conversion.flow import (
@@ -207,6 +208,14 @@ def stream_of(model: nn.Module) -> Stream:
     parts: list[Any] = layer_streams(model)
     connections = [connection for part in parts for connection in part.connections]
     return Stream(parts[0].expand, connections, parts[-1].collapse)
+
+
+def leaves_out_penalty(model: nn.Module, scheme: Scheme) -> bool:
+    """Return whether `scheme`, that of a converted model, has a penalty, which the model's loss leaves out."""
+    parts = chain.from_iterable(stream.modules() for stream in layer_streams(model))
+    penalties = {type(part).penalty for part in parts if isinstance(part, Connection)}
+    penalties -= {Connection.penalty, BranchConnection.penalty}  # none, and that of the connection inside
+    return bool(penalties) and bool(getattr(scheme, "penalty", True))
 
 
 def stack_in(model: Any, conversion: Conversion) -> nn.ModuleList:

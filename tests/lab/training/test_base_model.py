@@ -175,6 +175,11 @@ def test_a_penalty_of_a_registered_scheme_is_refused(config, prepared, monkeypat
         build_model(resolved(changed(config, connection="penal", start="fresh")), prepared.tokenizer())
 
 
+def test_a_convolution_of_outputs_counts_as_no_penalty(config, prepared):
+    """The connection that convolves has the method of a penalty, for the connection inside."""
+    build_model(resolved(changed(config, connection="residual:branch=conv")), prepared.tokenizer())
+
+
 def test_unsupported_settings_for_a_base_are_refused_with_a_reason(config, base, prepared, tmp_path):
     def refused(match, data=prepared, **model):
         with pytest.raises(InputError, match=match):

@@ -6,6 +6,7 @@ run.
 
 import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +14,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from residua.connections import Connection, Scheme, describe, resolve
+from residua.connections import Scheme, describe, resolve
 from residua.connections.names import PRESETS
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import KEY, MODEL_TYPE, ConvertedConfig, conversion_of
 from residua.conversion.convert_model import convert
 from residua.conversion.flow import layer_streams
 from residua.conversion.probe import probe
-from residua.conversion.rebuild import stream_of
+from residua.conversion.rebuild import leaves_out_penalty
 from residua.errors import InputError, extra, first_line, require
 from residua.files.durable import file_sha256
 from residua.lab.opening import new_model, read_model
@@ -100,7 +101,9 @@ def open_base(
     ours = isinstance(model, ResiduaForCausalLM)
     if not ours and not isinstance(model.config, ConvertedConfig):
         try:
-            convert(model, connection, start=start)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*leaves out the penalty")  # an error below
+                convert(model, connection, start=start)
         except InputError as error:
             raise InputError(f"model.base: {folder}: {error}") from error
     scheme = model.config.scheme if ours else conversion_of(model).scheme
@@ -112,9 +115,7 @@ def open_base(
     if ours:  # the loss of our models takes aligned labels and includes the penalty
         return model
     _expect_mean_loss(model, folder)
-    connections: Any = stream_of(model).connections
-    penalties = any(type(connection).penalty is not Connection.penalty for connection in connections)
-    if penalties and getattr(scheme, "penalty", True):
+    if leaves_out_penalty(model, scheme):
         option = "; set its option penalty to 0" if hasattr(scheme, "penalty") else ""
         raise InputError(
             "model.connection must be a scheme without a penalty, which the loss of a converted model leaves out"
