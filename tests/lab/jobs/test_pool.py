@@ -187,6 +187,14 @@ def test_different_keys_have_different_folders(tmp_path):
     assert all(len(place.name) < 120 and place.name not in ("..", ".") for place in places)
 
 
+def test_a_record_with_an_empty_key_drops_no_state_of_others(tmp_path):
+    with open_runs(tmp_path, {}):
+        (tmp_path / "runs" / "unfinished").mkdir()
+    (tmp_path / "records.jsonl").write_text('{"key": ""}\n')
+    with open_runs(tmp_path, {}):
+        assert (tmp_path / "runs" / "unfinished").is_dir()
+
+
 def test_only_free_settings_may_change(tmp_path):
     with open_runs(tmp_path / "out", {"lr": 1, "device": "cpu"}):
         pass

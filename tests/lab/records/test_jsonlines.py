@@ -49,8 +49,9 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path):
         (b"text of somebody", 1),
         (b'{"a": "\xff"}\n', 1),
         (b"9" * 5000 + b"\n", 1),
+        (b'{"a": 1}\r{"b": 2}\r', 1),  # not a torn line, although no newline ends it
     ],
-    ids=["middle", "last", "list", "number", "empty", "text", "bytes", "digits"],
+    ids=["middle", "last", "list", "number", "empty", "text", "bytes", "digits", "returns"],
 )
 def test_damage_gives_a_one_line_error_and_changes_nothing(content, number, tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -91,6 +92,17 @@ def test_opening_drops_rows_that_are_not_kept_and_leaves_the_others_unchanged(tm
     with JsonLines(path):
         pass
     assert path.stat().st_ino == before, "a whole file is not written again"
+
+
+def test_appending_leaves_the_other_links_of_a_file_unchanged(tmp_path):
+    path, other = tmp_path / "rows.jsonl", tmp_path / "copy.jsonl"
+    path.write_text('{"step": 1}\n')
+    other.hardlink_to(path)
+    with JsonLines(path) as lines:
+        lines.write({"step": 2})
+        lines.sync()
+    assert other.read_text() == '{"step": 1}\n'
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ def test_control_characters_are_escaped_and_letters_are_unchanged():
     assert printable(FOREIGN) == SHOWN
     assert printable("Größe 日本 😀 \u200d\xa0\t1\n") == "Größe 日本 😀 \u200d\xa0\t1\n"
     assert printable(None) == "None"
+    assert printable("caf\udce9").encode() == b"caf\\udce9"
 
 
 def test_json_output_remains_valid():

@@ -170,6 +170,33 @@ def test_a_size_may_add_seeds_and_leave_out_none(tmp_path):
         grown(tmp_path, sizes=few, **seeds)
 
 
+def test_wrong_records_and_costs_are_refused_before_anything_is_trained_or_timed(finished, data, tmp_path):
+    folder = shutil.copytree(finished / "out", tmp_path / "forged")
+    plan = Plan(study(**SMALLEST), data)
+    for name, use in {"costs": lambda: measure_costs(plan, folder), "records": lambda: grown(folder)}.items():
+        (folder / f"{name}.jsonl").write_text("{}\n")
+        with pytest.raises(InputError, match=rf"{name}\.jsonl must be .*, got {{}}"):
+            use()
+
+
+def test_a_run_of_a_length_that_the_study_does_not_have_is_not_repeated(finished, data, tmp_path):
+    folder = shutil.copytree(finished / "out", tmp_path / "longer")
+    row = next(row for row in jsonlines.read(folder / "records.jsonl") if row["kind"] == "tune")
+    other = {**row, "steps": 10**9, "curve": []}
+    write(folder, [{**other, "key": Plan(study(**SMALLEST), data).recorded(other).key}])
+    with pytest.raises(InputError, match="must hold records that fit its study"):
+        verify.sample(folder, data=str(data))
+
+
+def test_a_repetition_logs_nowhere_else(data, monkeypatch):
+    run = Plan(study(**{**SMALLEST, "set": {**SMALLEST["set"], "train.wandb": "theirs"}}), data).run(
+        "report", "small", "ddl", {"train.lr": 0.008}, 1, 2
+    )
+    assert run.config.train.wandb == "theirs"
+    monkeypatch.setattr(verify, "train_run", lambda run, **_: {"val_loss": None, "wandb": run.config.train.wandb})
+    assert verify.repeat(run, {}, lambda step: None).repeated["wandb"] is None
+
+
 def test_a_study_keeps_the_baseline_beside_which_steps_were_timed(finished):
     with pytest.raises(InputError, match="baselines must be residual first"):
         grown(finished / "out", baselines=["ddl", "residual"])

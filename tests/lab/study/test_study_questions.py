@@ -78,6 +78,8 @@ def test_a_question_without_all_of_its_runs_shows_the_reason_in_place_of_an_answ
     found = asked(without(records(), scheme="ddl", seed=3))
     assert [(answer.difference, answer.waiting) for answer in found.answers] == [(None, ["ddl"])] * 2
     assert "\n\nWaiting for `ddl`.\n" in markdown(found)
+    name, pair = "a{0}{b}", {"gain": {"ask": "Who?", "compare": [["a{0}{b}", "residual"]]}}
+    assert "\n\nWaiting for `a{0}{b}`.\n" in markdown(planted(schemes={"residual": {}, name: {}}, questions=pair))
     for known in ([], [cost("residual", 1.0, 1000.0), cost("ddl", 1.7, 1000.0)]):
         found = asked(timed=known)
         tokens, seconds = found.answers

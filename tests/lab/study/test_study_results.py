@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 
 import numpy
 import pytest
@@ -381,6 +382,8 @@ def test_records_of_a_name_that_now_means_another_connection_are_left_out():
     found = planted(schemes={"residual": {}, "ddl": {"connection": "ddl:beta_init=0.5"}})
     assert row_of(found) is None
     assert (found.unfinished, found.untrained) == ([], 1)
+    assert "Left out, as the study does not have them: records of ddl (ddl) at small." in markdown(found)
+    assert "Left out" not in markdown(planted())
 
 
 def test_curves_of_differences_have_intervals():
@@ -410,6 +413,10 @@ def test_names_of_schemes_and_sizes_are_not_read_as_markup():
     assert "<img" not in text
     assert [line for line in text.splitlines() if line.startswith("b`")] == []
     assert "| `&lt;img src=x> \\| a b` |" in text
+    facts = {"data": {"sha256": "<svg onload=a()>"}, "torch": "<b>", "residua": "](javascript:a)", "commit": "<i>"}
+    found = planted([row | {"facts": facts} for row in records()])
+    assert [part for part in ("<svg", "<b>", "<i>", "](java") if part in markdown(found)] == []
+    assert "<svg onload=a()>" in "".join(payload(found)["setting"])
 
 
 def finalists(seeds, losses, **tuning):
@@ -505,20 +512,96 @@ def test_a_run_on_other_data_is_refused(tmp_path):
 
 
 FORGED = [("val_loss", "low"), ("facts", 7), ("seed", None), ("point", []), ("steps", 0)]
-FORGED += [("curve", [[1, "x"]]), ("curve", [[1, 2.0, 3.0]])]
+FORGED += [("curve", curve) for curve in ([[1, "x"]], [[1, 2.0, 3.0]], [[60, 2.0], [50, 2.0]], [[1, -2.0]])]
+FORGED += [("val_loss", value) for value in (-1.0, math.nan, math.inf, 1e200)] + [("transition", math.nan)]
+FORGED += [("tokens", -1), ("tokens", 10**400), ("seconds", math.nan), ("seed", -1), ("kind", "reported")]
+FORGED += [("point", {"train.lr": value}) for value in ("0.008", None, True, math.nan, 10**400)]
+FORGED += [("documents", {"nats": [1.0, 1.0], "labels": labels}) for labels in ([1], [-1, 3], [0, 0], [0.5, 0.5])]
+FORGED += [("facts", {"parameters": -1})]
+CONTRADICTING = [
+    ("curve", [[100, 2.0]]),
+    ("curve", [[400, 5.0]]),
+    ("split", [[100, 1.0, 1.5]]),
+    ("split", [[400, 5, 5]]),
+]
+CONTRADICTING += [
+    ("documents", {"nats": [1.0, 2.0], "labels": [1, 1]}),
+    ("transition", 400),
+    ("further_transition", 400),
+]
 
 
-@pytest.mark.parametrize(("name", "value"), FORGED)
+@pytest.mark.parametrize(("name", "value"), FORGED + CONTRADICTING)
 def test_a_field_with_an_invalid_value_is_named(name, value, tmp_path):
     with pytest.raises(InputError, match=rf"{name} of .* must be"):
         read_results(folder(tmp_path / "study", [row | {name: value} for row in records()]))
 
 
-def test_a_run_without_facts_is_read(tmp_path):
-    assert read_results(folder(tmp_path / "study", [row | {"facts": None} for row in records()])).rows
+@pytest.mark.parametrize("facts", [None, {"data": None}, {"data": {"source": "caf\udce9.txt"}}], ids=str)
+def test_a_run_with_few_facts_or_a_file_whose_name_is_not_utf_8_is_read(facts, tmp_path):
+    found = read_results(folder(tmp_path / "study", [row | {"facts": facts} for row in records()]))
+    assert found.rows
+    markdown(found).encode()
 
 
-@pytest.mark.parametrize(("name", "value"), [("time_ratio", {}), ("seconds", None), ("flops_per_token", {"a": "x"})])
+def again(change):
+    """The records, of which one of ddl is there a second time with other values: `change(row)` returns them."""
+    return [*records(), *(row | change(row) for row in records() if row["key"].startswith("small ddl report seed=2"))]
+
+
+def of_ddl(change):
+    return changed(records(), change, scheme="ddl", kind="report", seed=2)
+
+
+MIXED = {
+    "a second loss": again(lambda row: {"val_loss": 9.0, "curve": []}),
+    "a second key": again(lambda row: {"key": f"{row['key']}x"}),
+    "other settings": of_ddl(lambda row: {"point": {"train.lr": 0.008, "train.clip": 1.0}}),
+    "another size": of_ddl(lambda row: {"facts": {**row["facts"], "parameters": 9000}}),
+    "another length": of_ddl(lambda row: {"key": row["key"].replace("=100", "=200"), "steps": 200, "curve": []}),
+    "another seed": of_ddl(lambda row: {"seed": 1}),
+}
+
+
+@pytest.mark.parametrize("runs", MIXED.values(), ids=MIXED)
+def test_records_of_several_studies_are_refused(runs, tmp_path):
+    with pytest.raises(InputError, match=r"records\.jsonl: .* must be .*, got") as refusal:
+        read_results(folder(tmp_path / "a {study}", runs))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_record_that_is_there_twice_counts_once(tmp_path):
+    once, twice = (read_results(folder(tmp_path / str(n), n * records())) for n in (1, 2))
+    assert markdown(twice) == markdown(once)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"title": "Another", "data": "f" * 64}, "title must be 'Planted', as in study.json beside it, got 'Another'"),
+        ({"title": "Planted"}, "data must be the fingerprint of the data, got None"),
+    ],
+)
+def test_settings_of_another_study_are_refused(settings, said, tmp_path):
+    place = folder(tmp_path / "study")
+    (place / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=re.escape(f"settings.json: {said}")):
+        read_results(place)
+
+
+@pytest.mark.parametrize("change", [{"baseline": "ddl"}, {"parameters": 9000}], ids=str)
+def test_costs_of_another_study_are_refused(change, tmp_path):
+    place = folder(tmp_path / "a {study}", None, [row | change for row in costs()])
+    with pytest.raises(InputError, match=rf"costs\.jsonl: {next(iter(change))} of .* must be .*, got"):
+        read_results(place)
+
+
+WRONG_COSTS = [("time_ratio", {}), ("time_ratio", {"lower": 2.0, "median": 1.0, "upper": 3.0}), ("seconds", None)]
+WRONG_COSTS += [("seconds", [math.nan]), ("peak_bytes", -1), ("peak_bytes", math.inf)]
+WRONG_COSTS += [("flops_per_token", {"a": value}) for value in ("x", 0, -5.0, math.inf)]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_COSTS)
 def test_a_cost_with_an_invalid_value_is_named(name, value, tmp_path):
     place = folder(tmp_path / "study", None, [row | {name: value} for row in costs()])
     with pytest.raises(InputError, match=rf"{name} of .* must be"):

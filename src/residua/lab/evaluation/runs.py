@@ -58,7 +58,7 @@ class Run:
 
     Only for a record:
 
-    key, kind           the key of the record, and the purpose of the run, see `plan.RunKind`
+    key, kind           the key of the record, and the purpose of the run, see `forms.RunKind`
     point               the values of the tuned settings
     transition          the step at which the model began to look up earlier pairs of tokens, infinite if it did not;
                         None if this was not measured

@@ -80,7 +80,7 @@ class Job:
 def file_name(name: str) -> str:
     """Return a valid file name for `name`; different names give different file names."""
     plain = re.sub(r"^\.|[^A-Za-z0-9_.,=+-]", "_", name)[:100]
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return plain if plain == name and name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _hashable(value: Any) -> bool:

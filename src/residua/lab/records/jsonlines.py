@@ -60,9 +60,14 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             value = None
         if isinstance(value, dict):
             yield line, value
-        elif line != written or line.lstrip(b"\0")[:1] not in (b"{", b"") or len(line) > LONGEST_LINE:
+        elif line != written or not _is_torn(line):
             text = line[:40].decode(errors="replace")
             raise InputError(f"{path} must have a JSON object in line {number}, got {text!r}")
+
+
+def _is_torn(line: bytes) -> bool:
+    """Return whether a last line may be the beginning of one that we write, which has no carriage return in it."""
+    return line.lstrip(b"\0")[:1] in (b"{", b"") and b"\r" not in line and len(line) <= LONGEST_LINE
 
 
 def _written_lines(path: Path) -> Iterator[bytes]:
@@ -95,7 +100,8 @@ def _without_waiting(path: str, flags: int) -> int:
 class JsonLines(AbstractContextManager):
     """A file of JSON lines to append to; a context manager. rows: the rows that the file had when it was opened.
 
-    Opening removes a torn last line, and every row for which `keep` is false.
+    Opening removes a torn last line, and every row for which `keep` is false. A file with several hard links, as in
+    copies that `cp -al` makes, is replaced by a copy, because appending would change the others.
 
     Raises:
         InputError: a line is not a JSON object, or the file is a link or cannot be written.
@@ -108,7 +114,8 @@ class JsonLines(AbstractContextManager):
             if self.path.is_file():  # a pipe or a terminal cannot be read first
                 lines = [(line, row) for line, row in _lines(self.path) if keep(row)]
                 self.rows = [row for _, row in lines]
-                if self.path.stat().st_size != sum(len(line) + 1 for line, _ in lines):
+                before = self.path.stat()
+                if before.st_nlink > 1 or before.st_size != sum(len(line) + 1 for line, _ in lines):
                     write_bytes(self.path, b"".join(line + b"\n" for line, _ in lines))
             # Unbuffered, so that closing does not repeat a failed write. Opening a pipe must not wait for its reader.
             self._file = open(self.path, "ab", buffering=0, opener=_without_waiting)  # noqa: SIM115  # as long as self

@@ -1,16 +1,17 @@
-"""Make untrusted text safe to print, because control characters could control the terminal."""
+"""Make untrusted text safe to print: control characters could control the terminal, lone surrogates have no UTF-8."""
 
 import re
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except newlines and tabs
+_UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all control characters but newlines and tabs
 
 
 def printable(text: object) -> str:
-    """Return a text that is safe to print: control characters, except newlines and tabs, are escaped as in \\u001b.
+    """Return a text that is safe to print and to write as UTF-8: control characters, except newlines and tabs, and lone
+    surrogates, as in names of files that are not UTF-8, are escaped as in \\u001b.
 
     JSON text stays JSON with the same value.
     """
-    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(text))
 
 
 def one_line(text: object) -> str:

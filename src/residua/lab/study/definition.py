@@ -12,7 +12,6 @@ from residua.connections.names import canonical, today
 from residua.errors import (
     Count,
     InputError,
-    Positive,
     Range,
     check_types,
     decoded,
@@ -53,8 +52,10 @@ def _are_pairs(pairs: Any) -> bool:
 
 Seeds = Annotated[tuple[int, ...], _distinct(2, "at least 2 different ones")]
 Factors = Annotated[
-    tuple[float, ...], Range("a list of numbers above 1", lambda factors: all(1 < x < math.inf for x in factors))
+    tuple[float, ...],
+    Range("a list of numbers above 1, 1e6 at most", lambda factors: all(1 < x <= 1e6 for x in factors)),
 ]
+Tokens = Annotated[float, Range("a positive number, 1e9 at most", lambda tokens: 0 < tokens <= 1e9)]
 Over = Annotated[
     Mapping[str, Sequence[Any]],
     Range("values for at least one key", bool),
@@ -102,7 +103,7 @@ class Size:
     tuned: str | None = None
     longer: Factors | None = None
     over: Over | None = None
-    tokens_per_parameter: Positive | None = None
+    tokens_per_parameter: Tokens | None = None
     seeds: Seeds | None = None
     noise: Literal["pooled", "own"] = "pooled"
 
@@ -229,7 +230,7 @@ class Study:
     tuning: Tuning
     config: str | tuple[str, ...] = "tiny"
     set: Mapping[str, Any] = field(default_factory=dict)
-    tokens_per_parameter: Positive = 20.0
+    tokens_per_parameter: Tokens = 20.0
     epochs: Count = 1
     baselines: Annotated[tuple[str, ...], _distinct(1, "at least one, each once")] = ("residual",)
     seeds: Seeds = (1, 2, 3, 4, 5)

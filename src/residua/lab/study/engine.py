@@ -34,8 +34,9 @@ from residua.lab.records.progress import say
 from residua.lab.records.statistics import Estimate
 from residua.lab.records.table import Table, cell
 from residua.lab.study.definition import Study, read_folder
+from residua.lab.study.forms import CostRecord, read_records
 from residua.lab.study.plan import Plan, PlannedRun
-from residua.lab.study.results import read_runs
+from residua.lab.study.results import read_fingerprint, read_runs
 from residua.lab.training import RunConfig
 
 
@@ -188,7 +189,7 @@ def joined(study: Study, out: Path) -> Study:
     for name in ("runs", "baseline_runs", "finalists"):
         least, budget = getattr(before.tuning, name), getattr(study.tuning, name)
         require(budget >= least, f"tuning.{name}", f"at least {least}, as in {out}", budget)
-    runs = jsonlines.read(out / "records.jsonl")
+    runs = read_runs(out / "records.jsonl", None)
     reported = {(run["size"], run["scheme"]) for run in runs if run["kind"] == "report"}
     for size, pairs in study.primary.items():
         named = {frozenset(pair) for pair in before.primary.get(size, ())}
@@ -227,7 +228,7 @@ def open_study(
     out = Path(out)
     recorded = read_folder(out)
     study = study or recorded
-    folder, fingerprint = study.data(data), read_object(out / "settings.json").get("data")
+    folder, fingerprint = study.data(data), read_fingerprint(out, recorded)
     same = fingerprint == PreparedData.open(folder).facts["fingerprint"]
     require(same, "--data", f"the data that {out} was begun with", folder)  # checked before the plan needs the tokens
     plan = Plan(study, folder, sizes)
@@ -306,7 +307,7 @@ def measure_costs(
     The schemes of a size are measured in the same rounds of one process. A new scheme is measured with the baselines.
     """
     path = out / "costs.jsonl"
-    rows = () if again else jsonlines.read(path)
+    rows = () if again else read_records(path, CostRecord, "costs of a study's schemes")
     measured = {(row["size"], row["scheme"], today(row["connection"])) for row in rows if not row.get("compiled")}
     jobs_of_sizes = []
     for size in plan.sizes:

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from residua.connections.names import recorded
 from residua.conversion.configuration import ConvertedConfig
@@ -24,6 +24,7 @@ from residua.lab.experiment import build_model, model_config
 from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import FREE_KEYS, flatten
 from residua.lab.study.definition import Entry, Study
+from residua.lab.study.forms import RunKind
 from residua.lab.study.search import Search, loss_of, other_loss_of
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
 from residua.lab.training.base_model import base_sha256
@@ -32,8 +33,6 @@ from residua.models import ResiduaConfig
 
 with extra("lab"):
     from transformers import PreTrainedConfig
-
-RunKind = Literal["tune", "final", "report", "longer"]
 
 
 class PlannedRun(NamedTuple):
@@ -168,6 +167,11 @@ class Plan:
         points, and keeps the runs of its earlier choice.
         """
         return self.run(*(record[name] for name in ("kind", "size", "scheme", "point", "seed", "steps")))
+
+    def lengths(self, kind: RunKind, size: str) -> set[int]:
+        """Return the steps that a run of this kind may have at a size."""
+        factors = {"tune": [self.study.tuning_at(size).length], "longer": self.study.longer_at(size)}.get(kind, [1.0])
+        return {max(1, round(factor * self.steps[size])) for factor in factors}
 
     @property
     def most(self) -> int:

@@ -57,12 +57,12 @@ def write_report(results: Results, out: str | Path) -> list[Path]:
 def markdown(results: Results) -> str:
     """Return the report in Markdown."""
     study, shown = results.study, columns(results)
-    lines = [f"# {_safe(study.title)}", "", *_setting(results), ""]
+    lines = [f"# {_safe(study.title)}", "", *map(_safe, _setting(results)), ""]
     for size in study.sizes:
         rows = [row for row in results.rows if row.size == size]
         if not rows:
             continue
-        lines += [f"## {_safe(size)}", "", *_noise(results, size), ""]
+        lines += [f"## {_safe(size)}", "", *map(_safe, _noise(results, size)), ""]
         rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
         cells = [[text(row) for text in shown.values()] for row in rows]
         lines += [_markdown(Table(list(shown), cells)), ""]
@@ -77,7 +77,7 @@ def markdown(results: Results) -> str:
             tables = [_markdown(asked.table)] if asked.table else []
             for part in (f"### {_safe(asked.ask)}", *tables, *map(_safe, asked.remarks)):
                 lines += [part, ""]
-    return "\n".join([*lines, "## How to read this", "", *_reading(results, shown), ""])
+    return "\n".join([*lines, "## How to read this", "", *map(_safe, _reading(results, shown)), ""])
 
 
 EVERY_POINT = (
@@ -114,7 +114,7 @@ def _grid(over: Mapping[str, Sequence[Any]]) -> str:
 
 def _setting(results: Results) -> list[str]:
     study, tuning = results.study, results.study.tuning
-    data = next((facts.get("data", {}) for facts in results.facts), {})  # all runs have the same data
+    data = next((facts.get("data") or {} for facts in results.facts), {})  # all runs have the same data
     source, *digests = (str(data.get(name)) for name in ("source", "sha256", "fingerprint"))
     versions, torches, devices = (
         sorted({str(facts.get(name)) for facts in results.facts}) for name in ("residua", "torch", "device")
@@ -156,7 +156,7 @@ def _setting(results: Results) -> list[str]:
             if size.tokens_per_parameter is not None or size.seeds is not None
         ),
         f"- Device: {_list(devices)}, one thread a run. residua {_list(versions)}; PyTorch {_list(torches)}.",
-        f"- Corpus: {_safe(source)}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
+        f"- Corpus: {source}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
         f"- {primary}",
     ]
     if results.rows and not any(row.costs for row in results.rows):
@@ -164,7 +164,10 @@ def _setting(results: Results) -> list[str]:
     if not results.rows:
         lines.append("- Not finished: no run is.")
     elif results.unfinished:
-        lines.append(f"- Not finished: {_safe(_shortened(results.unfinished))}.")
+        lines.append(f"- Not finished: {_shortened(results.unfinished)}.")
+    if results.strange:
+        places = [f"{scheme} ({connection}) at {size}" for size, scheme, connection in results.strange]
+        lines.append(f"- Left out, as the study does not have them: records of {_shortened(places)}.")
     return lines
 
 
@@ -265,16 +268,16 @@ def questions(results: Results) -> Iterator[Asked]:
             if answer.question.name == question.name:
                 at.setdefault(answer.size, []).append(answer)
         sizes = [size for size, answers in at.items() if any(answer.difference for answer in answers)]
-        remarks: dict[str, list[str]] = {}
+        remarks: dict[tuple[str, str], list[str]] = {}  # sizes by the words before and after them
         for size, answers in at.items():
             waiting = dict.fromkeys(name for answer in answers for name in answer.waiting)
-            reasons = [f"Waiting for {_quoted(waiting)}{{}}."] if waiting and (size in sizes or not sizes) else []
+            reasons = [(f"Waiting for {_quoted(waiting)}", ".")] if waiting and (size in sizes or not sizes) else []
             missing = dict.fromkeys(answer.missing for answer in answers if answer.missing)
-            for reason in (*reasons, *(f"No comparison{{}}: {why}." for why in missing)):
+            for reason in (*reasons, *(("No comparison", f": {why}.") for why in missing)):
                 remarks.setdefault(reason, []).append(size)
         lines = [
-            reason.format("" if len(sizes) == len(at) else f" at {', '.join(sizes)}")
-            for reason, sizes in remarks.items()
+            before + ("" if len(sizes) == len(at) else f" at {', '.join(sizes)}") + after
+            for (before, after), sizes in remarks.items()
         ]
         yield Asked(question.ask, _answer_table(at, sizes, len(results.study.seeds)) if sizes else None, lines)
 
@@ -473,7 +476,7 @@ def _safe(value: Any) -> str:
 
 
 def _list(values: Iterable[Any]) -> str:
-    return ", ".join(map(_safe, values))
+    return ", ".join(map(str, values))
 
 
 def row_values(row: SchemeRow) -> dict[str, Any]:
@@ -521,7 +524,7 @@ def table(results: Results) -> str:
         writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
-    return text.getvalue()
+    return printable(text.getvalue())
 
 
 def payload(results: Results) -> dict[str, Any]:
@@ -573,7 +576,10 @@ def _plain_row(row: SchemeRow) -> dict[str, Any]:
 def page(payload: Mapping[str, Any]) -> str:
     """Return the page that shows `payload`: one file that requests nothing and in which every text is inert."""
     data = json.dumps(payload, ensure_ascii=True).replace("<", "\\u003c").replace(">", "\\u003e")
-    title, parts = html.escape(str(payload["title"])), TEMPLATE.read_text(encoding="utf-8").split("<!-- split -->")
+    title, parts = (
+        html.escape(printable(payload["title"])),
+        TEMPLATE.read_text(encoding="utf-8").split("<!-- split -->"),
+    )
     return f"{parts[0]}{title}{parts[1]}{data}{parts[2]}"
 
 

@@ -6,13 +6,13 @@ Results depend only on the records, so the report can be made again without the 
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from residua.connections.names import today
-from residua.errors import require, shown
+from residua.errors import fits, require, shown
 from residua.lab.evaluation.comparable import NATS, judged
 from residua.lab.evaluation.runs import Row, Run
 from residua.lab.jobs.pool import Record
@@ -230,12 +230,16 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a study: rows by size and scheme, answers, and corrected primary contrasts by size and pair."""
+    """The results of a study: rows by size and scheme, answers, and corrected primary contrasts by size and pair.
+
+    strange     the sizes, schemes and connections of records that do not count, because the study does not have them
+    """
 
     study: Study
     rows: Sequence[SchemeRow]
     answers: Sequence[Answer]
     corrected: Mapping[tuple[str, str, str], Difference]
+    strange: Collection[tuple[str, str, str]] = ()
 
     def row(self, size: str, scheme: str) -> SchemeRow | None:
         return next((row for row in self.rows if (row.size, row.scheme) == (size, scheme)), None)
@@ -284,33 +288,88 @@ class Results:
 
 
 def read_runs(path: Path, data: str | None) -> list[Record]:
-    """Return the records of a study's runs. Raises InputError if a run used other data or is not a study's record."""
+    """Return the records of a study's runs, each key once.
+
+    data: the fingerprint of the study's data; None to accept any.
+
+    Raises:
+        InputError: a record is not one of a study, or its run used other data; or the records come from several
+            studies, as they differ in what the study fixes.
+    """
     rows = read_records(path, RunRecord, "records of a study's runs")
+    losses: dict[Any, tuple[str, float | None]] = {}
+    fixed: dict[Any, tuple[Any, str]] = {}
     for row in rows:
-        fingerprint = ((row.get("facts") or {}).get("data") or {}).get("fingerprint", data)
-        name = f"{path}: the fingerprint of the data of the run {shown(row['key'])}"
+        facts, key = row.get("facts") or {}, row["key"]
+        fingerprint = (facts.get("data") or {}).get("fingerprint", data)
+        name = f"{path}: the fingerprint of the data of the run {shown(key)}"
         require(data is None or fingerprint == data, name, f"{data}, the study's", fingerprint)
+        begins = f"{row['size']} {row['scheme']} {row['kind']} seed={row['seed']} steps={row['steps']} "
+        require(key.startswith(begins), f"{path}: the key of a run", f"{begins!r} and a digest, as its fields say", key)
+        point, place = tuple(sorted(row["point"].items())), _place(row)
+        numbers = all(fits(value, float) and math.isfinite(value) for _, value in point)
+        require(numbers, f"{path}: point of {shown(key)}", "numbers by key", row["point"])
+        ours = key, row["val_loss"]
+        before = losses.setdefault((*place, row["kind"], row["seed"], row["steps"], point), ours)
+        expected = f"{shown(before)}, as in its first record (remove the line of another study)"
+        require(ours == before, f"{path}: key and val_loss of a run with two records", expected, ours)
+        for what, of, value in (
+            ("the tuned keys", place, sorted(row["point"])),
+            ("the number of parameters", place, facts.get("parameters")),
+            ("the steps", row["size"], row["steps"] if row["kind"] == "report" else None),
+        ):
+            if value is not None:
+                first, other = fixed.setdefault((what, of), (value, key))
+                expected = f"{shown(first)}, as of {shown(other)} (remove the lines of another study)"
+                require(value == first, f"{path}: {what} of {shown(key)}", expected, value)
+    return list({row["key"]: row for row in rows}.values())
+
+
+def read_fingerprint(folder: Path, study: Study) -> str:
+    """Return the fingerprint of the data of a study's runs. Raises InputError if settings.json is not the study's."""
+    path = folder / "settings.json"
+    settings = read_object(path)
+    title, data = settings.get("title"), settings.get("data")
+    require(title == study.title, f"{path}: title", f"{study.title!r}, as in study.json beside it", title)
+    require(fits(data, str), f"{path}: data", "the fingerprint of the data", data)
+    return str(data)
+
+
+def read_costs(path: Path, study: Study, runs: Iterable[Record]) -> list[Record]:
+    """Return the records of a study's costs. Raises InputError if one is wrong, or measured beside another baseline, or
+    on a model with another number of parameters than the runs have."""
+    rows = read_records(path, CostRecord, "costs of a study's schemes")
+    trained = {_place(run): (run.get("facts") or {}).get("parameters") for run in runs}
+    for row in rows:
+        of, base = f"of {shown(row['scheme'])} at {shown(row['size'])}", study.baselines[0]
+        require(row["baseline"] == base, f"{path}: baseline {of}", f"{base}, the study's first", row["baseline"])
+        ours, theirs = row.get("parameters"), trained.get(_place(row))
+        expected = f"{theirs}, as of its runs (remove the lines of another study)"
+        require(None in (ours, theirs) or ours == theirs, f"{path}: parameters {of}", expected, ours)
     return rows
 
 
 def read_results(folder: str | Path) -> Results:
     """Return the results in a study's folder. This needs neither the data nor the folder's lock.
 
-    Raises InputError if the folder has no study, or a field of a record is missing or wrong.
+    Raises InputError if the folder has no study, or a field of a record is missing or wrong, or records contradict each
+    other or the study.
     """
     folder = Path(folder)
     study = read_folder(folder)
-    runs = read_runs(folder / "records.jsonl", read_object(folder / "settings.json").get("data"))
-    return results(study, runs, read_records(folder / "costs.jsonl", CostRecord, "costs of a study's schemes"))
+    runs = read_runs(folder / "records.jsonl", read_fingerprint(folder, study))
+    return results(study, runs, read_costs(folder / "costs.jsonl", study, runs))
 
 
 def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) -> Results:
     """Return the results of a study from the records of its runs and costs; of records with equal keys the last counts.
 
-    A record is ignored if the study now uses its scheme's name for another connection.
+    A record is ignored, and named in `Results.strange`, if the study does not have its size or scheme, or now uses its
+    scheme's name for another connection.
     """
     last = {record["key"]: record for record in records}.values()
     runs = _by_connection(study, last, lambda place, record: Run.of(record, study.measure_at(*place)))
+    strange = {_place(record) for record in (*last, *costs) if not _belongs(study, record)}
     measured = _by_connection(study, costs, lambda place, record: Cost.of(record))
     places = itertools.product(study.sizes, study.schemes)
     rows = {place: row for place in places if (row := _row(study, *place, runs, measured.get(place, [])))}
@@ -325,7 +384,7 @@ def results(study: Study, records: Sequence[Record], costs: Sequence[Record]) ->
         ):
             row.differences += _differences(row, base)
     answers = _answers(study, rows)
-    return Results(study, list(rows.values()), answers, _primary(study, rows, answers))
+    return Results(study, list(rows.values()), answers, _primary(study, rows, answers), sorted(strange))
 
 
 def _by_connection(
@@ -334,10 +393,20 @@ def _by_connection(
     """Convert records with `read`, and group them by size and scheme. Records of other connections are left out."""
     groups: dict[tuple[str, str], list[Made]] = {}
     for record in records:
-        place, entry = (record["size"], record["scheme"]), study.schemes.get(record["scheme"])
-        if place[0] in study.sizes and entry is not None and today(record["connection"]) == entry.connection:
+        if _belongs(study, record):
+            place = record["size"], record["scheme"]
             groups.setdefault(place, []).append(read(place, record))
     return groups
+
+
+def _place(record: Record) -> tuple[str, str, str]:
+    return record["size"], record["scheme"], today(record["connection"])
+
+
+def _belongs(study: Study, record: Record) -> bool:
+    """Return whether the study has a record's size, and its scheme with the same connection."""
+    size, scheme, connection = _place(record)
+    return size in study.sizes and scheme in study.schemes and study.schemes[scheme].connection == connection
 
 
 def _primary(

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, fits
+from residua.errors import InputError, fits, require, shown
 from residua.files.reading import parse_yaml
 from residua.lab.data import PreparedData
 from residua.lab.evaluation.comparable import NATS, Measurement, Unit, Verdict, common_unit, decides_measure
@@ -138,7 +138,7 @@ class Outcome:
         rows, winners = [], {}
         for group, search in sweep.searches().items():
             jobs, winners[group] = search.walk(sweep.job, finished)
-            runs = (_run_of(sweep, finished[job.key]) for job in jobs)
+            runs = (_run_of(sweep, job, finished[job.key]) for job in jobs)
             points = grouped(runs, lambda run: tuple(map(_value_text, run.point.values())), lambda run: run.seed)
             rows += [Row(group, members) for members in points]
         return cls(sweep, tuple(rows), winners)._sorted()
@@ -355,7 +355,12 @@ def train_sweep(
     return outcome
 
 
-def _run_of(sweep: Sweep, record: Record) -> Run:
+def _run_of(sweep: Sweep, job: Job, record: Record) -> Run:
+    """Return the run of a job's record. Raises InputError if the record is that of another point, seed or length."""
+    _, point, seed = job.arguments
+    for name, value in {"point": dict(point), "seed": seed, "steps": job.steps}.items():
+        got = record.get(name, value)
+        require(got == value, f"{name} of the record {shown(job.key)}", f"{value} (remove the record)", got)
     data = (record.get("facts") or {}).get("data") or {}
     return Run.of(record, Measurement.of(flatten(asdict(sweep.config(record["point"]))), data))
 

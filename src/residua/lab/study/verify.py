@@ -3,6 +3,7 @@
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -103,7 +104,8 @@ def sample(
     check_names("--sizes", sizes, plan.study.sizes)
     finished = {row["key"]: row for row in rows}
     runs = [plan.recorded(row) for row in finished.values()]
-    if strange := finished.keys() - {run.key for run in runs}:
+    fit = {run.key for run in runs if run.config.train.steps in plan.lengths(run.kind, run.size)}
+    if strange := finished.keys() - fit:
         listed = f"{len(strange)} that do not, such as {min(strange)!r}"
         raise InputError(f"{out} must hold records that fit its study, got {listed}; restore the study's settings")
     wanted = {"scheme": schemes, "size": sizes, "seed": seeds}
@@ -147,7 +149,8 @@ def verify(drawn: Sample, *, progress: bool = True) -> Iterator[Verified]:
 
 
 def repeat(run: PlannedRun, recorded: Record, report: Callable[[int], None]) -> Verified:
-    """Train a run once more, with one thread like all runs."""
+    """Train a run once more, with one thread like all runs. Weights & Biases gets nothing of it."""
+    run = run._replace(config=replace(run.config, train=replace(run.config.train, wandb=None)))
     with tempfile.TemporaryDirectory() as home, threads(1):
         repeated = train_run(run, place=Path(home) / "run", report=report)
     return Verified(run.key, recorded, finite(repeated))
