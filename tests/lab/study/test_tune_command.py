@@ -247,7 +247,7 @@ def test_a_record_with_a_wrong_value_is_refused(data, tmp_path):
         (out / "records.jsonl").write_text(json.dumps(record | wrong) + "\n")
         with pytest.raises(InputError, match=rf"records\.jsonl: {next(iter(wrong))} .* got"):
             train_sweep(sweep, out, progress=False)
-    for name, wrong in {"point": {"train.lr": 2e-3}, "seed": 1, "steps": 7}.items():
+    for name, wrong in {"point": {"train.lr": 2e-3}, "seed": 1, "steps": 70}.items():
         (out / "records.jsonl").write_text(json.dumps(record | {"curve": [], name: wrong}) + "\n")
         with pytest.raises(InputError, match=f"{name} of the record .* must be .*, got"):
             train_sweep(sweep, out, progress=False)
