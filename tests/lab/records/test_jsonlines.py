@@ -107,7 +107,11 @@ def test_appending_leaves_the_other_links_of_a_file_unchanged(tmp_path):
 
 @pytest.mark.parametrize(
     "row",
-    [*({"step": step} for step in ("1", 1.5, None, True)), {}, *({"step": 1, "loss": x} for x in ("1", [1], {}, True))],
+    [
+        *({"step": step} for step in ("1", 1.5, None, True, 10**400)),
+        {},
+        *({"step": 1, "loss": x} for x in ("1", [1], {}, True, -1e200)),
+    ],
     ids=str,
 )
 def test_rows_of_a_run_must_be_numbers(row, tmp_path):

@@ -493,6 +493,14 @@ def test_the_picture_has_the_rows_of_each_size_under_its_name():
         assert all(expected[::-1][round(place)] == "ddl" for place in marks)
 
 
+def test_the_picture_shows_a_name_with_dollar_signs_as_it_is():
+    name = r"$\frac$"
+    runs = [{**row, "scheme": name, "connection": name} if row["scheme"] == "residual" else row for row in records()]
+    figure = draw(planted(runs, [], schemes={name: {}, "ddl": {}}, baselines=[name]))
+    figure.draw_without_rendering()  # raises for a formula that cannot be read
+    assert r"that of \$\frac\$ (" in figure.axes[0].get_xlabel()
+
+
 def test_differences_whose_intervals_exclude_zero_are_filled():
     far = changed(records(), lambda row: {"val_loss": 0.0, "curve": []}, scheme="ddl", kind="report")
     found = planted(far, primary={"small": [["ddl", "residual"]]})

@@ -93,6 +93,11 @@ def intervals(
     panel.plot(*(zip(*full) if full else ((), ())), **{**marks, "label": None}, zorder=3)
 
 
+def as_text(name: str) -> str:
+    """Return a name as matplotlib shows it unchanged: a text with two dollar signs would be read as a formula."""
+    return name.replace("$", r"\$")
+
+
 def legend(figure: Figure, *, columns: int | None = None, **options: Any) -> None:
     """Add one legend above the panels, with the labels of all panels, and make room for it in the height of the figure.
 
@@ -105,7 +110,7 @@ def legend(figure: Figure, *, columns: int | None = None, **options: Any) -> Non
     columns = columns or max(1, LEGEND_CHARACTERS // (max(map(len, handles), default=0) + 6))
     figure.set_figheight(figure.get_figheight() + LEGEND_ROW_HEIGHT * -(-len(handles) // columns))
     look = {"loc": "outside upper left", "ncols": columns, "frameon": False, **options}
-    figure.legend(list(handles.values()), list(handles), **look)
+    figure.legend(list(handles.values()), [*map(as_text, handles)], **look)
 
 
 def save(figures: Mapping[str, Figure | None], folder: str | Path) -> list[Path]:

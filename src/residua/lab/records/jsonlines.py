@@ -41,13 +41,15 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         step_of(row, path)
         for name, value in row.items():
             require(fits(value, float | None), f"{path}: {name}", "a number or null", value)
+            small = value is None or not 2.0**128 <= abs(value) < math.inf
+            require(small, f"{path}: {name}", "below 2^128, as a larger number overflows in a mean", value)
     return rows
 
 
 def step_of(row: Mapping[str, Any], path: str | Path) -> int:
     """Return the step of a row of a run. Raises InputError if the row has none; path: the file, for the message."""
     step = row.get("step")
-    require(fits(step, int), f"{path}: step", "a whole number in each row", step)
+    require(fits(step, int) and fits(step, float), f"{path}: step", "a whole number in each row", step)
     return int(step or 0)
 
 

@@ -621,13 +621,14 @@ def draw(results: Results) -> Figure | None:
             (colour, mark), aside = MEASURE_MARKS[measure], 0.2 * ((len(results.measures) - 1) / 2 - number)
             differences = {place + aside: row.difference(baseline, measure) for place, row in rows.items()}
             _marks(panel, differences, colour, mark, f"equal {measure}")
-        panel.set_yticks(range(len(lines)), [line if isinstance(line, str) else line.scheme for line in lines])
+        names = [line if isinstance(line, str) else line.scheme for line in lines]
+        panel.set_yticks(range(len(lines)), [*map(figures.as_text, names)])
         for place, label in enumerate(panel.get_yticklabels()):
             label.set(family="monospace", fontsize=8.5, weight="normal" if place in rows else "bold")
         for place in set(range(len(lines))) - set(rows):
             panel.axhline(place + 0.5, color="#999999", linewidth=0.6)
         panel.set_ylim(-0.7, len(lines) - 0.5)
-        panel.set_xlabel(f"Loss minus that of {baseline} (nats per token)")
+        panel.set_xlabel(f"Loss minus that of {figures.as_text(baseline)} (nats per token)")
     figures.legend(figure, columns=2 * len(baselines), loc="outside upper right")
     if results.corrected:
         figure.supxlabel(FILLED, fontsize=9)

@@ -273,7 +273,7 @@ class Outcome:
                     best.setdefault(position, row.whole_loss(self.shown_unit).mean)
                     panel.plot([position] * len(losses), list(losses), "o", color=colour, alpha=0.4)
                 panel.plot(*zip(*sorted(best.items())), "-", color=colour, label=group or None)
-            panel.set_xticks(range(len(values)), values)
+            panel.set_xticks(range(len(values)), [*map(figures.as_text, values)])
             panel.set_xlabel(key)
         losses = sorted(loss for row in self.finite for loss in row.losses(self.shown_unit).values())
         best_loss, middle, worst = losses[0], losses[len(losses) // 2], losses[-1]
