@@ -38,8 +38,9 @@ from tables import (
     SPLIT,
     baselines_at_rates,
     by_rate,
+    copying,
     from_smear,
-    leads_at_rates,
+    leads_on_plain,
     records,
     searched,
     span,
@@ -310,18 +311,16 @@ def million() -> dict[str, Any]:
     assert rows["residual"].transitions == [None] * 3
     assert rows["residual"].point["train.lr"] == 0.032
     assert all(each.mean < 0 for each in (planned["lambdas+tc", "lambdas"].estimate,))
-    at_rates, at_search = leads_at_rates("residual+tc", 211), leads_at_rates("residual+tc", 0)
-    assert [*at_rates] == [*at_search] == [0.032, 0.016, 0.008]
-    plain = {(seed, rate): run for rate, runs in baselines_at_rates()["residual"].items() for seed, run in runs.items()}
-    assert {seed for (seed, _), run in plain.items() if run["transition"] is not None} == {0}
-    assert [rate for (seed, rate), run in plain.items() if seed == 0 and run["transition"] is not None] == [
-        0.032,
-        0.016,
-    ]
-    since = {run["point"]["train.lr"] for run in records("rates-1M/records.jsonl") if run["scheme"] == "residual"}
-    assert since <= at_rates.keys()
-    tried = [plain[211, rate]["val_loss"] for rate in at_rates]
-    assert tried == sorted(tried, reverse=True)
+    leads, plain = leads_on_plain("residual+tc"), baselines_at_rates()["residual"]
+    assert [*plain] == [0.032, 0.016, 0.008]
+    runs = {(rate, seed): run for rate, some in plain.items() for seed, run in some.items()}
+    copies = {place for place, run in runs.items() if run["transition"] is not None}
+    assert {(0.032, 0), (0.016, 0)} <= copies
+    assert not copies & {(0.008, 0), *((rate, 211) for rate in plain), *((0.032, seed) for seed in SEEDS)}
+    assert all(runs[0.008, seed]["val_loss"] < runs[0.032, seed]["val_loss"] for seed in plain[0.008] if seed)
+    tried = {rate: leads[rate, 211] for rate in plain}
+    assert [*tried] == sorted(tried, key=lambda rate: tried[rate])
+    low = [each for (rate, seed), each in leads.items() if rate == 0.008 and seed in SEEDS]
     columns = {to: [column("1M", WRITING, to, place) for place in (0, 2)] for to in ("residual+tc", "lambdas+tc")}
     assert all(0.9 < other / whole < 1.1 for whole, other in columns.values())
     by_seed = {
@@ -342,11 +341,16 @@ def million() -> dict[str, Any]:
     erasing = {rate: ended["ddl-tc", rate] - ended[WRITING, rate] for rate in (0.004, 0.008, 0.016)}
     assert erasing[0.004] < 0 < min(erasing[0.008], erasing[0.016])
     return {
-        "million_rates": span(lead[0] for lead in at_rates.values()),
-        **{f"million_rate_{i}": f"{-lead[0]:.2f}" for i, lead in enumerate(at_rates.values(), 1)},
-        **{f"million_others_{i}": f"{-lead[2]:.2f}" for i, lead in enumerate(at_rates.values(), 1)},
-        "million_copying": span([at_search[rate][0] for rate in (0.032, 0.016)]),
-        "million_preferred": f"{plain[0, 0.016]['val_loss'] - plain[0, 0.032]['val_loss']:.4f}",
+        "million_rates": span(each[0] for (_, seed), each in leads.items() if seed in SEEDS),
+        "million_rate": "{}, {} and {}".format(*(f"{-each[0]:.2f}" for each in tried.values())),
+        "million_others": "{}, {} and {}".format(*(f"{-each[2]:.2f}" for each in tried.values())),
+        "million_low": span(each[0] for each in low),
+        "million_low_others": span(each[2] for each in low),
+        "million_low_copying": copying({seed: run for seed, run in plain[0.008].items() if seed in SEEDS}),
+        "million_copying": span(leads[place][0] for place in copies),
+        "million_copies": NUMBERS[len(copies)],
+        "million_plain": NUMBERS[len(runs)],
+        "million_preferred": f"{runs[0.016, 0]['val_loss'] - runs[0.032, 0]['val_loss']:.4f}",
         "million_tc_planned": interval(planned["residual+tc", "residual"].estimate, 3).removeprefix("-"),
         "million_lambdas_planned": interval(planned["lambdas", "residual"].estimate, 3).removeprefix("-"),
         "million_tc_transitions": span(share_of_runs("residual+tc"), 0),
@@ -371,10 +375,9 @@ def rivals() -> dict[str, Any]:
     counts: dict[str, int] = {}
     for folder in ("rates-1M", "rivals-1M"):
         plan = study(folder).study
-        rates = plan.tuning.over["train.lr"]
-        made = [run["point"]["train.lr"] in rates for run in records(f"{folder}/records.jsonl")]
+        most = len(plan.schemes) * plan.tuning.runs + len(plan.baselines) * len(plan.longer)
         name = folder.removesuffix("-1M")
-        counts |= {f"{name}_made": sum(made), f"{name}_planned": len(plan.schemes) * len(rates) * len(plan.seeds)}
+        counts |= {f"{name}_made": len(records(f"{folder}/records.jsonl")), f"{name}_most": most * len(plan.seeds)}
     assert not study("rivals-1M").corrected
     looks = by_rate("rivals-1M")["lambdas+smear"]
     assert all({*SEEDS} >= runs.keys() for rates in by_rate("rivals-1M").values() for runs in rates.values())

@@ -12,10 +12,8 @@ from answers import last_losses, lost, whole
 from picture import splits
 from rows import BASELINES, NUMBERS, SHAPES, SIZES, WRITING, answers, gain, row, side
 from tables import (
-    RATES_SEED,
     RECORDS,
     SPLIT,
-    baselines_at_rates,
     decided_alike,
     records,
     searched,
@@ -225,8 +223,6 @@ def about_the_million() -> dict[str, Any]:
     reported = [(run["scheme"], run["facts"]["device"] == H200) for run in runs if run["kind"] == "report"]
     on_gpu, on_cpu = ({name for name, gpu in reported if gpu is there} for there in (True, False))
     assert (on_gpu - on_cpu, on_cpu - on_gpu) == ({*BASELINES}, {"residual+tc", "lambdas+tc"})
-    plain = baselines_at_rates()["residual"].values()
-    assert [seed for seed in results.study.seeds if all(seed in runs for runs in plain)] == [RATES_SEED] == [211]
     rates = {name: sorted(found) for name, found in searched().items()}
     assert {len(some) for some in rates.values()} == {3}
     least, most = ({name for name, some in rates.items() if row("1M", name).point["train.lr"] == some[end]}

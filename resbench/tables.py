@@ -223,26 +223,22 @@ def baselines_at_rates() -> dict[str, dict[float, dict[int, dict[str, Any]]]]:
     return {name: runs[name] for name in (BASELINE, "lambdas")}
 
 
-def leads_at_rates(scheme: str, seed: int) -> dict[float, tuple[float, ...]]:
-    """What the four losses of a scheme are minus the plain residual's at each of its rates, with one seed."""
+def leads_on_plain(scheme: str) -> dict[tuple[float, int], tuple[float, ...]]:
+    """The four losses of a scheme minus the plain residual's at 1M, by the latter's rate and the seed of both."""
     row = study(SPLIT["1M"]).row("1M", scheme)
-    runs = [run for run in [*row.reported.runs, *row.tuning] if run.seed == seed and run.point == row.point]
-    (first,) = recorded(SPLIT["1M"], runs[:1])
+    runs = [run for run in [*row.tuning, *row.reported.runs] if run.point == row.point]
+    ours = {run["seed"]: ends(run) for run in recorded(SPLIT["1M"], runs)}
     return {
-        rate: tuple(ours - theirs for ours, theirs in zip(ends(first), ends(run)))
+        (rate, seed): tuple(mine - theirs for mine, theirs in zip(ours[seed], ends(run)))
         for rate, runs in baselines_at_rates()[BASELINE].items()
-        for run in [runs.get(seed)]
-        if run
+        for seed, run in runs.items()
     }
 
 
 def over_rates(scheme: str) -> list[str]:
-    """The ranges of `leads_at_rates` with the seed of which every rate has a run, and that the search did not see."""
-    columns = zip(*leads_at_rates(scheme, RATES_SEED).values())
+    """The ranges of `leads_on_plain` over the rates, with the reported seeds."""
+    columns = zip(*(leads for (_, seed), leads in leads_on_plain(scheme).items() if seed in SEEDS))
     return [f"{max(values):+.2f} to {min(values):+.2f}" for values in columns]
-
-
-RATES_SEED = 211
 
 
 def rates_table() -> str:
@@ -250,13 +246,21 @@ def rates_table() -> str:
     leader, lines = split_losses("1M")["residual+tc"], []
     for name, rates in baselines_at_rates().items():
         for rate, runs in rates.items():
-            pairs = [(leader[seed], ends(run)) for seed, run in runs.items() if seed in leader]
-            leads = [statistics.fmean(ours[column] - theirs[column] for ours, theirs in pairs) if pairs else None
-                     for column in (0, 2)]  # fmt: skip
-            cells = ["" if mean is None else f"{mean:+.2f}" for mean in leads]
+            ours = {seed: ends(run) for seed, run in runs.items() if seed in leader}
+            cells = [difference(leader, ours, column) for column in (0, 2)]
             lines.append([f"`{name}`", f"{rate:g}", *losses_by_seed(runs, (0, *SEEDS)), copying(runs), *cells])
     header = ["", "rate", "seed of the search", *(f"seed {seed}" for seed in SEEDS), "runs that copy"]
     return markdown([*header, "`residual+tc` − this", "on labels that do not repeat"], lines)
+
+
+def difference(ours: dict[int, tuple[float, ...]], theirs: dict[int, tuple[float, ...]], column: int) -> str:
+    """One of the four losses minus another scheme's, over the latter's seeds; with its interval if they are all."""
+    if not theirs:
+        return ""
+    if {*theirs} == {*SEEDS}:
+        contrast = contrasts(ours, theirs, SEEDS)[column]
+        return f"{contrast.mean:+.2f} ± {contrast.half_width:.2f}"
+    return f"{statistics.fmean(ours[seed][column] - losses[column] for seed, losses in theirs.items()):+.2f}"
 
 
 SEEDS = 211, 212, 213
