@@ -89,7 +89,6 @@ def test_rivals_and_rates_have_the_recipe_and_the_steps_of_one_million_parameter
         frozenset((name, "lambdas+smear")) for name in order[1:]
     }
     begun = {row["key"] for row in records("rates-1M/records.jsonl", RESBENCH / "records")}
-    assert len(begun) == 5
     assert begun <= {run.key for run in rates.runs(Every())}
     assert {run.key for run in first.reported("1M", "lambdas", {"train.lr": 0.008})} <= begun
 
