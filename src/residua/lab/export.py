@@ -65,9 +65,7 @@ def export(
         opened.model.save_pretrained(temporary)
         if remote_code:
             add_code(temporary)
-        (temporary / "README.md").write_text(
-            card, encoding="utf-8", errors="replace"
-        )  # names of files may be any bytes
+        (temporary / "README.md").write_text(card, encoding="utf-8")
     return Path(folder)
 
 

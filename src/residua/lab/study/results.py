@@ -311,11 +311,11 @@ def read_runs(path: Path, data: str | None) -> list[Record]:
         require(numbers, f"{path}: point of {shown(key)}", "numbers by key", row["point"])
         ours = key, row["val_loss"]
         before = losses.setdefault((*place, row["kind"], row["seed"], row["steps"], point), ours)
-        expected = f"{shown(before)}, as in its first record (remove the line of another study)"
+        expected = f"{shown(before)}, as in its first record (keep one of the two lines)"
         require(ours == before, f"{path}: key and val_loss of a run with two records", expected, ours)
         for what, of, value in (
             ("the tuned keys", place, sorted(row["point"])),
-            ("the number of parameters", place, facts.get("parameters")),
+            ("the number of parameters", (*place, point), facts.get("parameters")),
             ("the steps", row["size"], row["steps"] if row["kind"] == "report" else None),
         ):
             if value is not None:
@@ -339,13 +339,16 @@ def read_costs(path: Path, study: Study, runs: Iterable[Record]) -> list[Record]
     """Return the records of a study's costs. Raises InputError if one is wrong, or measured beside another baseline, or
     on a model with another number of parameters than the runs have."""
     rows = read_records(path, CostRecord, "costs of a study's schemes")
-    trained = {_place(run): (run.get("facts") or {}).get("parameters") for run in runs}
+    trained: dict[tuple[str, str, str], set[int | None]] = {}
+    for run in runs:
+        trained.setdefault(_place(run), set()).add((run.get("facts") or {}).get("parameters"))
     for row in rows:
         of, base = f"of {shown(row['scheme'])} at {shown(row['size'])}", study.baselines[0]
         require(row["baseline"] == base, f"{path}: baseline {of}", f"{base}, the study's first", row["baseline"])
-        ours, theirs = row.get("parameters"), trained.get(_place(row))
-        expected = f"{theirs}, as of its runs (remove the lines of another study)"
-        require(None in (ours, theirs) or ours == theirs, f"{path}: parameters {of}", expected, ours)
+        ours, theirs = row.get("parameters"), trained.get(_place(row), set())
+        if ours is not None and len(theirs) == 1 and None not in theirs:  # several if a tuned setting changes the model
+            expected = f"{shown(*theirs)}, as of its runs (remove the lines of another study)"
+            require(ours in theirs, f"{path}: parameters {of}", expected, ours)
     return rows
 
 
