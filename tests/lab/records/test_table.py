@@ -14,6 +14,14 @@ def test_markdown_aligns_numbers_and_keeps_bars_as_text():
     assert table.markdown().splitlines()[1] == "| --- | --- |"
 
 
+def test_markdown_shows_markup_in_cells_as_text():
+    """Names of runs, labels and settings come from files that somebody may have sent."""
+    table = Table(["<b>"], [["<img src=x onerror=y>&lt;"], ["[here](javascript:z)"], ["a\nb\x1b[2J"]])
+    head, _, *cells = table.markdown().splitlines()
+    assert head == "| &lt;b> |"
+    assert cells == ["| &lt;img src=x onerror=y>&amp;lt; |", "| [here]\\(javascript:z) |", "| a b\\u001b[2J |"]
+
+
 def test_a_narrow_terminal_shows_several_tables_that_repeat_the_first_column(capsys, monkeypatch):
     header, rows = ["scheme", "loss", "seconds"], [["residual", "3.10", "9"], ["ddl", "", "10"], ["mhc", "12.00", ""]]
     print_table(header, rows)

@@ -24,6 +24,7 @@ from residua.lab.evaluation.runs import Axis, Row, Run
 from residua.lab.records import table
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Estimate
+from residua.lab.records.terminal import markdown_text
 
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
 BASELINE_CONNECTION = "residual"
@@ -216,9 +217,10 @@ class Comparison:
 
     def to_markdown(self) -> str:
         """Return the table in Markdown, with the settings and the notes below it."""
-        settings = [f"- {key}: {_listed(values)}" for key, values in self.settings.items()]
+        settings = [markdown_text(f"- {key}: {_listed(values)}") for key, values in self.settings.items()]
         below = ["\nSettings that differ:\n\n" + "\n".join(settings)] if settings else []
-        return "\n".join([self.table().markdown(5), *below, *(f"\n{note}" for note in self.notes)]) + "\n"
+        notes = (f"\n{markdown_text(note)}" for note in self.notes)
+        return "\n".join([self.table().markdown(5), *below, *notes]) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """Return all results as plain values for `json.dumps`; None for numbers that are missing or not finite."""

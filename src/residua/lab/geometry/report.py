@@ -31,6 +31,7 @@ from residua.lab.jobs.pool import Record
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Estimate
 from residua.lab.records.table import Table, cell, grouped
+from residua.lab.records.terminal import markdown_text
 
 OURS, PUBLISHED, REFERENCE = "ours", "published", "reference"
 DASH = "—"
@@ -181,5 +182,5 @@ def _section(task: str, rows: Table, members: Sequence[Group]) -> str:
     shared = {
         key: value for key, value in settings.items() if all(g.runs[0]["settings"].get(key) == value for g in members)
     }
-    recipe = ", ".join(f"{key} {value}" for key, value in shared.items() if value is not None)
+    recipe = markdown_text(", ".join(f"{key} {value}" for key, value in shared.items() if value is not None))
     return "\n".join([f"## {TITLES[task]}", "", rows.markdown(), "", f"Ours, all rows: {recipe}.", ""])

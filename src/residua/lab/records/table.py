@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from residua.lab.records.terminal import one_line
+from residua.lab.records.terminal import markdown_text, one_line
 
 Member = TypeVar("Member")
 
@@ -27,9 +27,11 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
     def markdown(self, numbers: int = 0) -> str:
-        """Return the table in Markdown, with its last `numbers` columns aligned right and bars in cells escaped."""
+        """Return the table in Markdown, with its last `numbers` columns aligned right and markup in cells escaped."""
         rule = [*["---"] * (len(self.header) - numbers), *["---:"] * numbers]
-        lines = ([cell.replace("|", "\\|") for cell in cells] for cells in (self.header, rule, *self.rows))
+        lines = (
+            [markdown_text(cell).replace("|", "\\|") for cell in cells] for cells in (self.header, rule, *self.rows)
+        )
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

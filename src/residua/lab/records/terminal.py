@@ -17,3 +17,8 @@ def printable(text: object) -> str:
 def one_line(text: object) -> str:
     """Return a `printable` text in one line: newlines and tabs become spaces."""
     return printable(text).replace("\n", " ").replace("\t", " ")
+
+
+def markdown_text(text: object) -> str:
+    """Return a `printable` text in one line of Markdown that holds no HTML tag and no link."""
+    return " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace("](", "]\\(")

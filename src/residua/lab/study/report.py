@@ -20,7 +20,7 @@ from residua.lab.records.folder import writable
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Contrast, Estimate
 from residua.lab.records.table import Table
-from residua.lab.records.terminal import printable
+from residua.lab.records.terminal import markdown_text, printable
 from residua.lab.study.results import (
     ALPHA,
     BELOW,
@@ -57,27 +57,27 @@ def write_report(results: Results, out: str | Path) -> list[Path]:
 def markdown(results: Results) -> str:
     """Return the report in Markdown."""
     study, shown = results.study, columns(results)
-    lines = [f"# {_safe(study.title)}", "", *map(_safe, _setting(results)), ""]
+    lines = [f"# {markdown_text(study.title)}", "", *map(markdown_text, _setting(results)), ""]
     for size in study.sizes:
         rows = [row for row in results.rows if row.size == size]
         if not rows:
             continue
-        lines += [f"## {_safe(size)}", "", *map(_safe, _noise(results, size)), ""]
+        lines += [f"## {markdown_text(size)}", "", *map(markdown_text, _noise(results, size)), ""]
         rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
         cells = [[text(row) for text in shown.values()] for row in rows]
-        lines += [_markdown(Table(list(shown), cells)), ""]
+        lines += [Table(list(shown), cells).markdown(), ""]
         if points := points_table(rows):
-            lines += [EVERY_POINT, "", _markdown(points), ""]
+            lines += [EVERY_POINT, "", points.markdown(), ""]
     if results.corrected:
-        lines += ["## Primary contrasts", "", _markdown(primary_table(results)), ""]
+        lines += ["## Primary contrasts", "", primary_table(results).markdown(), ""]
         lines += [BOTH_INTERVALS, ""] if _over_documents(results) else []
     if results.answers:
         lines += ["## Questions", "", ANSWERS, ""]
         for asked in questions(results):
-            tables = [_markdown(asked.table)] if asked.table else []
-            for part in (f"### {_safe(asked.ask)}", *tables, *map(_safe, asked.remarks)):
+            tables = [asked.table.markdown()] if asked.table else []
+            for part in (f"### {markdown_text(asked.ask)}", *tables, *map(markdown_text, asked.remarks)):
                 lines += [part, ""]
-    return "\n".join([*lines, "## How to read this", "", *map(_safe, _reading(results, shown)), ""])
+    return "\n".join([*lines, "## How to read this", "", *map(markdown_text, _reading(results, shown)), ""])
 
 
 EVERY_POINT = (
@@ -463,16 +463,6 @@ def estimate_text(estimate: Estimate | Contrast, form: str) -> str:
     """Return a mean and half of its 95 % interval."""
     half = estimate.half_width
     return format(estimate.mean, form) + (f" ± {half:.4f}" if half is not None else " (one seed)")
-
-
-def _markdown(table: Table) -> str:
-    return Table([*map(_safe, table.header)], [[*map(_safe, cells)] for cells in table.rows]).markdown()
-
-
-def _safe(value: Any) -> str:
-    """Return a value as one line of text without HTML tags, Markdown links and control sequences of a terminal."""
-    text = " ".join(printable(value).split()).replace("&", "&amp;").replace("<", "&lt;")
-    return text.replace("](", "]\\(")
 
 
 def _list(values: Iterable[Any]) -> str:
