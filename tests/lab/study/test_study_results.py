@@ -234,7 +234,7 @@ def test_missing_seeds_and_schemes_are_named():
     found = planted(some, schemes={"residual": {}, "ddl": {}, "hc": {}})
     assert (found.unfinished, found.untrained) == (["ddl at small: 2 of 3 seeds"], 1)
     assert "Not finished: ddl at small: 2 of 3 seeds.\n" in markdown(found)
-    assert "nobody trained: 1.\n" in markdown(found)
+    assert "no result yet: 1.\n" in markdown(found)
     assert row_of(found).difference("residual", "tokens").estimate.count == 2
     assert "(2 seeds) |" in markdown(planted(without(records(), scheme="residual", kind="report", seed=3)))
     assert "seeds) |" not in markdown(planted())

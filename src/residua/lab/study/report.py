@@ -117,7 +117,7 @@ def _setting(results: Results) -> list[str]:
     data = next((facts.get("data") or {} for facts in results.facts), {})  # all runs have the same data
     source, *digests = (str(data.get(name)) for name in ("source", "sha256", "fingerprint"))
     versions, torches, devices = (
-        sorted({str(facts.get(name)) for facts in results.facts}) for name in ("residua", "torch", "device")
+        sorted({facts.get(name) or "unknown" for facts in results.facts}) for name in ("residua", "torch", "device")
     )
     devices = sorted({*devices, *(row.cost.device for row in results.rows if row.cost)})
     judges = (
@@ -175,7 +175,9 @@ def _versions(results: Results) -> str:
     """Return the versions of residua, each with its commits. A version that pip installed has no commit."""
     commits: dict[str, set[str]] = {}
     for facts in results.facts:
-        commits.setdefault(str(facts.get("residua")), set()).update(filter(None, [facts.get("commit")]))
+        commits.setdefault(facts.get("residua") or "of an unknown version", set()).update(
+            filter(None, [facts.get("commit")])
+        )
     listed = (
         name + (f" ({_list(map(_short_commit, sorted(found)))})" if found else "") for name, found in commits.items()
     )
@@ -354,9 +356,7 @@ def _reading(results: Results, shown: Container[str]) -> list[str]:
         f"{compiled}": bool(compiled) or "step time" in shown,
         "- FLOPs: matrix products, and one for each element of every other operation.": "FLOPs" in shown,
         "- Peak: what a process with the model grows by in two steps.": "peak MiB" in shown,
-        f"- Pairs of a size and a scheme that the study names and nobody trained: {results.untrained}.": bool(
-            results.untrained
-        ),
+        f"- Pairs of a size and a scheme that have no result yet: {results.untrained}.": bool(results.untrained),
         f"- Code of the runs: residua {_versions(results)}.": bool(results.facts),
     }
     return [note for note, needed in notes.items() if needed]

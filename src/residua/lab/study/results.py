@@ -253,7 +253,7 @@ class Results:
 
     @property
     def untrained(self) -> int:
-        """The number of pairs (size, scheme) of the study without a run."""
+        """The number of pairs (size, scheme) of the study without a row."""
         places = itertools.product(self.study.sizes, self.study.schemes)
         return sum(self.row(*place) is None for place in places)
 
