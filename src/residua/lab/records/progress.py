@@ -58,7 +58,7 @@ class Progress:
                 speed_estimate_period=120,
             )
             # Given later, `done` would start the clock of the speed, before the slow start of the work.
-            self._task = self._bar.add_task(one_line(title), total=total or None, completed=done, text="")
+            self._task = self._bar.add_task(one_line(title), total=total or None, completed=int(done), text="")
 
     def __enter__(self) -> "Progress":
         if self._bar:

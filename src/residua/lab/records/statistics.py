@@ -41,8 +41,8 @@ class Estimate(NamedTuple):
     @property
     def seen(self) -> bool:
         """Whether the 95 % confidence interval of the mean excludes 0; False for a single value and for equal ones."""
-        half = self.half_width
-        return bool(half) and abs(self.mean) > half  # equal values do not determine their noise
+        half = self.half_width or math.inf  # equal values do not determine their noise
+        return abs(self.mean) > half
 
     @property
     def p_value(self) -> float | None:
