@@ -36,6 +36,7 @@ from rows import (
 from tables import (
     SEEDS,
     SPLIT,
+    at_equal_rates,
     baselines_at_rates,
     by_rate,
     copying,
@@ -320,7 +321,14 @@ def million() -> dict[str, Any]:
     assert all(runs[0.008, seed]["val_loss"] < runs[0.032, seed]["val_loss"] for seed in plain[0.008] if seed)
     tried = {rate: leads[rate, 211] for rate in plain}
     assert [*tried] == sorted(tried, key=lambda rate: tried[rate])
-    low = [each for (rate, seed), each in leads.items() if rate == 0.008 and seed in SEEDS]
+    low, scales = (
+        [each for (rate, seed), each in leads_on_plain(name).items() if rate == 0.008 and seed in SEEDS]
+        for name in ("residual+tc", "lambdas")
+    )
+    assert rows["residual+tc"].point["train.lr"] == rows["lambdas"].point["train.lr"] == 0.008
+    assert max(each[0] for each in (*low, *scales)) < 0
+    equal = at_equal_rates("residual+tc")
+    assert [side(equal[0]), side(equal[2])] == ["level", "ahead"]
     columns = {to: [column("1M", WRITING, to, place) for place in (0, 2)] for to in ("residual+tc", "lambdas+tc")}
     assert all(0.9 < other / whole < 1.1 for whole, other in columns.values())
     by_seed = {
@@ -345,8 +353,11 @@ def million() -> dict[str, Any]:
         "million_rate": "{}, {} and {}".format(*(f"{-each[0]:.2f}" for each in tried.values())),
         "million_others": "{}, {} and {}".format(*(f"{-each[2]:.2f}" for each in tried.values())),
         "million_low": span(each[0] for each in low),
+        "million_low_mean": interval(equal[0], 2).removeprefix("-"),
         "million_low_others": span(each[2] for each in low),
+        "million_low_others_mean": interval(equal[2], 2).removeprefix("-"),
         "million_low_copying": copying({seed: run for seed, run in plain[0.008].items() if seed in SEEDS}),
+        "million_low_scales": span(each[0] for each in scales),
         "million_copying": span(leads[place][0] for place in copies),
         "million_copies": NUMBERS[len(copies)],
         "million_plain": NUMBERS[len(runs)],

@@ -235,6 +235,13 @@ def leads_on_plain(scheme: str) -> dict[tuple[float, int], tuple[float, ...]]:
     }
 
 
+def at_equal_rates(scheme: str) -> list[Contrast]:
+    """The four losses of a scheme at 1M minus the plain residual's at the rate that the scheme has."""
+    rate = study(SPLIT["1M"]).row("1M", scheme).point["train.lr"]
+    theirs = {seed: ends(run) for seed, run in baselines_at_rates()[BASELINE][rate].items()}
+    return contrasts(split_losses("1M")[scheme], theirs, SEEDS)
+
+
 def over_rates(scheme: str) -> list[str]:
     """The ranges of `leads_on_plain` over the rates, with the reported seeds."""
     columns = zip(*(leads for (_, seed), leads in leads_on_plain(scheme).items() if seed in SEEDS))
