@@ -20,14 +20,13 @@ from rows import (
     erasing,
     erasing_at_equal_settings,
     gain,
-    interval,
     row,
     side,
     split_runs,
     step_time,
 )
 from scipy.stats import spearmanr
-from tables import RECORDS, decided_alike, ordered_alike, records, share_alike, span, study
+from tables import RECORDS, decided_alike, interval, ordered_alike, records, share_alike, span, study
 
 from residua.lab.records.statistics import Noise, paired
 from residua.lab.study.results import SchemeRow

@@ -40,10 +40,6 @@ def side(estimate: Contrast | Estimate) -> str:
     return "ahead" if high < 0 else "behind" if low > 0 else "level"
 
 
-def interval(estimate: Contrast | Estimate, digits: int = 4) -> str:
-    return f"{estimate.mean:+.{digits}f} ± {estimate.half_width:.{digits}f}"
-
-
 def step_time(size: str, scheme: str) -> float:
     """The eager step's time beside the plain residual's."""
     return row(size, scheme).cost.ratio.median

@@ -14,7 +14,7 @@ from picture import BASELINE, SCHEMES
 from scipy.stats import binomtest
 
 from residua.lab.evaluation.runs import Run
-from residua.lab.records.statistics import Contrast, welch
+from residua.lab.records.statistics import Contrast, Estimate, welch
 from residua.lab.study.results import ALPHA, Difference, Results, SchemeRow, read_results
 from residua.lab.study.search import loss_of
 
@@ -43,8 +43,12 @@ def lead(difference: Any) -> str:
     """A difference of a study with its interval, bold where it is clear after the correction; empty without one."""
     if difference is None:
         return ""
-    text = f"{difference.estimate.mean:+.3f} ± {difference.estimate.half_width:.3f}"
+    text = interval(difference.estimate, 3)
     return f"**{text}**" if difference.clear else text
+
+
+def interval(estimate: Contrast | Estimate, digits: int = 4) -> str:
+    return f"{estimate.mean:+.{digits}f} ± {estimate.half_width:.{digits}f}"
 
 
 def span(values: Iterable[float], digits: int = 2) -> str:
@@ -95,7 +99,7 @@ def field_table() -> str:
             f"{time:.2f}" if time else "",
             speedup_text(speedups, time) if time else "",
         ]
-        lines.append([f"`{name}`", f"{estimate.mean:+.3f} ± {estimate.half_width:.3f}", *cells])
+        lines.append([f"`{name}`", interval(estimate, 3), *cells])
     header = ["ours, 0.1M, 2.1M tokens, 5 seeds", "loss", "speed-up", "step time on a CPU", "speed-up in time"]
     return markdown(header, lines)
 
@@ -186,7 +190,7 @@ def split_table(size: str) -> str:
     lines = []
     for pair in pairs:
         found = contrasts(losses[pair[0]], losses[pair[1]], seeds)
-        cells = [f"{contrast.mean:+.3f} ± {contrast.half_width:.3f}" for contrast in found]
+        cells = [interval(contrast, 3) for contrast in found]
         if planned == size:
             cells[0] = lead(results.corrected[(size, *pair)])
         if BASELINE in pair:  # at these two sizes its rate is in doubt
@@ -265,8 +269,7 @@ def difference(ours: dict[int, tuple[float, ...]], theirs: dict[int, tuple[float
     if not theirs:
         return ""
     if {*theirs} == {*SEEDS}:
-        contrast = contrasts(ours, theirs, SEEDS)[column]
-        return f"{contrast.mean:+.2f} ± {contrast.half_width:.2f}"
+        return interval(contrasts(ours, theirs, SEEDS)[column], 2)
     return f"{statistics.fmean(ours[seed][column] - losses[column] for seed, losses in theirs.items()):+.2f}"
 
 
@@ -286,7 +289,7 @@ def copying(runs: dict[int, dict[str, Any]]) -> str:
 
 
 def rivals_table() -> str:
-    """The runs of the study of rivals so far: two learning rates, three seeds each."""
+    """The runs of the study of rivals so far, by scheme and learning rate."""
     lines = []
     for name, rates in by_rate("rivals-1M").items():
         for rate, runs in rates.items():
@@ -300,8 +303,7 @@ def smear_table() -> str:
     """What the schemes of the first study at 1M differ by from `lambdas+smear`, but for the plain residual."""
     lines = []
     for name in [name for name in reversed(split_losses("1M")) if name != BASELINE]:
-        cells = [f"{each.mean:+.3f} ± {each.half_width:.3f}" for each in from_smear(name)]
-        lines.append([f"`{name}` − `lambdas+smear`", *cells])
+        lines.append([f"`{name}` − `lambdas+smear`", *(interval(each, 3) for each in from_smear(name))])
     return markdown([f"loss of the first − the second, {len(SEEDS)} seeds", *LABELS], lines)
 
 

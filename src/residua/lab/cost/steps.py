@@ -121,10 +121,14 @@ def measure(
     return records
 
 
+def products_of_run(config: RunConfig, model: PreTrainedConfig) -> float:
+    """Count the matrix products of one token of a run's step, in FLOPs, see `products_per_token`."""
+    return products_per_token(model, sequence_length=config.train.sequence_length, frozen=config.freezes_base)
+
+
 def _flops_per_token(config: RunConfig, model: PreTrainedConfig) -> dict[str, float]:
-    length, frozen = config.train.sequence_length, config.freezes_base
-    products = products_per_token(model, sequence_length=length, frozen=frozen)
-    return {"products": products, "elementwise": elementwise(model, length, frozen=frozen)}
+    others = elementwise(model, config.train.sequence_length, frozen=config.freezes_base)
+    return {"products": products_of_run(config, model), "elementwise": others}
 
 
 def measure_schemes(
@@ -183,9 +187,8 @@ def rate(config: RunConfig, model: PreTrainedConfig) -> float:
     with threads(1):
         clock = cuda_clock if device.type == "cuda" else process_clock
         timing = compare({"step": MeasuredStep(config, model)}, "step", rounds=5, warmup=WARMUP, clock=clock)
-    length = config.train.sequence_length
-    flops = products_per_token(model, sequence_length=length, frozen=config.freezes_base)
-    return flops * config.train.batch_size * length / timing.median_seconds("step")
+    tokens = config.train.batch_size * config.train.sequence_length
+    return products_of_run(config, model) * tokens / timing.median_seconds("step")
 
 
 def many_graphs(count: int) -> AbstractContextManager:

@@ -17,6 +17,8 @@ from residua.lab.records.folder import writable
 
 LONGEST_LINE = 2**26
 """The longest line that is read, in bytes; no longer lines are written."""
+OVERFLOWS = 2.0**128
+"""A finite measured number must be smaller: means are taken of them, and it is the first that no float32 holds."""
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -41,7 +43,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         step_of(row, path)
         for name, value in row.items():
             require(fits(value, float | None), f"{path}: {name}", "a number or null", value)
-            small = value is None or not 2.0**128 <= abs(value) < math.inf
+            small = value is None or not OVERFLOWS <= abs(value) < math.inf
             require(small, f"{path}: {name}", "below 2^128, as a larger number overflows in a mean", value)
     return rows
 

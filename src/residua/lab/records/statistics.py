@@ -54,9 +54,8 @@ class Estimate(NamedTuple):
     @property
     def detectable(self) -> float | None:
         """The size of a true mean whose interval would exclude 0 in four of five repetitions; None for one value."""
-        if self.deviation is None or self.count < 2:
-            return None
-        return _detectable(self.count - 1) * self.deviation / math.sqrt(self.count)
+        half, freedom = self.half_width, self.count - 1
+        return None if half is None else half * _detectable(freedom) / t95(freedom)
 
 
 class Contrast(NamedTuple):

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from residua.connections.names import today
 from residua.errors import Diverged, require, shown
 from residua.files.durable import remove, write_text
-from residua.lab.cost.counts import products_per_token
-from residua.lab.cost.steps import ROUNDS, WARMUP, measure, rate
+from residua.lab.cost.steps import ROUNDS, WARMUP, measure, products_of_run, rate
 from residua.lab.data import PreparedData
 from residua.lab.evaluation.loss import transition
 from residua.lab.experiment import losses_by_document, open_run
@@ -119,12 +118,7 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Fore
     for size, group in itertools.groupby(plan.at_most(), lambda part: part.size):
         parts = list(group)
         configs = {name: plan.config(size, name) for name in plan.schemes_at(size)}
-        per_token = {
-            name: products_per_token(
-                plan.model(config), sequence_length=config.train.sequence_length, frozen=config.freezes_base
-            )
-            for name, config in configs.items()
-        }
+        per_token = {name: products_of_run(config, plan.model(config)) for name, config in configs.items()}
         # An evaluation has no backward pass, which is two thirds of a step, or half of it if the base is frozen.
         evaluation = {name: held_out / (2 if config.freezes_base else 3) for name, config in configs.items()}
         flops = sum(

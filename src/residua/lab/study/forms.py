@@ -17,7 +17,7 @@ CLOSE = 1e-3
 
 def _is_measured(value: Any) -> bool:
     """Return whether a value is a number of 0 or more that fits into a float32. Larger ones would overflow in means."""
-    return fits(value, float) and 0 <= value < 2.0**128
+    return fits(value, float) and 0 <= value < jsonlines.OVERFLOWS
 
 
 def _are_measured(value: Any) -> bool:
@@ -57,7 +57,9 @@ def _are_documents(value: dict[str, Any]) -> bool:
 
 def _are_quartiles(value: dict[str, Any]) -> bool:
     quartiles = [value.get(name) for name in Quartiles._fields]
-    return all(map(_is_measured, quartiles)) and quartiles[0] > 2.0**-128 and quartiles == sorted(quartiles)
+    return (
+        all(map(_is_measured, quartiles)) and quartiles[0] > 1 / jsonlines.OVERFLOWS and quartiles == sorted(quartiles)
+    )
 
 
 def _are_flops(value: dict[str, Any]) -> bool:
