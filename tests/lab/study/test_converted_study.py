@@ -5,12 +5,15 @@ import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig
 
 from residua.commands.cli import main
+from residua.conversion import convert
 from residua.errors import InputError
 from residua.files.reading import write_yaml
 from residua.lab.cost import counts, steps
-from residua.lab.cost.counts import elementwise, parameters, products_per_token
+from residua.lab.cost.counts import elementwise, parameters, products_per_token, step_on_meta
 from residua.lab.cost.steps import measure
 from residua.lab.opening import new_model
 from residua.lab.records import jsonlines
@@ -128,6 +131,33 @@ def test_attention_is_counted_in_the_layers_that_have_it_with_the_widths_of_its_
     config = tiny(family).config
     short, long = (products_per_token(config, sequence_length=length) for length in (64, 128))
     assert long - short == pytest.approx(7 * 64 * heads, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["hc", "lambdas+tc"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5_moe_text", "gemma4"])
+def test_products_are_counted_without_values_as_a_real_step_has_them(family, scheme):
+    """Experts, linear attention, convolutions that look for documents, and ids in which padding is looked for."""
+    model = convert(tiny(family), scheme).train()
+    counted, real = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    counted.mod_tracker = real.mod_tracker = counts._NoModules()
+    step_on_meta(model.config, 16, counted)
+    model.set_attn_implementation("eager")
+    model.config.get_text_config().use_cache = False
+    if family in ("mixtral", "gpt_oss", "qwen3_5_moe_text"):
+        model.set_experts_implementation("eager")
+    ids = torch.randint(5, 60, (1, 16), generator=torch.Generator().manual_seed(0))
+    with real:
+        model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+    assert counted.get_total_flops() == real.get_total_flops()
+
+
+@pytest.mark.slow
+def test_weights_of_experts_are_no_elements_of_other_arithmetic():
+    """More experts are more numbers in the router, of which every token has one for each expert."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128}
+    few, many = (elementwise(MixtralConfig(**sizes, num_local_experts=experts), 64) for experts in (8, 64))
+    assert 0 < many - few < 2 * 56 * 10
 
 
 def test_a_model_with_operations_that_need_values_is_refused_before_it_is_timed(base, data, tmp_path, monkeypatch):

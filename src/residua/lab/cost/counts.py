@@ -35,18 +35,18 @@ def step_on_meta(
     frozen: whether only the connections are trained, as with `model.freeze_base`.
 
     Raises:
-        InputError: an operation of a converted model cannot run on the meta device, such as those of some experts.
+        InputError: an operation of a converted model cannot run on the meta device, as one that reads a value.
     """
     config = copy.deepcopy(config)  # transformers sets the attention in the configuration, and the run has its own
+    config.get_text_config(decoder=True).use_cache = False  # as in a run
     model = on_meta(config, attn_implementation="eager").train()
-    config.get_text_config(decoder=True).pad_token_id = None  # GPT-2 would look for it in ids that have no values
     if frozen:
         freeze_base(model)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     try:
-        with counting:
+        with counting, _WithoutValues():
             model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
-    except RuntimeError as error:
+    except Exception as error:  # the model's own code may raise any exception
         name, reason = type(model).__name__, first_line(error)
         raise InputError(f"the FLOPs of {name} cannot be counted: {reason}; a study of it needs --no-costs") from error
 
@@ -116,6 +116,25 @@ class _NoModules(nullcontext):
     """Replaces torch's tracker of modules, whose hooks fail if a function computes gradients inside its backward."""
 
     parents = frozenset({"Global"})
+
+
+class _WithoutValues(TorchDispatchMode):
+    """Replaces two kinds of operations in transformers' models, which fail on the meta device.
+
+    Some models ask first whether all tokens are of one document, or any is padding. The answers are yes and no.
+    In a mixture of experts, each token is multiplied by the weights of its expert. One product with as many FLOPs takes
+    the place of these products, because PyTorch's counter has no formula for them.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._grouped_mm.default:
+            left, right = args[:2]
+            if right.dim() == 3:  # tokens by the weights of experts
+                return left @ right[0]
+            return left.new_empty(len(args[2]), *(left @ right).shape)  # a gradient for the weights of each expert
+        result = func(*args, **(kwargs or {}))
+        return {aten.all.default: torch.tensor(True), aten.any.default: torch.tensor(False)}.get(func, result)
 
 
 def elementwise(model: PreTrainedConfig, length: int, *, frozen: bool = False) -> float:
