@@ -8,6 +8,7 @@ import torch
 
 from residua.errors import extra
 from residua.files.reading import read_json
+from residua.lab.geometry.forms import expect_runs
 from residua.lab.geometry.references import references
 from residua.lab.geometry.report import table, write_tables
 from residua.lab.geometry.tasks import Task
@@ -32,6 +33,7 @@ def run_experiment(
         from residua.lab.geometry.pictures import draw
     facts = {"circumstances": circumstances(device) | {"threads": 1}}
     with open_runs(out, settings) as runs:
+        expect_runs(runs.rows, runs.path)
         rows = run_jobs(jobs, runs, processes=processes, finish=lambda job, record: {"key": job.key, **record, **facts})
         keys = {record["key"] for record in rows}
         records = [*rows, *(record for key, record in runs.finished.items() if key not in keys)]

@@ -65,7 +65,8 @@ def _online(record: Record) -> PointList:
     This removes the noise from the choice of trajectories.
     """
     full = record.get("by_position") or []
-    points = _finite((at + 1, full[at] + online - same) for at, online, same in record.get("online_by_position") or [])
+    measured = [row for row in record.get("online_by_position") or [] if len(row) == 3]  # early records have no pairs
+    points = _finite((at + 1, full[at] + online - same) for at, online, same in measured)
     return [(at, loss) for at, loss in points if loss > 0]
 
 

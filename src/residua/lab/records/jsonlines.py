@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError, fits, require
+from residua.errors import InputError, fits, refusal, require, shown, types_of
 from residua.files.durable import sync, unlinked, write_bytes
 from residua.files.reading import parse_json, regular
 from residua.lab.records.folder import writable
@@ -53,6 +53,21 @@ def step_of(row: Mapping[str, Any], path: str | Path) -> int:
     step = row.get("step")
     require(fits(step, int) and fits(step, float), f"{path}: step", "a whole number in each row", step)
     return int(step or 0)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number that fits into a float32. Larger ones would overflow in means."""
+    return fits(value, float) and abs(value) < OVERFLOWS
+
+
+def expect_fields(row: Mapping[str, Any], path: str | Path, kind: type, row_name: Any) -> None:
+    """Raise InputError for the first value of a row that does not fit its field in `kind`, a TypedDict.
+
+    row_name: what the message calls the row.
+    """
+    for name in types_of(kind):
+        if name in row and (wrong := refusal(kind, name, row[name])):
+            raise InputError(f"{path}: {name} of {shown(row_name)} {wrong}")
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

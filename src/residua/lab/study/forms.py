@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
-from residua.errors import InputError, Natural, Range, fits, refusal, require, shown, types_of
+from residua.errors import Natural, Range, fits, require, shown
 from residua.lab.cost.timing import Quartiles
 from residua.lab.records import jsonlines
 
@@ -16,8 +16,7 @@ CLOSE = 1e-3
 
 
 def _is_measured(value: Any) -> bool:
-    """Return whether a value is a number of 0 or more that fits into a float32. Larger ones would overflow in means."""
-    return fits(value, float) and 0 <= value < jsonlines.OVERFLOWS
+    return jsonlines.is_number(value) and value >= 0
 
 
 def _are_measured(value: Any) -> bool:
@@ -185,9 +184,7 @@ def check_records(
     """Raise InputError if a record lacks a needed field, or if a field of `kind` is wrong or contradicts another."""
     for row in rows:
         require(row.keys() >= {*needed}, str(path), f"{title}, each with {', '.join(sorted(needed))}", row)
-        for name in types_of(kind):
-            if name in row and (wrong := refusal(kind, name, row[name])):
-                raise InputError(f"{path}: {name} of {shown(row.get('key', row.get('scheme')))} {wrong}")
+        jsonlines.expect_fields(row, path, kind, row.get("key", row.get("scheme")))
         if kind is RunRecord:
             _expect_consistent(row, path)
 
