@@ -68,6 +68,16 @@ def test_a_wrong_mapping_gives_a_one_line_error_with_the_dotted_key(document, me
     assert str(error.value) == message
 
 
+@dataclass(frozen=True)
+class Room:
+    lamp: Lamp
+
+
+def test_a_missing_mapping_is_named_with_the_keys_that_it_needs():
+    with pytest.raises(InputError, match=r"^lamp must be a mapping with watts, got None$"):
+        decoded({}, Room)
+
+
 @keywords
 def turn(connection, *, num_layers=1):
     """Return the arguments."""

@@ -6,7 +6,7 @@ import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -142,17 +142,23 @@ def decoded(document: Any, kind: type[T], where: str = "") -> T:
     """
     document = mapping(document, where or "the document")
     prefix = f"{where}." if where else ""
-    items = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]  # every `kind` is a dataclass
+    names = [item.name for item in fields(kind)]  # type: ignore[arg-type]  # every `kind` is a dataclass
     for name in document:
-        if name not in items:
-            raise InputError(f"unknown key {prefix}{name}{did_you_mean(name, items)}")
-    for name, item in items.items():
-        required = item.default is MISSING and item.default_factory is MISSING
-        require(not required or name in document, f"{prefix}{name}", words(types_of(kind)[name]), None)
+        if name not in names:
+            raise InputError(f"unknown key {prefix}{name}{did_you_mean(name, names)}")
+    for name in _needed(kind):
+        declared = types_of(kind)[name]
+        expected = f"a mapping with {', '.join(_needed(declared))}" if is_dataclass(declared) else words(declared)
+        require(name in document, f"{prefix}{name}", expected, None)
     try:
         return kind(**{name: _tuples(value, types_of(kind)[name]) for name, value in document.items()})
     except InputError as error:
         raise InputError(f"{prefix}{error}") from error
+
+
+def _needed(kind: Any) -> list[str]:
+    """Return the fields of a dataclass without a default."""
+    return [item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING]
 
 
 def _tuples(value: Any, declared: Any) -> Any:
