@@ -177,7 +177,9 @@ def _expect_mean_loss(model: Any, folder: Path) -> None:
             raise InputError(f"model.base: {folder}: its loss takes no aligned labels: {first_line(error)}") from error
     wanted = cross_entropy(output.logits[:, 0].float(), labels[:, 0])
     if not torch.isclose(output.loss.float(), wanted, rtol=1e-4):
+        router = getattr(output, "aux_loss", None) is not None
+        remedy = "; set output_router_logits to false in config.json to leave out the loss of its router"
         raise InputError(
             f"model.base: {folder} must have the mean cross-entropy of aligned labels as its loss, {wanted:.4f} on a "
-            f"small input, got {output.loss:.4f}"
+            f"small input, got {output.loss:.4f}{remedy * router}"
         )
