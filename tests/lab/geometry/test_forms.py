@@ -34,7 +34,7 @@ def records(folder):
 
 @pytest.fixture(scope="module")
 def record():
-    """A record with all fields: of the gyroscope and a model that is not causal, and with the scores of a reflection."""
+    """A record with all fields: of a model that is not causal, with the scores of a reflection too."""
     rows = records(EXPERIMENTS / "geometry/quick")
     found = next(row for row in rows if (row["task"], row["model"]) == ("gyroscope", "jpmhc"))
     return {"cosine": 0.5, "cosines": [[1, 0.5]], "beta": 1.0, "gamma": 0.5, "gates": {"beta": [[1, 1.0]]}, **found}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 import residua
 from residua import Residual
@@ -316,6 +316,21 @@ def test_a_run_can_start_from_the_weights_of_a_run_or_its_export(tmp_path, rows,
     assert counted[0]["parameters"]["total"] == sum(p.numel() for p in start.model.parameters())
     with pytest.raises(InputError, match=r"model\.connection must be null"):
         build_model(resolved(replace(again, model=replace(again.model, connection="hc"))), other.tokenizer())
+
+
+@pytest.mark.slow
+def test_a_base_must_leave_out_the_loss_of_its_router(config, prepared, tmp_path):
+    """It would be part of a loss in nats per token."""
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    mixtral = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, output_router_logits=True)
+    AutoModelForCausalLM.from_config(mixtral).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = changed(config, base=str(tmp_path))
+    with pytest.raises(InputError, match=r"got .*; set output_router_logits to false in config\.json"):
+        build_model(resolved(config), prepared.tokenizer())
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"output_router_logits": False}))
+    assert build_model(resolved(config), prepared.tokenizer()).config.model_type == "mixtral"
 
 
 def test_a_run_is_evaluated_on_other_texts_with_its_own_tokenizer(tmp_path, capsys):
