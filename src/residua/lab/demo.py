@@ -87,7 +87,7 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
 
 def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int], None]) -> dict[str, Any]:
     """Train one run to its end, or until the demonstration is interrupted."""
-    if run(config, folder, resume=(folder / "config.yaml").is_file(), progress=report)["interrupted"]:
+    if "signal" in run(config, folder, resume=(folder / "config.yaml").is_file(), progress=report):
         raise KeyboardInterrupt
     return {"run": folder.name}
 

@@ -299,18 +299,23 @@ def test_a_sweep_killed_at_any_moment_resumes_with_the_same_numbers(data, tmp_pa
     assert not list((out / "runs").iterdir())
 
 
-def test_the_exit_status_tells_which_signal_ended_a_sweep(data, tmp_path, monkeypatch, capsys):
-    take = experiment.Batches.at
+@pytest.mark.parametrize("step", [3, 12])
+def test_a_signal_ends_a_sweep_also_in_the_last_step_of_a_run(step, data, tmp_path, monkeypatch, capsys):
+    take, taken = experiment.Batches.at, []
 
     def stopped(batches, index):
-        if index == 3:
+        taken.append(index)
+        if len(taken) == step:
             signal.raise_signal(signal.SIGTERM)
         return take(batches, index)
 
     monkeypatch.setattr(experiment.Batches, "at", stopped)
-    argv = ["study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}", "--over", "train.lr=1e-3"]
+    argv = ["study", "tune", "--config", "tiny", *OPTIONS, f"--data.path={data}", "--over", "train.lr=1e-3,2e-3"]
     assert main([*argv, "--out", str(tmp_path / "out")]) == 143
     assert "interrupted; finished runs are in" in capsys.readouterr().err
+    assert len(taken) == step
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 0
+    assert len(taken) == 2 * 12
 
 
 def test_the_picture_has_every_run_and_the_best_point_at_each_value_of_a_key(tmp_path, monkeypatch):

@@ -122,6 +122,12 @@ def test_a_signal_finishes_the_step_saves_and_prints_how_to_resume(number, tmp_p
     assert rows(folder) == rows(tmp_path / "undisturbed")
 
 
+def test_a_signal_in_the_last_step_interrupts_nothing_and_is_told(tmp_path, fit, capsys):
+    result = fit(tmp_path / "run", batches=ToyBatches(signals={11: signal.SIGTERM}))
+    assert (result["step"], result["interrupted"], result["signal"]) == (12, False, signal.SIGTERM)
+    assert "--resume" not in capsys.readouterr().err
+
+
 def test_an_interrupted_run_with_a_callback_prints_no_advice(tmp_path, fit, capsys):
     steps = []
     result = fit(tmp_path / "run", batches=ToyBatches(signals={6: signal.SIGINT}), progress=steps.append)

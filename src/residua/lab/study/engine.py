@@ -263,7 +263,7 @@ def train_point(
         result = train(config, place, resume=begun, progress=report)
     except Diverged as error:
         return record | {"val_loss": None, "diverged": str(error)}
-    if result["interrupted"]:
+    if "signal" in result:  # also in the last step: the state is kept, and the record follows when the run resumes
         if signal.getsignal(result["signal"]) not in (signal.SIG_DFL, None):
             signal.raise_signal(result["signal"])  # training caught the signal, but the loop over all runs needs it too
         raise KeyboardInterrupt

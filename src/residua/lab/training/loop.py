@@ -86,8 +86,9 @@ def train(
 
     Returns:
         The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of
-        `evaluate`), `checkpoint` (its folder) and `interrupted`; if this is true, also `signal`, the signal's number.
-        `seconds` counts only training steps.
+        `evaluate`), `checkpoint` (its folder) and `interrupted`. `seconds` counts only training steps. If a signal
+        came, also `signal`, its number, after which a caller with other work stops too. In the last step it interrupts
+        nothing.
 
     Raises:
         InputError: the folder cannot be used (see `claim`), the checkpoint has other settings, data or weights, or
@@ -163,11 +164,10 @@ def _train(
                 break
             lap_step, lap_start = step, time.perf_counter()  # the time of evaluating and saving does not count
     result = row | {"checkpoint": str(state.newest.path), "interrupted": step < config.steps}
-    if result["interrupted"]:
-        if ranks.first and not callable(progress):
-            say(f"stopped after step {step}, which is saved; continue with: {state.run.resume_command}")
-        result["signal"] = max(ranks.gather(stop[0] if stop else 0))
-    return result
+    if result["interrupted"] and ranks.first and not callable(progress):
+        say(f"stopped after step {step}, which is saved; continue with: {state.run.resume_command}")
+    received = max(ranks.gather(stop[0] if stop else 0))
+    return result | ({"signal": received} if received else {})
 
 
 def _due(step: int, every: int, config: "TrainConfig") -> bool:
