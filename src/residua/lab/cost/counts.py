@@ -48,7 +48,8 @@ def step_on_meta(
             model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
     except Exception as error:  # the model's own code may raise any exception
         name, reason = type(model).__name__, first_line(error)
-        raise InputError(f"the FLOPs of {name} cannot be counted: {reason}; a study of it needs --no-costs") from error
+        remedy = "a study of it needs --no-costs, and has no --dry-run"
+        raise InputError(f"the FLOPs of {name} cannot be counted: {reason}; {remedy}") from error
 
 
 def parameters(config: PreTrainedConfig) -> dict[str, int]:
