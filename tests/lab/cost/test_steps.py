@@ -66,6 +66,12 @@ def test_measuring_leaves_threads_and_random_state_as_they_were():
         torch.set_num_threads(threads - 1)
 
 
+def test_the_table_has_the_usual_names(capsys):
+    command("--schemes", "Residual+TC", "ddl-cc:beta_init=0.5", "--no-peak")
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert rows[-3:] == ["residual", "residual+tc", "ddl-cc:beta_init=0.5"]
+
+
 def test_the_records_are_complete(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     out.write_text('{"scheme": "earlier"}\n')

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from residua.connections.names import label
 from residua.errors import extra
 from residua.lab.cost.counts import elementwise, products_per_token
 from residua.lab.cost.measured_memory import peak_of, storages_kept
@@ -170,7 +171,7 @@ def table(records: Sequence[Record]) -> Table:
         ratio = Quartiles(**record["time_ratio"])
         rows.append(
             [
-                record["scheme"],
+                label(record["model"]["connection"]),
                 f"{1e3 * record['step_seconds']:.1f}",
                 f"{ratio:.3f}",
                 f"{record['vectors']:.2f}",
@@ -178,7 +179,7 @@ def table(records: Sequence[Record]) -> Table:
                 "" if record["peak_bytes"] is None else f"{record['peak_bytes'] / 2**20:,.0f}",
             ]
         )
-    return Table(["scheme", "ms", f"times {first['scheme']}", "vectors kept", "above", "peak MiB"], rows)
+    return Table(["scheme", "ms", f"times {BASELINE}", "vectors kept", "above", "peak MiB"], rows)
 
 
 def rate(config: RunConfig, model: PreTrainedConfig) -> float:
