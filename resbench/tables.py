@@ -15,6 +15,7 @@ from scipy.stats import binomtest
 
 from residua.lab.evaluation.runs import Run
 from residua.lab.records.statistics import Contrast, Estimate, welch
+from residua.lab.study.forms import Cost
 from residua.lab.study.results import ALPHA, Difference, Results, SchemeRow, read_results
 from residua.lab.study.search import loss_of
 
@@ -305,6 +306,25 @@ def smear_table() -> str:
     for name in [name for name in reversed(split_losses("1M")) if name != BASELINE]:
         lines.append([f"`{name}` − `lambdas+smear`", *(interval(each, 3) for each in from_smear(name))])
     return markdown([f"loss of the first − the second, {len(SEEDS)} seeds", *LABELS], lines)
+
+
+def steps_table() -> str:
+    """The time of a step at 1M, of all schemes in the same rounds, with FLOPs and parameters."""
+    costs = step_costs()
+    plain = costs[BASELINE]
+
+    def per(cost: Cost) -> str:
+        return f"{cost.flops_per_token / plain.flops_per_token:.2f}"
+
+    lines = []
+    for name, cost in sorted(costs.items(), key=lambda pair: pair[1].ratio.median):
+        lines.append([f"`{name}`", f"{cost.ratio:.2f}", per(cost)])
+    return markdown(["", "time of a step, times `residual`", "FLOPs, times `residual`"], lines)
+
+
+def step_costs() -> dict[str, Cost]:
+    """The cost of a step at 1M by scheme, compiled."""
+    return {record["scheme"]: Cost.of(record) for record in records("steps-1M/costs.jsonl")}
 
 
 def smear_rate() -> float:

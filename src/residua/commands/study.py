@@ -75,8 +75,8 @@ def run(
         return Output([each._asdict() for each in forecasts], [engine.forecast_table(forecasts), notes])
     options = {"rounds": rounds or engine.ROUNDS, "executor": pool.executor_of_jobs()}
     if measure:
-        plan, _ = engine.open_study(out, data, chosen, sizes)
-        engine.measure_costs(plan, Path(out), again=True, compiled=compiled, **options)
+        with engine.begun(chosen, Path(out), data, sizes) as (plan, _):
+            engine.measure_costs(plan, Path(out), again=True, compiled=compiled, **options)
     else:
         processes = pool.processes or 1
         engine.run_study(chosen, out, data=data, sizes=sizes, processes=processes, costs=not no_costs, **options)

@@ -93,6 +93,19 @@ def test_rivals_and_rates_have_the_recipe_and_the_steps_of_one_million_parameter
     assert {run.key for run in first.reported("1M", "lambdas", {"train.lr": 0.008})} <= begun
 
 
+@pytest.mark.nightly
+def test_steps_at_one_million_parameters_are_timed_as_they_were_trained(planned):
+    files = "steps-1M.yaml", "1M.yaml", "rivals-1M.yaml"
+    timed, *trained = (planned(name, 2048, 72 * 10**6) for name in files)
+    pairs = [(plan, name) for plan in trained for name in plan.schemes_at("1M")]
+    assert {name for _, name in pairs} == {*timed.schemes_at("1M")}
+    for plan, name in pairs:
+        ours, theirs = (each.config("1M", name) for each in (timed, plan))
+        assert ours.model == theirs.model
+        for key in ("batch_size", "sequence_length", "document_masks", "compile", "optimizer", "precision"):
+            assert getattr(ours.train, key) == getattr(theirs.train, key)
+
+
 class Every(dict):
     """Records of whatever run is asked for, of which the rate 0.008 is the best."""
 

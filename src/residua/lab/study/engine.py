@@ -13,6 +13,7 @@ import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,11 +69,7 @@ def run_study(
         RunError: a run failed for a reason other than divergence, or a result could not be written.
     """
     out = Path(out)
-    plan = Plan(study, study.data(data), sizes)
-    with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
-        read_runs(out / "records.jsonl", plan.facts["fingerprint"])
-        with writable(out):
-            write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out)), indent=1) + "\n")
+    with begun(study, out, data, sizes) as (plan, made):
         if costs:
             measure_costs(plan, out, rounds=rounds, executor=executor, progress=progress)
         if progress:
@@ -88,6 +85,23 @@ def run_study(
             progress=progress,
         )
     return plan
+
+
+@contextmanager
+def begun(
+    study: Study, out: Path, data: str | None = None, sizes: Sequence[str] | None = None
+) -> Iterator[tuple[Plan, Records]]:
+    """Begin or open the folder of a study, lock it, and yield the plan and the records of its runs.
+
+    Raises:
+        InputError: the study, the data or the folder cannot be used.
+    """
+    plan = Plan(study, study.data(data), sizes)
+    with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
+        read_runs(out / "records.jsonl", plan.facts["fingerprint"])
+        with writable(out):
+            write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out)), indent=1) + "\n")
+        yield plan, made
 
 
 class Forecast(NamedTuple):
