@@ -35,13 +35,12 @@ from rows import (
 from tables import (
     SEEDS,
     SPLIT,
-    at_equal_rates,
     baselines_at_rates,
     by_rate,
-    copying,
     from_smear,
     interval,
     leads_on_plain,
+    on_plain_at,
     records,
     searched,
     smear_rate,
@@ -328,8 +327,8 @@ def million() -> dict[str, Any]:
     )
     assert rows["residual+tc"].point["train.lr"] == rows["lambdas"].point["train.lr"] == 0.008
     assert max(each[0] for each in (*low, *scales)) < 0
-    equal = at_equal_rates("residual+tc")
-    assert [side(equal[0]), side(equal[2])] == ["level", "ahead"]
+    equal, twice = (on_plain_at(rate, "residual+tc") for rate in (0.008, 0.016))
+    assert [side(equal[0]), side(twice[0]), side(equal[2]), side(twice[2])] == ["level", "level", "ahead", "ahead"]
     columns = {to: [column("1M", WRITING, to, place) for place in (0, 2)] for to in ("residual+tc", "lambdas+tc")}
     assert all(0.9 < other / whole < 1.1 for whole, other in columns.values())
     by_seed = {
@@ -353,11 +352,12 @@ def million() -> dict[str, Any]:
         "million_rates": span(each[0] for (_, seed), each in leads.items() if seed in SEEDS),
         "million_rate": "{}, {} and {}".format(*(f"{-each[0]:.2f}" for each in tried.values())),
         "million_others": "{}, {} and {}".format(*(f"{-each[2]:.2f}" for each in tried.values())),
-        "million_low": span(each[0] for each in low),
         "million_low_mean": interval(equal[0], 2).removeprefix("-"),
-        "million_low_others": span(each[2] for each in low),
+        "million_twice_mean": interval(twice[0], 2).removeprefix("-"),
+        "million_twice_others_mean": interval(twice[2], 2).removeprefix("-"),
         "million_low_others_mean": interval(equal[2], 2).removeprefix("-"),
-        "million_low_copying": copying({seed: run for seed, run in plain[0.008].items() if seed in SEEDS}),
+        **{f"million_{name}_copying": NUMBERS[sum((rate, seed) in copies for seed in SEEDS)]
+           for name, rate in (("low", 0.008), ("twice", 0.016))},
         "million_low_scales": span(each[0] for each in scales),
         "million_copying": span(leads[place][0] for place in copies),
         "million_copies": NUMBERS[len(copies)],
@@ -394,6 +394,8 @@ def rivals() -> dict[str, Any]:
     looks = by_rate("rivals-1M")["lambdas+smear"]
     assert all({*SEEDS} >= runs.keys() for rates in by_rate("rivals-1M").values() for runs in rates.values())
     look, cheap = looks[smear_rate()], row("1M", "lambdas+tc")
+    assert cheap.point["train.lr"] == smear_rate() == min(looks)
+    assert len(looks) == 3
     tc, scales = (from_smear(name) for name in ("lambdas+tc", "lambdas"))
     assert [side(tc[0]), side(tc[2]), side(scales[0])] == ["ahead", "ahead", "level"]
     assert scales[0].mean > 0

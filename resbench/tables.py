@@ -240,9 +240,8 @@ def leads_on_plain(scheme: str) -> dict[tuple[float, int], tuple[float, ...]]:
     }
 
 
-def at_equal_rates(scheme: str) -> list[Contrast]:
-    """The four losses of a scheme at 1M minus the plain residual's at the rate that the scheme has."""
-    rate = study(SPLIT["1M"]).row("1M", scheme).point["train.lr"]
+def on_plain_at(rate: float, scheme: str) -> list[Contrast]:
+    """The four losses of a scheme at 1M, at its own rate, minus the plain residual's at `rate`."""
     theirs = {seed: ends(run) for seed, run in baselines_at_rates()[BASELINE][rate].items()}
     return contrasts(split_losses("1M")[scheme], theirs, SEEDS)
 
