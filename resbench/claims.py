@@ -46,6 +46,7 @@ from tables import (
     smear_rate,
     span,
     split_losses,
+    step_costs,
     study,
     tables,
 )
@@ -402,9 +403,22 @@ def rivals() -> dict[str, Any]:
     leads = [run["val_loss"] - cheap.losses[seed] for seed, run in look.items()]
     assert min(leads) > 0
     forms = "residual+tc", "lambdas+tc", "ddl-tc", WRITING
+    costs = step_costs()
+    times = {name: cost.ratio.median for name, cost in costs.items()}
+    assert all(cost.compiled for cost in costs.values())
+    assert max(abs(times[name] - 1) for name in forms[:2]) < 0.05
+    *others, slowest = (f"`{name}`" for name in sorted(times, key=lambda name: times[name]) if times[name] >= 1.2)
+    (device,) = {cost.device for cost in costs.values()}
+    (rounds,) = {cost.rounds for cost in costs.values()}
     assert {side(each) for name in forms for each in from_smear(name)[:3:2]} == {"ahead"}
     return {
         **counts,
+        "million_writing_time": f"{times[WRITING] / times['lambdas+tc']:.2f}",
+        "steps_device": device,
+        "steps_rounds": rounds,
+        "steps_tc": f"{times['residual+tc']:.2f}",
+        "steps_scales_tc": f"{times['lambdas+tc']:.2f}",
+        "steps_slow": f"{', '.join(others)} and {slowest}",
         "smear_rate": f"{smear_rate():g}",
         "smear_tc": interval(tc[0], 3).removeprefix("-"),
         "smear_tc_short": f"{-tc[0].mean:.2f}",

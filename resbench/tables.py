@@ -423,6 +423,7 @@ def tables() -> dict[str, str]:
         smear_table,
         search_table,
         decisions_table,
+        steps_table,
         fresh_table,
     )
     split = {"remaining": "0.3M", "million": "1M", "ten": "10M"}

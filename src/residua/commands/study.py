@@ -49,7 +49,7 @@ def run(
 
     Rarely:
         no_costs: measure neither time nor memory
-        measure: measure time and memory again, and train nothing
+        measure: measure time and memory, also again, and train nothing
         compiled: with --measure: only the time of a step through torch.compile
         rounds: rounds of time measurements (default: 45)
     """
@@ -77,6 +77,8 @@ def run(
     if measure:
         with engine.begun(chosen, Path(out), data, sizes) as (plan, _):
             engine.measure_costs(plan, Path(out), again=True, compiled=compiled, **options)
+        value, parts = report(out)
+        return Output(value, [engine.costs_table(Path(out)), "", *parts])
     else:
         processes = pool.processes or 1
         engine.run_study(chosen, out, data=data, sizes=sizes, processes=processes, costs=not no_costs, **options)

@@ -289,12 +289,18 @@ def test_steps_are_timed_again_in_the_requested_number_of_rounds(finished, data,
     assert [(row["scheme"], len(row["seconds"])) for row in new] == [("residual", 9), ("ddl", 9)]
 
 
-def test_steps_are_not_timed_again_without_a_study(finished, data, tmp_path, capsys):
-    out = tmp_path / "nowhere"
-    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--measure"]
-    assert main(argv) == 2
-    assert "must be the folder of a study, found no study.json" in capsys.readouterr().err
-    assert not out.exists()
+@pytest.mark.slow
+def test_steps_can_be_timed_before_anything_is_trained(finished, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cost, "peak_of", lambda *args, **kwargs: 1)
+    out = tmp_path / "new"
+    argv = ["study", "run", str(finished / "study.yaml"), "--out", str(out), "--data", str(data), "--rounds", "9"]
+    assert main([*argv, "--measure"]) == 0
+    assert [row["scheme"] for row in jsonlines.read(out / "costs.jsonl")] == ["residual", "ddl"]
+    assert not jsonlines.read(out / "records.jsonl")
+    assert "small residual 1.000 [1.000, 1.000]" in " ".join(capsys.readouterr().out.split())
+    report = (out / "report.md").read_text()
+    assert "Not finished: no run is." in report
+    assert "Device" not in report
 
 
 @pytest.mark.slow

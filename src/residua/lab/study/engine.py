@@ -34,7 +34,7 @@ from residua.lab.records.progress import say
 from residua.lab.records.statistics import Estimate
 from residua.lab.records.table import Table, cell
 from residua.lab.study.definition import Study, read_folder
-from residua.lab.study.forms import CostRecord, read_records
+from residua.lab.study.forms import Cost, CostRecord, read_records
 from residua.lab.study.plan import Plan, PlannedRun
 from residua.lab.study.results import read_fingerprint, read_runs
 from residua.lab.training import RunConfig
@@ -223,25 +223,18 @@ def _growing(study: Study) -> dict[str, Sequence[Any]]:
     return parts | {f"sizes.{name}.seeds": study.seeds_at(name) for name in study.sizes}
 
 
-def open_study(
-    out: str | Path, data: str | None = None, study: Study | None = None, sizes: Sequence[str] | None = None
-) -> tuple[Plan, list[Record]]:
+def open_study(out: str | Path, data: str | None = None) -> tuple[Plan, list[Record]]:
     """Return the plan of the study in a folder and the folder's records.
-
-    study: the study after an extension of its file; None for the study in the folder.
 
     Raises:
         InputError: the folder has no study, or one with other settings; or its data were moved or have changed.
     """
     out = Path(out)
-    recorded = read_folder(out)
-    study = study or recorded
-    folder, fingerprint = study.data(data), read_fingerprint(out, recorded)
+    study = read_folder(out)
+    folder, fingerprint = study.data(data), read_fingerprint(out, study)
     same = fingerprint == PreparedData.open(folder).facts["fingerprint"]
     require(same, "--data", f"the data that {out} was begun with", folder)  # checked before the plan needs the tokens
-    plan = Plan(study, folder, sizes)
-    joined(plan.study, out)
-    return plan, read_runs(out / "records.jsonl", fingerprint)
+    return Plan(study, folder), read_runs(out / "records.jsonl", fingerprint)
 
 
 def jobs(plan: Plan, finished: Mapping[Any, Record]) -> list[Job]:
@@ -332,6 +325,14 @@ def measure_costs(
         jobs_of_sizes.append(Job(key, _measure_size, arguments, steps, title=title))
     with _Costs(path, lambda row: None) as costs:
         run_jobs(jobs_of_sizes, costs, executor=executor, progress=progress, noun="sizes")
+
+
+def costs_table(out: Path) -> Table:
+    """Return a table of the newest cost of each scheme in the folder of a study; each time with its quartiles."""
+    rows = read_records(out / "costs.jsonl", CostRecord, "costs of a study's schemes")
+    newest = {(row["size"], row["scheme"]): Cost.of(row) for row in rows}
+    cells = [[*place, f"{cost.ratio:.3f}", f"{cost.flops_per_token:,.0f}"] for place, cost in newest.items()]
+    return Table(["size", "scheme", "step time, times the first baseline", "FLOPs per token"], cells)
 
 
 def _measure_size(
