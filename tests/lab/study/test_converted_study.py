@@ -23,6 +23,7 @@ from residua.lab.training.base_model import freeze_base
 from support.converted_models import data_of_base, save_base
 from support.families import tiny
 from support.planted_study import studies_of_the_page
+from support.tiny_models import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,16 @@ def test_products_are_counted_without_values_as_a_real_step_has_them(family, sch
     with real:
         model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
     assert counted.get_total_flops() == real.get_total_flops()
+
+
+@pytest.mark.parametrize("scheme", ["residual", "ddl-tc"])
+def test_all_other_arithmetic_is_counted_without_values_as_a_real_step_has_it(scheme):
+    config = tiny_config(scheme)
+    model = new_model(copy.deepcopy(config), attn_implementation="eager").train()
+    ids = torch.zeros(1, 16, dtype=torch.long)
+    with counts._Elements() as real:
+        model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+    assert elementwise(config, 16) == real.total / 16
 
 
 @pytest.mark.slow
