@@ -308,7 +308,7 @@ def smear_table() -> str:
 
 
 def steps_table() -> str:
-    """The time of a step at 1M, of all schemes in the same rounds, with FLOPs and parameters."""
+    """The time of a step at 1M, of all schemes in the same rounds, and its FLOPs."""
     costs = step_costs()
     plain = costs[BASELINE]
 

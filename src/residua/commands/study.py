@@ -79,9 +79,8 @@ def run(
             engine.measure_costs(plan, Path(out), again=True, compiled=compiled, **options)
         value, parts = report(out)
         return Output(value, [engine.costs_table(Path(out)), "", *parts])
-    else:
-        processes = pool.processes or 1
-        engine.run_study(chosen, out, data=data, sizes=sizes, processes=processes, costs=not no_costs, **options)
+    processes = pool.processes or 1
+    engine.run_study(chosen, out, data=data, sizes=sizes, processes=processes, costs=not no_costs, **options)
     return report(out)
 
 
