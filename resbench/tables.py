@@ -310,14 +310,10 @@ def smear_table() -> str:
 def steps_table() -> str:
     """The time of a step at 1M, of all schemes in the same rounds, and its FLOPs."""
     costs = step_costs()
-    plain = costs[BASELINE]
-
-    def per(cost: Cost) -> str:
-        return f"{cost.flops_per_token / plain.flops_per_token:.2f}"
-
     lines = []
     for name, cost in sorted(costs.items(), key=lambda pair: pair[1].ratio.median):
-        lines.append([f"`{name}`", f"{cost.ratio:.2f}", per(cost)])
+        flops = cost.flops_per_token / costs[BASELINE].flops_per_token
+        lines.append([f"`{name}`", f"{cost.ratio:.2f}", f"{flops:.2f}"])
     return markdown(["", "time of a step, times `residual`", "FLOPs, times `residual`"], lines)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from residua.errors import Natural, Range, require
 from residua.lab.geometry.tasks import TASKS
-from residua.lab.records.jsonlines import expect_fields, is_number
+from residua.lab.records.jsonlines import expect_fields, is_number, is_plain
 
 
 def _are_points(points: list[Any]) -> bool:
@@ -25,7 +25,7 @@ def _rise(points: list[Any], *lengths: int) -> bool:
 
 
 def _are_settings(settings: dict[str, Any]) -> bool:
-    return not any(isinstance(value, dict | list) for value in settings.values())
+    return all(map(is_plain, settings.values()))
 
 
 def _are_curves(curves: dict[str, Any]) -> bool:

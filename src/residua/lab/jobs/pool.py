@@ -27,7 +27,7 @@ from typing import Any
 from residua.errors import InputError, RunError, require
 from residua.files.durable import remove, remove_partials, unlinked, write_text
 from residua.lab.records.folder import hold, read_object, refuse_changes, writable
-from residua.lab.records.jsonlines import JsonLines, finite
+from residua.lab.records.jsonlines import JsonLines, finite, is_plain
 from residua.lab.records.progress import Progress
 
 
@@ -83,11 +83,6 @@ def file_name(name: str) -> str:
     return plain if plain == name and name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def _hashable(value: Any) -> bool:
-    """Return whether a JSON value may be a key, because it is not a list or a mapping."""
-    return not isinstance(value, list | dict)
-
-
 class Records(JsonLines):
     """The finished runs in a file of JSON lines.
 
@@ -100,7 +95,7 @@ class Records(JsonLines):
         super().__init__(path)
         self._key, self._places, self._drop = key, places, drop
         for row in self.rows:
-            require(_hashable(key(row)), f"{self.path}: key", "a text or a number", row.get("key"))
+            require(is_plain(key(row)), f"{self.path}: key", "a text or a number", row.get("key"))
         self.finished = {key(row): row for row in self.rows}
         self.finished.pop(None, None)
 

@@ -60,6 +60,11 @@ def is_number(value: Any) -> bool:
     return fits(value, float) and abs(value) < OVERFLOWS
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether a JSON value is neither a list nor an object. Such a value can be a key."""
+    return not isinstance(value, list | dict)
+
+
 def expect_fields(row: Mapping[str, Any], path: str | Path, kind: type, row_name: Any) -> None:
     """Raise InputError for the first value of a row that does not fit its field in `kind`, a TypedDict.
 

@@ -66,7 +66,7 @@ def _are_flops(value: dict[str, Any]) -> bool:
 
 
 def _are_settings(value: dict[str, Any]) -> bool:
-    return not any(isinstance(setting, dict | list) for setting in value.values())
+    return all(map(jsonlines.is_plain, value.values()))
 
 
 _Measured = Annotated[float, Range("a number from 0, below 2^128", _is_measured)]

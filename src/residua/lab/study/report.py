@@ -155,16 +155,13 @@ def _setting(results: Results) -> list[str]:
             for name, size in study.sizes.items()
             if size.tokens_per_parameter is not None or size.seeds is not None
         ),
-        *(
-            (
-                f"- Device: {_list(devices)}, one thread a run. residua {_list(versions)}; PyTorch {_list(torches)}.",
-                f"- Corpus: {source}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
-            )
-            if results.facts
-            else ()
-        ),
-        f"- {primary}",
     ]
+    if results.facts:
+        lines += [
+            f"- Device: {_list(devices)}, one thread a run. residua {_list(versions)}; PyTorch {_list(torches)}.",
+            f"- Corpus: {source}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
+        ]
+    lines.append(f"- {primary}")
     if results.rows and not any(row.costs for row in results.rows):
         lines.append("- Time and memory were not measured; schemes are compared at equal tokens only.")
     if not results.rows:
