@@ -324,13 +324,11 @@ def _model_to_train(
     """Build the model of a run; write the configuration of a converted model into the folder before the first step."""
     begun = bool(saved_steps(run.path))
     model = build_model(config, tokenizer, run.model if begun else None, verify_base=verify)
-    if isinstance(config.model, BaseModelConfig):
-        if ranks.first and not begun:
-            with writable(run.model, "a place for the model's configuration"):
-                remove(run.model)
-                with unfinished(run.model) as model_folder:
-                    model.config.save_pretrained(model_folder)
-        model.config.get_text_config().use_cache = False  # otherwise every step would fill a cache
+    if isinstance(config.model, BaseModelConfig) and ranks.first and not begun:
+        with writable(run.model, "a place for the model's configuration"):
+            remove(run.model)
+            with unfinished(run.model) as model_folder:
+                model.config.save_pretrained(model_folder)
     return model
 
 

@@ -20,6 +20,8 @@ from residua.lab.records import jsonlines
 from residua.lab.study.definition import load_study
 from residua.lab.study.plan import Plan
 from residua.lab.training.base_model import freeze_base
+from residua.lab.training.step import next_token_loss
+from residua.models.cache import CACHE
 from support.converted_models import data_of_base, save_base
 from support.families import tiny
 from support.planted_study import studies_of_the_page
@@ -144,12 +146,11 @@ def test_products_are_counted_without_values_as_a_real_step_has_them(family, sch
     counted.mod_tracker = real.mod_tracker = counts._NoModules()
     step_on_meta(model.config, 16, counted)
     model.set_attn_implementation("eager")
-    model.config.get_text_config().use_cache = False
     if family in ("mixtral", "gpt_oss", "qwen3_5_moe_text"):
         model.set_experts_implementation("eager")
     ids = torch.randint(5, 60, (1, 16), generator=torch.Generator().manual_seed(0))
     with real:
-        model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+        next_token_loss(model, ids, ids)[0].backward()
     assert counted.get_total_flops() == real.get_total_flops()
 
 
@@ -182,6 +183,16 @@ def test_a_model_with_operations_that_need_values_is_refused_before_it_is_timed(
     monkeypatch.setattr(steps, "MeasuredStep", lambda *_: pytest.fail("timed"))
     with pytest.raises(InputError, match=r"the FLOPs of Experts cannot be counted: .*--no-costs"):
         measure({"hc": (config, plan.model(config))}, "hc", peak=False)
+
+
+def test_a_timed_step_fills_no_cache_as_in_a_run(base, data, tmp_path):
+    plan = Plan(load_study(str(written(tmp_path, base))), data)
+    config = plan.config("small", "hc")
+    timed, caches = steps.MeasuredStep(config, plan.model(config)), []
+    timed.model.register_forward_hook(lambda _, given, output: caches.append(output.get(CACHE)))
+    timed()
+    assert caches == [None]
+    assert timed.model.config.use_cache
 
 
 @pytest.mark.slow
