@@ -5,7 +5,7 @@ from typing import Annotated
 
 from residua.commands.pool import PoolOptions
 from residua.commands.signature import Output
-from residua.errors import Natural, Positive, Range
+from residua.errors import Natural, Positive, Range, require
 from residua.lab.records.progress import say
 from residua.lab.records.terminal import one_line
 
@@ -55,6 +55,8 @@ def run(
     """
     from residua.lab.study.definition import load_study
 
+    require(teraflops is None or dry_run, "--teraflops", "left out without --dry-run", teraflops)
+    require(measure or not compiled, "--compiled", "left out without --measure; a run has train.compile", compiled)
     chosen = load_study(study).only(schemes, sizes)  # raises before torch is imported
     count = f"{len(chosen.schemes)} schemes at {len(chosen.sizes)} size{'s' * (len(chosen.sizes) > 1)}"
     say(f"study: reading {chosen.data(data)}, for {count}")

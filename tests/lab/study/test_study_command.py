@@ -61,6 +61,9 @@ def test_a_dry_run_prints_hours_and_what_the_seeds_can_show_and_writes_nothing(d
     assert here.items() <= size.items()
     assert main([*argv, "--dry-run", "--teraflops", "0"]) == 2
     assert "--teraflops must be a positive number, got 0.0" in capsys.readouterr().err
+    for option, told in ((["--teraflops", "100"], "--dry-run"), (["--compiled"], "--measure")):
+        assert main([*argv, *option]) == 2
+        assert f"{option[0]} must be left out without {told}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -149,6 +149,10 @@ def test_a_primary_contrast_has_the_further_seeds_of_a_question_in_either_order(
         assert (difference.scheme, difference.estimate.count) == (pair[0], 5)
         assert difference.estimate.mean == pytest.approx(mean)
         assert difference.holm == answer.difference.holm == answer.difference.p
+    again = {"again": {**questions["gain"], "seeds": []}}
+    for asked_twice in (questions | again, again | questions):
+        found = planted(records() + more, questions=asked_twice, primary={"small": [["ddl", "residual"]]})
+        assert [each.estimate.count for each in found.corrected.values()] == [5]
 
 
 def test_a_question_at_equal_compiled_seconds_waits_until_these_are_measured():

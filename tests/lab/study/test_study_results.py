@@ -54,7 +54,7 @@ def test_the_point_is_chosen_over_all_seeds_and_the_report_shows_the_other_point
         for rate, (other, losses) in rates.items()
         for seed, loss in zip((1, 2, 3), losses)
     ]
-    tuning = {"over": {"train.lr": [0.004, 0.008]}, "rule": "all seeds", "runs": 3, "baseline_runs": 3}
+    tuning = {"over": {"train.lr": [0.004, 0.008]}, "rule": "all seeds", "runs": 2, "baseline_runs": 2}
     found = planted(runs, [], tuning=tuning)
     row = row_of(found)
     assert (row.point, row.tuning_runs, row.edges, row.whole) == ({"train.lr": 0.008}, 2, ["train.lr"], True)
@@ -67,6 +67,52 @@ def test_the_point_is_chosen_over_all_seeds_and_the_report_shows_the_other_point
     assert planted(runs[:-1], [], tuning=tuning).row("small", "ddl") is None, "a point lacks a seed"
     with pytest.raises(InputError, match="labels"):
         planted([{**run, "split": []} for run in runs], [], tuning=tuning)
+
+
+def every_seed(scheme, other, size="small"):
+    """Records of three seeds at each rate of `other`, which has the loss on labels that do not repeat by rate."""
+    return [
+        {
+            **record(scheme, "report", seed, loss - seed / 10 ** len(scheme), lr=rate, size=size),
+            "split": [[100, 3.5, loss]],
+        }
+        for rate, loss in other.items()
+        for seed in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ((0.008,), None),  # of the grid one point has not begun
+        ((0.004, 0.008), None),  # the best lies at an edge, and a third point is planned
+        ((0.004, 0.008, 0.016), 0.008),
+    ],
+)
+def test_a_row_has_no_point_before_every_point_that_the_search_plans_is_trained(rates, chosen):
+    losses = {0.004: 4.3, 0.008: 4.1, 0.016: 4.2}
+    tuning = {"over": {"train.lr": [0.004, 0.008]}, "rule": "all seeds", "runs": 3, "baseline_runs": 3}
+    base = every_seed("residual", {0.002: 4.5, 0.004: 4.4, 0.008: 4.5})
+    primary = {"small": [["ddl", "residual"]]}
+    found = planted(
+        base + every_seed("ddl", {rate: losses[rate] for rate in rates}), [], tuning=tuning, primary=primary
+    )
+    row = found.row("small", "ddl")
+    assert (row and row.point["train.lr"]) == chosen
+    assert len(found.corrected) == (chosen is not None)
+
+
+def test_points_of_another_size_are_not_those_of_a_row():
+    sizes = {"small": DOCUMENT["sizes"]["small"], "big": {**DOCUMENT["sizes"]["small"], "tuned": "small"}}
+    tuning = {"over": {"train.lr": [0.004, 0.008]}, "rule": "all seeds", "runs": 2, "baseline_runs": 2}
+    runs = [x for name in ("residual", "ddl") for x in every_seed(name, {0.004: 4.3, 0.008: 4.1})]
+    runs += [x for name in ("residual", "ddl") for x in every_seed(name, {0.008: 3.1}, size="big")]
+    found = planted(runs, [], tuning=tuning, sizes=sizes)
+    row = found.row("big", "ddl")
+    assert (row.point, row.points, row.tuning_runs) == ({"train.lr": 0.008}, [], 2)
+    assert len(found.row("small", "ddl").points) == 2
+    said = next(each for each in payload(found)["rows"] if (each["size"], each["scheme"]) == ("big", "ddl"))
+    assert sorted(run["kind"] for run in said["runs"]) == ["final"] * 6 + ["report"] * 3
 
 
 def test_equal_seconds_is_the_baseline_after_as_many_more_steps_as_a_step_costs():
@@ -339,9 +385,16 @@ def test_a_loss_is_worth_the_tokens_that_the_baseline_needs_for_it():
     assert "> 1.5 tokens" in markdown(unfinished)
 
 
-def test_worth_is_read_from_the_curve_that_equal_flops_are_read_from():
+@pytest.mark.parametrize(
+    ("shape", "worths"),
+    [  # the gain of longer runs over the reported ones
+        ({150: 0.3, 300: 0.9}, {0.3: 1.5, 0.9: 3.0}),  # a + b / sqrt(C) through the ends has 0.56 at 150
+        ({150: 0.3, 300: 0.25}, {0.3: 1.5, 0.31: math.inf, 0.2: (1 - 0.2 / 0.3 * (1 - 1.5**-0.5)) ** -2}),
+        ({150: 0.3, 300: -0.1}, {0.3: 1.5}),
+    ],
+)
+def test_worth_is_read_from_the_curve_that_equal_flops_are_read_from(shape, worths):
     """A loss that the baseline's runs of a middle length reach is worth their tokens, on a curve of any shape."""
-    shape = {150: 0.3, 300: 0.9}  # the gain over the reported runs; a + b / sqrt(C) through the ends has 0.56 at 150
     runs = [
         *(row for row in records() if row["kind"] != "longer"),
         *(
@@ -351,7 +404,7 @@ def test_worth_is_read_from_the_curve_that_equal_flops_are_read_from():
             for steps, by in shape.items()
         ),
     ]
-    for ahead, worth in ((0.3, 1.5), (0.9, 3.0)):
+    for ahead, worth in worths.items():
         some = [
             {**row, "val_loss": theirs["val_loss"] - ahead} if row["scheme"] == "ddl" else row
             for row in runs

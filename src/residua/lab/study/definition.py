@@ -25,7 +25,7 @@ from residua.files.reading import parse_yaml, read_text
 from residua.lab.evaluation.comparable import Measurement, decides_measure
 from residua.lab.records.folder import read_object
 from residua.lab.training import load_config
-from residua.lab.training.config import check_keys, check_values
+from residua.lab.training.config import check_keys, typed_values
 
 Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -209,9 +209,9 @@ class Study:
     epochs                 the largest number of times that a run may see the data
     sizes                  the sizes by name, in the order of the runs
     schemes                the schemes by name, in the order of the runs
-    baselines              the schemes that the others are compared with, the plainest first
+    baselines              the schemes that the others are compared with; the first one sets the tokens and the ratios
     tuning                 the budget of the search for each scheme
-    seeds                  the seeds of the reported runs; none of them is used for tuning
+    seeds                  the seeds of the reported runs; only `rule: all seeds` uses them for tuning
     longer                 lengths of further runs of the baselines, as multiples of the reported length, for the
                            comparison at equal FLOPs and seconds
     warmup                 the warmup as a fraction of the steps
@@ -308,6 +308,10 @@ class Study:
         over = self.sizes[size].over
         return self.tuning if over is None else replace(self.tuning, over=over, length=1.0, finalists=1, final_seeds=())
 
+    def budget(self, scheme: str) -> int:
+        """Return the largest number of points in a search of a scheme."""
+        return self.tuning.baseline_runs if scheme in self.baselines else self.tuning.runs
+
     def further_seeds(self, size: str, scheme: str) -> list[int]:
         """Return the seeds of a scheme that only questions add, from questions whose schemes are all in the study.
 
@@ -373,7 +377,7 @@ def _checked(study: Study) -> Study:
         **{f"sizes.{name}": size.keys for name, size in study.sizes.items()},
         **{f"schemes.{name}": entry.keys for name, entry in study.schemes.items()},
     }.items():
-        check_values(keys, place)
+        typed_values(keys, place)
         for key in filter(study.tuning.over.__contains__, keys):
             raise InputError(f"{place} must not set {key}, which tuning.over tunes, got {shown(keys[key])}")
     entries = {}

@@ -25,7 +25,7 @@ from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import FREE_KEYS, flatten
 from residua.lab.study.definition import Entry, Study
 from residua.lab.study.forms import RunKind
-from residua.lab.study.search import Search, loss_of, other_loss_of
+from residua.lab.study.search import Search, loss_of, losses_in, other_loss_of, values_of
 from residua.lab.training import BaseModelConfig, RunConfig, load_config
 from residua.lab.training.base_model import base_sha256
 from residua.lab.training.config import KEYS
@@ -187,8 +187,7 @@ class Plan:
             steps, baseline = self.steps[size], scheme in study.baselines
             if size in study.searches(size):
                 tuning = study.tuning_at(size)
-                budget = tuning.baseline_runs if baseline else tuning.runs
-                budget *= len(study.seeds_at(size)) if tuning.every else 1
+                budget = study.budget(scheme) * (len(study.seeds_at(size)) if tuning.every else 1)
                 points = study.evaluations if tuning.every else 1
                 yield RunCount(size, scheme, budget, max(1, round(tuning.length * steps)), points)
                 if tuning.finalists > 1:
@@ -250,16 +249,16 @@ class Plan:
         require(bool(over or before), "tuning.over", expected, dict(tuning.over))
         search = Search(
             over,
-            partial(self.config, size, scheme),
+            values_of(partial(self.config, size, scheme)),
             start,
-            budget=tuning.baseline_runs if scheme in study.baselines else tuning.runs,
+            budget=study.budget(scheme),
             factors=tuning.factors,
             finalists=tuning.finalists,
             seeds=study.seeds_at(size) if tuning.every else tuning.finalist_seeds if tuning.finalists > 1 else (),
             every=tuning.every,
-            loss=other_loss_of if tuning.every else loss_of,
         )
-        runs, best = search.walk(partial(self._trial, size, scheme), finished)
+        ended = losses_in(finished, other_loss_of if tuning.every else loss_of)
+        runs, best = search.walk(partial(self._trial, size, scheme), ended)
         if all(run.key in finished for run in runs):
             self._done[size, scheme] = runs, best
         return runs, best

@@ -545,7 +545,8 @@ def payload(results: Results) -> dict[str, Any]:
 
 
 def _plain_row(row: SchemeRow) -> dict[str, Any]:
-    runs = [("final" if run.kind == "report" and run.point != row.point else run.kind, run) for run in row.runs]
+    reported = {run.key for run in row.reported.runs}
+    runs = [("final" if run.kind == "report" and run.key not in reported else run.kind, run) for run in row.runs]
     runs += [("further", run) for run in row.further.runs]
     return {
         **row_values(row),

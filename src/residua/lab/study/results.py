@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,9 +20,10 @@ from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import read_object
 from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, welch
 from residua.lab.records.table import grouped
-from residua.lab.study.definition import MEASURES, Question, Study, read_folder
+from residua.lab.study.definition import MEASURES, Question, Study, Tuning, read_folder
 from residua.lab.study.forms import Cost, CostRecord, RunRecord, read_records
-from residua.lab.study.search import at_edge, loss_of, other_loss_of, winners
+from residua.lab.study.search import Search, at_edge, loss_of, other_loss_of, winners
+from residua.lab.training.config import typed_values
 
 BELOW = 0.9
 """If a scheme's step costs less than a baseline's, the baseline's loss is extrapolated to fewer tokens than those
@@ -150,13 +152,12 @@ class SchemeRow:
     @property
     def tuning_runs(self) -> int:
         """The number of points that the searches tried."""
-        return sum(run.kind == "tune" for run in self.tuning) + len(self.points)
+        return sum(run.kind == "tune" for run in self.tuning) + sum(map(len, map(_points, self.searches.values())))
 
     @property
     def points(self) -> list[tuple[Run, ...]]:
-        """The runs of each point, if the choice is by the mean over all seeds; otherwise empty."""
-        reports = (run for run in self.tuning if run.kind == "report")
-        return grouped(reports, lambda run: tuple(sorted(run.point.items())), lambda run: run.seed)
+        """The runs of each point at this size, if the choice is by the mean over all seeds; otherwise empty."""
+        return _points(self.searches.get(self.size, ()))
 
     @property
     def transitions(self) -> list[float | None]:
@@ -208,6 +209,12 @@ class SchemeRow:
 
     def difference(self, baseline: str, measure: str) -> Difference | None:
         return next((d for d in self.differences if (d.baseline, d.measure) == (baseline, measure)), None)
+
+
+def _points(runs: Iterable[Run]) -> list[tuple[Run, ...]]:
+    """Return the runs of each point of a search in which all seeds train every point; otherwise none."""
+    reports = (run for run in runs if run.kind == "report")
+    return grouped(reports, lambda run: tuple(sorted(run.point.items())), lambda run: run.seed)
 
 
 class Answer(NamedTuple):
@@ -422,6 +429,7 @@ def _primary(
     """
     asked = [each.difference for each in answers if each.difference and each.measure == "tokens"]
     either_order = [*(each.reversed() for each in asked), *asked]
+    either_order.sort(key=lambda each: each.estimate.count if each.estimate else 0)  # the last one with a key stays
     over_all_seeds = {(each.size, each.scheme, each.baseline): each for each in either_order}
     primary = {}
     for place in ((size, *pair) for size, pairs in study.primary.items() for pair in pairs):
@@ -461,7 +469,7 @@ def _row(
     seeds, searches = study.seeds_at(size), {}
     best: list[Any] = [{}]
     for start in study.searches(size):
-        searches[start], best = _searched(study, start, runs.get((start, name), []), best)
+        searches[start], best = _searched(study, start, name, runs.get((start, name), []), best)
     trained = [run for run in runs.get((size, name), []) if run.kind in ("report", "longer")]
     point = next((run.point for run in trained if run.point in best and run.seed in seeds), None)
     chosen = [run for run in trained if run.point == point]
@@ -534,9 +542,9 @@ def _contrast(
 
 
 def _searched(
-    study: Study, size: str, runs: Sequence[Run], start: Sequence[Mapping[str, Any]]
+    study: Study, size: str, name: str, runs: Sequence[Run], start: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Run], list[Any]]:
-    """Return the runs of a search that have the study's tuning length, and the points that it may have chosen.
+    """Return the runs of a scheme's search that have the study's tuning length, and the points that it may have chosen.
 
     start: the points from which the search may have begun, as far as the previous search determines them.
     """
@@ -546,12 +554,29 @@ def _searched(
     if tuning.every:
         seeds = study.seeds_at(size)
         reports = [run for run in begun if run.kind == "report" and run.seed in seeds]
-        return reports, winners(((run.point, run.seed, other_loss_of(run)) for run in reports), None, seeds)
+        return reports, _best_over_seeds(tuning, study.budget(name), seeds, begins, reports)
     length = {max(1, round(tuning.length * run.steps)) for run in runs if run.kind == "report"}
     tuned = [run for run in begun if run.kind == "tune" and (not length or run.steps in length)]
     searched = [*tuned, *(run for run in runs if run.kind == "final")]
     ends = ((run.point, run.seed if run.kind == "final" else None, loss_of(run)) for run in searched)
     return searched, winners(ends, tuning.finalists, tuning.finalist_seeds)
+
+
+def _best_over_seeds(
+    tuning: Tuning, budget: int, seeds: Sequence[int], begins: Iterable[Mapping[str, Any]], reports: Sequence[Run]
+) -> list[dict[str, Any]]:
+    """Return the best point of each search in which all seeds train every point; none of a search that is unfinished.
+
+    begins: the keys that a search does not move, one mapping for each search
+    """
+    losses = {(frozenset(run.point.items()), run.seed): other_loss_of(run) for run in reports}
+    over = {key: values for key, values in tuning.over.items() if any(key in run.point for run in reports)}
+    read = partial(typed_values, place="tuning.over")
+    best = []
+    for begin in begins:
+        search = Search(over, read, begin, budget, tuning.factors, seeds=seeds, every=True)
+        best.append(search.walk(lambda point, seed: (frozenset(point.items()), seed), losses.get)[1])
+    return [point for point in best if point is not None]
 
 
 def _differences(row: SchemeRow, base: SchemeRow, further: Sequence[int] = ()) -> list[Difference]:
@@ -613,13 +638,14 @@ def _worth(row: SchemeRow, losses: Mapping[int, Mapping[int, float]]) -> tuple[f
         return None, 1.0
     means = [statistics.fmean(losses[seed][steps] for seed in seeds) for steps in lengths]
     loss, longest = statistics.fmean(row.losses[seed] for seed in seeds), lengths[-1] / row.steps
-    if means[-1] >= means[0]:
+    lowest = means.index(min(means))
+    if not lowest:
         return None, longest
-    if loss < means[-1]:
+    if loss < means[lowest]:
         return math.inf, longest
-    # The neighbours between which the baseline first reaches the loss; before its shortest runs, the two ends.
+    # The neighbours between which the baseline first reaches the loss; before its shortest runs, these and the best.
     high = next(i for i, mean in enumerate(means) if mean <= loss)
-    low, high = (high - 1, high) if high else (0, -1)
+    low, high = (high - 1, high) if high else (0, lowest)
     share = (loss - means[low]) / (means[high] - means[low])
     power = lengths[low] ** -ALPHA + share * (lengths[high] ** -ALPHA - lengths[low] ** -ALPHA)
     times = power ** (-1 / ALPHA) / row.steps

@@ -33,35 +33,37 @@ class Search:
     of them is better. Then it trains the finalists with the seeds that decide between them.
 
     over         the values of every key in the grid
-    read         a function from a point with all of its keys to its configuration. Raises InputError for a value that
-                 is out of range
+    read         a function from a point with all of its keys to their values as the configuration has them, by key.
+                 Raises InputError for a value that is out of range
     start        the values of further keys, the same for all points
     budget       the largest number of points to train, unless the grid has more; None for no limit
     factors      the factor between a point and its neighbours, by key; FACTOR for all other keys
     finalists    the number of best points that become finalists; None for all points
     seeds        the seeds of the finalists; if empty, the best point of the search wins
     every        whether every point is trained with all seeds, and the lowest mean wins
-    loss         a function from a record to the loss by which points are compared
     """
 
     over: Mapping[str, Sequence[float]]
-    read: Callable[[Mapping[str, Any]], RunConfig]
+    read: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     start: Mapping[str, Any] = field(default_factory=dict)
     budget: int | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
     finalists: int | None = None
     seeds: Sequence[int] = ()
     every: bool = False
-    loss: Callable[[Run], float] = field(default_factory=lambda: loss_of)
 
     def walk(
-        self, run_of: Callable[[Mapping[str, Any], int | None], Planned], finished: Mapping[Any, Record]
+        self,
+        run_of: Callable[[Mapping[str, Any], int | None], Planned],
+        ended: Callable[[Planned], float | None],
     ) -> tuple[list[Planned], dict[str, Any] | None]:
         """Return the runs that are needed, as far as the finished runs determine them, and the best point.
 
         The best point is None before all runs are finished, and if all diverged.
 
         run_of: a function from a point and a seed (None for the search itself) to the run
+        ended: a function from a run to the loss by which points are compared, infinite if it diverged; None if the run
+            is not finished
         """
         runs: dict[Attempt, Planned] = {}
         losses: dict[Attempt, float] = {}
@@ -69,8 +71,9 @@ class Search:
         def trained(attempts: Iterable[Attempt]) -> bool:
             for point, seed in attempts:
                 runs[point, seed] = run_of(self.named(point), seed)
-                if record := finished.get(runs[point, seed].key):
-                    losses[point, seed] = self.loss(Run.of(record, Measurement()))
+                loss = ended(runs[point, seed])
+                if loss is not None:
+                    losses[point, seed] = loss
             return len(losses) == len(runs)
 
         first: Sequence[int | None] = self.seeds if self.every else (None,)
@@ -101,7 +104,7 @@ class Search:
         for place, key in enumerate(self.over):
             width = self.factors.get(key, FACTOR)
             for factor in (1 / width, width):
-                typed = flatten(asdict(self.read(self.named(point))))[key]
+                typed = self.read(self.named(point))[key]
                 value = round(typed * factor) if isinstance(typed, int) else float(f"{typed * factor:.6g}")
                 neighbour = (*point[:place], value, *point[place + 1 :])
                 try:
@@ -110,6 +113,11 @@ class Search:
                     continue
                 if neighbour != point:
                     yield neighbour
+
+
+def values_of(config: Callable[[Mapping[str, Any]], RunConfig]) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Return `Search.read` for a function from a point to the configuration of its runs."""
+    return lambda point: flatten(asdict(config(point)))
 
 
 def _among(point: Point, others: Iterable[Point]) -> bool:
@@ -156,6 +164,16 @@ def loss_of(run: Run) -> float:
     """Return the last validation loss of a run; infinite if it diverged."""
     loss = run.loss(NATS)
     return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
+def losses_in(finished: Mapping[Any, Record], loss: Callable[[Run], float] = loss_of) -> Callable[[Any], float | None]:
+    """Return a function from a planned run to the loss in its record; None if it has no record."""
+
+    def ended(run: Any) -> float | None:
+        record = finished.get(run.key)
+        return None if record is None else loss(Run.of(record, Measurement()))
+
+    return ended
 
 
 def other_loss_of(run: Run) -> float:

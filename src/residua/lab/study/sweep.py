@@ -27,7 +27,7 @@ from residua.lab.records.table import Table, grouped
 from residua.lab.study.engine import train_point
 from residua.lab.study.forms import RunRecord, check_records
 from residua.lab.study.report import estimate_text
-from residua.lab.study.search import Search, at_edge
+from residua.lab.study.search import Search, at_edge, losses_in, values_of
 from residua.lab.training import RunConfig, load_config
 from residua.lab.training.config import STEPS, parse_overrides, recipe_shares
 
@@ -78,7 +78,7 @@ class Sweep:
         for values in itertools.product(*map(self.over.get, others)):
             searches[", ".join(map(_group_text, others, values))] = Search(
                 {key: self.over[key] for key in self.tuned},
-                self.config,
+                values_of(self.config),
                 {**first, **dict(zip(others, values))},
                 budget=None if self.neighbours else 0,
                 finalists=self.finalists,
@@ -137,7 +137,7 @@ class Outcome:
     def of(cls, sweep: Sweep, finished: Mapping[Any, Record]) -> "Outcome":
         rows, winners = [], {}
         for group, search in sweep.searches().items():
-            jobs, winners[group] = search.walk(sweep.job, finished)
+            jobs, winners[group] = search.walk(sweep.job, losses_in(finished))
             runs = (_run_of(sweep, job, finished[job.key]) for job in jobs)
             points = grouped(runs, lambda run: tuple(map(_value_text, run.point.values())), lambda run: run.seed)
             rows += [Row(group, members) for members in points]
@@ -343,7 +343,8 @@ def train_sweep(
             shared = str(open_or_prepare(base.data, Path(out) / "data", progress=progress).folder)
 
         def jobs(finished: Mapping[Any, Record]) -> list[Job]:
-            walks = (search.walk(partial(sweep.job, data=shared), finished) for search in sweep.searches().values())
+            ended = losses_in(finished)
+            walks = (search.walk(partial(sweep.job, data=shared), ended) for search in sweep.searches().values())
             return [job for jobs, _ in walks for job in jobs]
 
         finish = lambda job, record: {"key": job.key, **record}  # noqa: E731

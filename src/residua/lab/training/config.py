@@ -316,7 +316,7 @@ def _stacked(
     wholes: dict[str, int] = {}
     for source, document in documents:
         if source not in recipe_names():
-            check_values(document, source)
+            typed_values(document, source)
     for source, document in [*documents, (None, given)]:
         if document.get("model.base") is not None:
             _drop_model(values)
@@ -404,11 +404,14 @@ def check_keys(keys: Iterable[str], place: str = "") -> None:
             raise InputError(f"{place}{': ' * bool(place)}unknown key {key}{_nearest(key)}")
 
 
-def check_values(values: Mapping[str, Any], place: str) -> None:
-    """Raise InputError for the first key that no configuration has, or the first value that its key does not take.
+def typed_values(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the values of keys in the types of a configuration.
 
     Each value is checked alone, without the other values. place: the part of a study's file with the values.
+
+    Raises InputError for the first key that no configuration has, or the first value that its key does not take.
     """
+    typed = dict(values)
     for key, value in values.items():
         check_keys([key], place)
         section, _, name = key.partition(".")
@@ -416,11 +419,13 @@ def check_values(values: Mapping[str, Any], place: str) -> None:
         if (key, value) == ("model.base", None):  # no base, whatever the recipe has
             continue
         try:
-            wrong = refusal(kind, name, _typed(key, value, types_of(kind)[name]))
+            typed[key] = _typed(key, value, types_of(kind)[name])
+            wrong = refusal(kind, name, typed[key])
         except InputError as error:
             raise InputError(f"{place}: {error}") from error
         if wrong:
             raise InputError(f"{place}: {key} {wrong}")
+    return typed
 
 
 def _nearest(key: str) -> str:
