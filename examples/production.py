@@ -20,7 +20,7 @@ import residua
 from residua.commands.cli import main as residua_command
 
 SCHEME = "ihc"  # starts with the outputs of the plain model, and vLLM serves it
-RATE = 2e-3  # of the connections: a hundred times what suits the weights of the model
+RATE = 2e-3  # of the connections, which alone are trained
 STEPS, BATCH, LENGTH = 30, 2, 128
 logging.disable_progress_bar()
 

@@ -62,7 +62,7 @@ def _line(*cells: str) -> str:
 
 
 def _short(text: str) -> str:
-    return re.sub(r"[`<>{}\[\]*_]", "", " ".join(text.split()))[:140]
+    return re.sub(r"[`<>{}\[\]*]", "", " ".join(text.split()))[:140]
 
 
 def rows() -> dict[str, str]:

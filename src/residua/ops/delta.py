@@ -188,8 +188,8 @@ def delta_write(
     shape and dtype of `state`. Equals `delta_operator(k, beta) @ X + beta k v^T`, without forming the operator.
 
     The backward pass needs X. With `recompute_every` = m > 1, only every m-th state along a chain of writes is kept.
-    The others are recomputed by replaying the writes, with gradients equal to the last bit (`ops.recompute`). Second
-    derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
+    The others are recomputed by replaying the writes, on a CPU with gradients equal to the last bit (`ops.recompute`).
+    Second derivatives need m = 1: otherwise `create_graph=True` raises RuntimeError.
     """
     expect_write(state, k, v, beta)
     return applied(_DeltaWrite, state, k, v, beta, k_norm, new_symbol(eps), recompute_every)

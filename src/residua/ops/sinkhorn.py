@@ -88,9 +88,9 @@ def _normalised(log: Tensor, iterations: int) -> list[Tensor]:
 def guarded_sinkhorn(logits: Tensor, iterations: int = 20, *, eps: float = 1e-6) -> Tensor:
     """Divide softmax(L) + eps by (column sums + eps); then divide by rows and columns, iterations - 1 more times.
 
-    The form of DeepSeek-V4 and GLM-5.3 (`deepseek_v4` and `glm5_next` in transformers). The softmax, by rows, is the
-    first division by row sums, so eps = 0 gives `sinkhorn`. With eps > 0 the columns sum to s / (s + eps) at the end,
-    about eps below 1, where s is their sum before the last division. The models mix with the transpose,
+    The form of DeepSeek-V4 and GLM-5.3-Flash (`deepseek_v4` and `glm5_next` in transformers). The softmax, by rows, is
+    the first division by row sums, so eps = 0 gives `sinkhorn`. With eps > 0 the columns sum to s / (s + eps) at the
+    end, about eps below 1, where s is their sum before the last division. The models mix with the transpose,
     X'[o] = sum_i C[i, o] X[i]. logits: (..., n, n); returns the same shape and dtype, computed in at least float32. The
     backward pass keeps only the logits and recomputes the rest.
     """

@@ -1,4 +1,4 @@
-"""mHC of DeepSeek-V4 and GLM-5.3 against a plain form for one token: orientation, order of divisions, start, head."""
+"""mHC of DeepSeek-V4 and GLM-5.3-Flash against a plain form for one token: orientation, divisions, start, head."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""mHC as released models run it: DeepSeek-V4 and GLM-5.3 (`deepseek_v4` and `glm5_next` in transformers).
+"""mHC as released models run it: DeepSeek-V4 and GLM-5.3-Flash (`deepseek_v4` and `glm5_next` in transformers).
 
     x = sum_i h_pre[i] X[i],   X[o] <- sum_i C[i, o] X[i] + h_post[o] F(norm(x))
 
@@ -29,14 +29,14 @@ from residua.ops import guarded_sinkhorn, hyper_read
 
 @dataclass(frozen=True)
 class DeepSeekHyperConnections(ProductionHyperConnections):
-    """mHC of DeepSeek-V4 (`head="sigmoid"`) and GLM-5.3 (`head="mean"`). Does not start as the plain residual.
+    """mHC of DeepSeek-V4 (`head="sigmoid"`) and GLM-5.3-Flash (`head="mean"`). Does not start as the plain residual.
 
     At the start C is near 1/n everywhere, so it averages the streams, and each stream is read with weight 1/2.
 
     iterations      pairs of divisions of C by its row and column sums; the first division is a softmax
     gate_eps        a constant that is added to the read weights, to the softmax, and to every sum that divides C
-    head            the readout: "sigmoid", its own weights from all streams (DeepSeek-V4), or "mean" (GLM-5.3); with
-                    pre="previous" the h_pre of the last sublayer reads out
+    head            the readout: "sigmoid", its own weights from all streams (DeepSeek-V4), or "mean" (GLM-5.3-Flash);
+                    with pre="previous" the h_pre of the last sublayer reads out
     pre             the h_pre that reads for a sublayer: its "own", or that of the "previous" one (DeepSeek-V4.1), where
                     the first sublayer reads stream 0, and the state holds the streams and the x that was read
     start           "published": W is drawn and the biases are 0 (both models in transformers); "residual": W is 0, C is
@@ -44,7 +44,7 @@ class DeepSeekHyperConnections(ProductionHyperConnections):
                     state by `gate_eps`, so that the stream computes exactly the plain residual
     """
 
-    title = "mHC of DeepSeek-V4 and GLM-5.3"
+    title = "mHC of DeepSeek-V4 and GLM-5.3-Flash"
     equation = "C^T X + h_post F(norm(h_pre X)), C nearly doubly stochastic"
     users = (
         'DeepSeek-V4 (`deepseek_v4` in transformers) and GLM-5.3-Flash (`glm5_next`), and with `pre="previous"` '

@@ -21,7 +21,7 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     """Open a file, or a folder of files.
 
     A folder is read recursively in sorted order, without names that begin with a dot. Text files are UTF-8; a long one
-    is cut into documents of about `longest_document` characters (0: not at all). Rows of the other formats hold
+    is cut into documents of at most `longest_document` characters (0: not at all). Rows of the other formats hold
     their text under the key `text_column`, which may be nested ("meta.text"). Text, JSON and CSV may be compressed
     (.gz, .zst).
 

@@ -93,13 +93,14 @@ def is_text(file: Path) -> bool:
 
 
 def pieces(stream: TextIO, longest: int) -> Iterator[str]:
-    """Yield a text in pieces of about `longest` characters, cut at a blank line or a line end; 0 for one piece."""
+    """Yield a text in pieces of at most `longest` characters, cut at a blank line or a line end; 0 for one piece."""
     text = ""
     while block := stream.read(longest or -1):
         text += block
-        if longest and len(text) > longest:
-            piece, text = _cut(text)
-            yield piece
+        while longest and len(text) > longest:
+            end = _last_end(text[:longest])
+            yield text[:end]
+            text = text[end:]
     if text:
         yield text
 
@@ -149,12 +150,12 @@ def _prose(file: Path, stream: TextIO, longest: int) -> Iterator[Document]:
         yield Document(piece, len(piece.encode()))
 
 
-def _cut(text: str) -> tuple[str, str]:
+def _last_end(text: str) -> int:
+    """Return the place after the last blank line of a text, else after its last line, else its end."""
     for end in ("\n\n", "\n"):
-        head, separator, tail = text.rpartition(end)
-        if separator:
-            return head + separator, tail
-    return text, ""
+        if end in text:
+            return text.rindex(end) + len(end)
+    return len(text)
 
 
 def _row_documents(file: Path, rows: Iterable[TextRow], column: str) -> Iterator[Document]:

@@ -39,7 +39,7 @@ FREE_KEYS = LOGGING_KEYS | {
     "train.log_every",
     "train.threads",
 }
-"""Settings that may change when a run resumes, because no step's result depends on them. Data and base may be moved:
+"""Settings that may change when a run resumes: they change results by rounding at most. Data and base may be moved:
 the fingerprint of the data, which covers the tokenizer, and the sha256 of the base are compared instead."""
 
 
