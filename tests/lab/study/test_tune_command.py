@@ -20,7 +20,7 @@ from residua.lab.evaluation.comparable import Measurement
 from residua.lab.evaluation.runs import Row, Run
 from residua.lab.jobs.pool import Job
 from residua.lab.records import figures, jsonlines
-from residua.lab.study.search import Search
+from residua.lab.study.search import Search, losses_in, values_of
 from residua.lab.study.sweep import Outcome, Sweep, parse_over, train_sweep
 from residua.lab.training import load_config
 
@@ -61,7 +61,7 @@ def walked(sweep, loss):
 
 
 def jobs_of(sweep, finished):
-    return [job for search in sweep.searches().values() for job in search.walk(sweep.job, finished)[0]]
+    return [job for search in sweep.searches().values() for job in search.walk(sweep.job, losses_in(finished))[0]]
 
 
 RATES = {"train.lr": (1e-3, 2e-3)}
@@ -101,7 +101,7 @@ def test_the_search_walks_to_the_best_neighbour_within_valid_values():
 
 def test_a_budget_ends_the_search_and_a_key_may_have_wider_steps():
     over = {"train.lr": (1e-3,), "train.connection_lr_factor": (1.0,)}
-    search = Search(over, partial(load_config, "tiny"), budget=4, factors={"train.connection_lr_factor": 4})
+    search = Search(over, values_of(partial(load_config, "tiny")), budget=4, factors={"train.connection_lr_factor": 4})
 
     def loss(rate, factor):
         return abs(math.log(rate / 1e-3)) + abs(math.log(factor / 4))
@@ -110,21 +110,21 @@ def test_a_budget_ends_the_search_and_a_key_may_have_wider_steps():
         return Job(tuple(point.values()), loss, ())
 
     finished = {}
-    while new := [run.key for run in search.walk(run_of, finished)[0] if run.key not in finished]:
+    while new := [run.key for run in search.walk(run_of, losses_in(finished))[0] if run.key not in finished]:
         finished |= {key: {"val_loss": loss(*key)} for key in new}
     assert list(finished) == [(1e-3, 1.0), (5e-4, 1.0), (2e-3, 1.0), (1e-3, 0.25)]
-    assert search.walk(run_of, finished)[1] == {"train.lr": 1e-3, "train.connection_lr_factor": 1.0}
-    assert search.walk(run_of, dict(list(finished.items())[:3]))[1] is None
+    assert search.walk(run_of, losses_in(finished))[1] == {"train.lr": 1e-3, "train.connection_lr_factor": 1.0}
+    assert search.walk(run_of, losses_in(dict(list(finished.items())[:3])))[1] is None
 
 
 def test_a_point_is_trained_once_however_it_is_written():
     sweep = Sweep(("tiny",), (), {"train.lr": (1e-3, 1e-3, 3e-3)}, seeds=2, finalists=2)
     assert [len(runs) for runs in walked(sweep, lambda point, seed: point[0])] == [2, 2]
-    search = Search({"train.lr": (0.01, 0.03)}, partial(load_config, "tiny"), factors={"train.lr": 3})
+    search = Search({"train.lr": (0.01, 0.03)}, values_of(partial(load_config, "tiny")), factors={"train.lr": 3})
     finished = {}
     while new := [
         run.key
-        for run in search.walk(lambda point, seed: Job(point["train.lr"], None, ()), finished)[0]
+        for run in search.walk(lambda point, seed: Job(point["train.lr"], None, ()), losses_in(finished))[0]
         if run.key not in finished
     ]:
         finished |= {rate: {"val_loss": abs(math.log(rate / 0.0033))} for rate in new}
