@@ -27,7 +27,7 @@ from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_ba
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
 from residua.lab.jobs.pool import threads
-from residua.lab.opening import context_of, read_model
+from residua.lab.opening import context_of, fill_no_cache, read_model
 from residua.lab.records.folder import not_a_run, read_facts, writable
 from residua.lab.records.progress import say
 from residua.lab.training import (
@@ -275,7 +275,7 @@ def _prepare_data(config: DataConfig, run: RunFolder, *, progress: bool) -> Prep
     if config.path is not None:
         data = PreparedData.open(_place_of_data(config, run.path))
     else:
-        if not run.resume:
+        if not run.resume and (run.path / "data" / "index.json").is_file():
             remove(run.path / "data")  # left by an attempt that ended before its first step, maybe with other settings
         data = open_or_prepare(config, run.path / "data", progress=progress)
     if not saved_steps(run.path):
@@ -324,11 +324,14 @@ def _model_to_train(
     """Build the model of a run; write the configuration of a converted model into the folder before the first step."""
     begun = bool(saved_steps(run.path))
     model = build_model(config, tokenizer, run.model if begun else None, verify_base=verify)
-    if isinstance(config.model, BaseModelConfig) and ranks.first and not begun:
+    if not isinstance(config.model, BaseModelConfig):
+        return model
+    if ranks.first and not begun:
         with writable(run.model, "a place for the model's configuration"):
             remove(run.model)
             with unfinished(run.model) as model_folder:
                 model.config.save_pretrained(model_folder)
+    fill_no_cache(model.config)
     return model
 
 

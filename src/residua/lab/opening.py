@@ -94,6 +94,11 @@ def new_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False, **options)
 
 
+def fill_no_cache(config: PreTrainedConfig) -> None:
+    """Let calls of a model leave its cache empty unless they ask for it; a converted one would fill it in training."""
+    config.get_text_config(decoder=True).use_cache = False
+
+
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 """The names that configurations use for the number of positions."""
 

@@ -17,13 +17,21 @@ from support.toy_language_model import ToyBatches
 
 
 @pytest.mark.parametrize(
-    "names", [["config.yaml"], [".lock", "records.jsonl", "settings.json"], [".lock", "settings.json", "study.json"]]
+    "names",
+    [
+        ["config.yaml"],
+        [".lock", "records.jsonl", "settings.json"],
+        [".lock", "settings.json", "study.json"],
+        ["checkpoints", "config.yaml", "data", "tokenizer", "train.py"],  # a project
+        ["config.yaml", "metrics.jsonl"],
+        ["checkpoints"],
+    ],
 )
 def test_a_folder_of_the_wrong_kind_is_refused_and_unchanged(names, tmp_path, fit):
     """The folder of a study is an example."""
     for name in names:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=f"{tmp_path.name} must be .*, got"):
+    with pytest.raises(InputError, match=f"{tmp_path.name}(: this folder holds a run| must be .*, got)"):
         fit(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert all(path.read_text() == "mine" for path in tmp_path.iterdir())

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from residua.errors import InputError, extra, first_line
-from residua.lab.opening import new_model
+from residua.lab.opening import fill_no_cache, new_model
 from residua.lab.training.base_model import freeze_base
-from residua.lab.training.step import next_token_loss
 from residua.models import ResiduaConfig
 
 with extra("lab"):
@@ -39,13 +38,14 @@ def step_on_meta(
         InputError: an operation of a converted model cannot run on the meta device, as one that reads a value.
     """
     config = copy.deepcopy(config)  # transformers sets the attention in the configuration, and the run has its own
+    fill_no_cache(config)
     model = on_meta(config, attn_implementation="eager").train()
     if frozen:
         freeze_base(model)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     try:
         with counting, _WithoutValues():
-            next_token_loss(model, ids, ids)[0].backward()
+            model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
     except Exception as error:  # the model's own code may raise any exception
         name, reason = type(model).__name__, first_line(error)
         remedy = "a study of it needs --no-costs, and has no --dry-run"

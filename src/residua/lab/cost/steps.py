@@ -16,7 +16,7 @@ from residua.lab.cost.measured_memory import peak_of, storages_kept
 from residua.lab.cost.timing import Quartiles, compare, cuda_clock, process_clock
 from residua.lab.experiment import model_config
 from residua.lab.jobs.pool import Record, threads
-from residua.lab.opening import new_model
+from residua.lab.opening import fill_no_cache, new_model
 from residua.lab.records.provenance import circumstances
 from residua.lab.records.table import Table
 from residua.lab.training import RunConfig, pick_device
@@ -39,6 +39,7 @@ class MeasuredStep:
             torch.default_generator.manual_seed(0)
             tokens = torch.randint(model.get_text_config().vocab_size, (train.batch_size, train.sequence_length + 1))
             self.model = new_model(model)
+        fill_no_cache(self.model.config)
         if config.freezes_base:
             freeze_base(self.model)
         device = pick_device(train.device)

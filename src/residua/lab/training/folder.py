@@ -42,20 +42,18 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
     run = RunFolder(Path(folder), settings, resume)
     if resume and not run.config.is_file():
         raise InputError(f"{run.path} must be a run to resume, found no config.yaml; leave --resume out to start one")
-    has_run = resume or (run.path / LOCK).exists()  # without a lock, config.yaml may be the user's
-    markers = [path.name for path in (run.metrics, run.checkpoints, *([run.config] if has_run else []))]
+    if not resume and run.config.exists() and not (run.path / LOCK).exists():  # a copy without hidden files
+        _expect_no_run(run)
     new = not run.path.exists()
-    with hold(run.path, markers=markers, patience=PATIENCE_SECONDS):
+    with hold(run.path, markers=_markers(run), patience=PATIENCE_SECONDS):
         steps = saved_steps(run.path)
         if steps:
             _expect_own_checkpoints(run)
         if resume:
             earlier, now = flatten(read_settings(run.config)), flatten(settings)
             refuse_changes(earlier, now, run.config, free=FREE_KEYS | more_steps(max(steps, default=0), earlier, now))
-        elif steps or (run.metrics.exists() and run.metrics.stat().st_size):
-            raise InputError(
-                f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
-            )
+        else:
+            _expect_no_run(run)
         with writable(run.path):
             if steps or not run.checkpoints.is_symlink():
                 remove_partials(run.checkpoints)
@@ -68,6 +66,25 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
                 with suppress(OSError):
                     remove(run.path)
             raise
+
+
+def _markers(run: RunFolder) -> list[str]:
+    """Return the names of which one shows that a folder with files is one for runs, and not another folder of the user.
+
+    Without a lock, any of its files may be the user's, but for a link to another disk that is alone there.
+    """
+    if run.resume or (run.path / LOCK).exists():
+        return [run.metrics.name, run.config.name]
+    names = [path.name for path in run.path.glob("*") if not path.name.startswith(".")]
+    linked = run.checkpoints.is_symlink() and names == [run.checkpoints.name]
+    return [LOCK, *names * linked]
+
+
+def _expect_no_run(run: RunFolder) -> None:
+    if saved_steps(run.path) or (run.metrics.exists() and run.metrics.stat().st_size):
+        raise InputError(
+            f"{run.path}: this folder holds a run already; continue it with --resume or choose another folder"
+        )
 
 
 def _expect_own_checkpoints(run: RunFolder) -> None:

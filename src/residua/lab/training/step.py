@@ -25,8 +25,7 @@ def next_token_loss(
     end_of_text: the token before each document, if the model must read documents separately; None if it reads rows
         as a whole.
     """
-    call = {"input_ids": inputs, "labels": labels, "shift_labels": labels, "use_cache": False}
-    output = model(**call | documents_apart(inputs, end_of_text))
+    output = model(input_ids=inputs, labels=labels, shift_labels=labels, **documents_apart(inputs, end_of_text))
     return output.loss, getattr(output, "penalty", None)
 
 
