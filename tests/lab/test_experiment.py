@@ -6,7 +6,9 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from residua import Carry, Connection, Residual, Scheme, Stream
 from residua.commands.cli import main
@@ -14,9 +16,10 @@ from residua.connections import PRESETS, SCHEMES, RMSNorm
 from residua.connections.parts.ends import Same
 from residua.errors import InputError
 from residua.files.durable import remove
-from residua.lab.data import PreparedData, prepare
+from residua.lab.data import PreparedData, byte_tokenizer, prepare
 from residua.lab.evaluation.runs import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_model
+from residua.lab.export import export
 from residua.lab.training import DataConfig, load_config
 from support.tiny_runs import options, prepare_texts, run_config, write_texts
 
@@ -181,6 +184,19 @@ def test_a_run_can_be_opened_at_each_of_its_checkpoints_and_evaluated(config, pr
 
     assert opened.tokenizer.encode("é") == prepared.tokenizer().encode("é")
     assert opened.tokenizer.decode(opened.tokenizer.encode("Text")) == "Text"
+
+
+def test_a_run_reads_text_as_it_was_trained_whatever_its_tokenizer_adds(config, text, tmp_path):
+    theirs = byte_tokenizer()
+    added = [(theirs.eos_token, theirs.eos_token_id)]
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(single=f"{theirs.eos_token} $A", special_tokens=added)
+    theirs.save_pretrained(tmp_path / "theirs")
+    data = DataConfig(source=str(text), tokenizer=str(tmp_path / "theirs"))
+    run(replace(config, data=data), tmp_path / "run", progress=False)
+    opened = open_run(tmp_path / "run", device="cpu")
+    assert opened.tokenizer("Text").input_ids == list(b"Text")
+    export(tmp_path / "run", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("Text").input_ids == list(b"Text")
 
 
 def test_without_prepared_data_the_run_prepares_its_own_and_a_fresh_start_prepares_anew(config, text, tmp_path):

@@ -98,11 +98,15 @@ def evaluate(
         bfloat16=opened.bfloat16,
     )
     names = [result.task for result in report.scores]
-    rows = comparable(opened.model.config, names, scoring.num_fewshot, size=scoring.published)
+    shots = sorted({result.num_fewshot for result in report.scores})  # the task's own, if its file says 0
+    rows = comparable(opened.model.config, names, shots[0], size=scoring.published)
     versions = ", ".join(f"{result.task} {result.version}" for result in report.scores)
-    metrics = ", ".join(f"{result.task} {result.metric}" for result in report.scores)
+    several = {result.task: f" {result.num_fewshot}-shot" * (len(shots) > 1) for result in report.scores}
+    metrics = ", ".join(f"{result.task} {result.metric}{several[result.task]}" for result in report.scores)
+    percent = ", percent" * any(result.is_share for result in report.scores)
+    unnamed = "; the paper does not name its metrics" * bool(rows)
     notes = [
-        f"\n{scoring.num_fewshot}-shot, percent; ours: {metrics}; the paper does not name its metrics",
+        f"\n{'/'.join(map(str, shots))}-shot{percent}; ours: {metrics}{unnamed}",
         f"lm_eval {report.harness}; task versions: {versions}",
     ]
     if scoring.limit is not None:

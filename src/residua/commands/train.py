@@ -1,5 +1,6 @@
 """The command `residua train`."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
     if result["interrupted"]:
         return 128 + result["signal"]
     if is_first():
-        print(
-            f"{one_line(run)}: step {result['step']}, validation loss {result['val_loss']:.4f}"
-            + (f", {result['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in result else "")
-        )
+        units = {"val_loss": "", "bits_per_byte": " bits per byte"}
+        losses = {name: result[name] for name in units if name in result}  # None if it was not a number
+        told = ", ".join(f"{math.nan if loss is None else loss:.4f}{units[name]}" for name, loss in losses.items())
+        print(f"{one_line(run)}: step {result['step']}, validation loss {told}")
     return 0

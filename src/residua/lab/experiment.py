@@ -22,7 +22,15 @@ from residua.errors import InputError, extra, require
 from residua.files.durable import remove, unfinished
 from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.lab.data.model_text import Text
-from residua.lab.data.tokenizer import load_tokenizer, save_tokenizer, saved_tokenizer, vocabulary
+from residua.lab.data.tokenizer import (
+    load_tokenizer,
+    prompt_tokens,
+    same_tokens,
+    save_tokenizer,
+    saved_tokenizer,
+    vocabulary,
+    without_additions,
+)
 from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_batches
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
@@ -375,8 +383,7 @@ def _built_on_base(
     if verify:
         expect_digest(Path(config.base), config.base_sha256)
     model, base, place = _base_of(config)
-    same = base.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-    if not same or base.eos_token != tokenizer.eos_token:
+    if not same_tokens(base, tokenizer):
         raise InputError(
             "the data must be tokens of the tokenizer in model.base, got tokens of another tokenizer; prepare them "
             f"with: residua prepare --tokenizer {place}"
@@ -466,7 +473,11 @@ def open_run(
     state = find_checkpoint(folder, checkpoint)
     place = _place_of_data(config.data, folder) if data is None else Path(data)
     tokenizer = saved_tokenizer(RunFolder(folder).tokenizer)
+    if not isinstance(config.model, BaseModelConfig):
+        tokenizer = without_additions(tokenizer)
     model = build_model(config, tokenizer, RunFolder(folder).model)
+    if not state.path.exists():  # the run is still training, and has deleted it since
+        state = find_checkpoint(folder, checkpoint)
     load_checkpoint(state, model)
     return OpenRun(
         model=model.to(pick_device(device)).eval(),
@@ -594,7 +605,7 @@ def trace_model(opened: OpenModel, prompt: str | None = None, *, tokens: int | N
         ids = opened.excerpt(tokens)
         excerpt = f"the first {len(ids)} tokens of the validation data"
     else:
-        ids = (tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id])[:tokens]
+        ids = prompt_tokens(tokenizer, prompt)[:tokens]
         excerpt = f"{len(ids)} tokens of a prompt"
     facts = {"run": opened.folder.resolve().name, "checkpoint": opened.step, "read": excerpt}
     with opened.precision():

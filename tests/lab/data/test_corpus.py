@@ -153,6 +153,18 @@ def test_a_pipe_and_a_device_in_a_folder_are_left_out_and_named(tmp_path):
         open_corpus(str(tmp_path))
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_a_link_to_a_folder_is_left_out_and_named(tmp_path):
+    (tmp_path / "here" / "sub").mkdir(parents=True)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here" / "a.txt").write_text("one")
+    (tmp_path / "there" / "b.txt").write_text("two")
+    (tmp_path / "here" / "sub" / "more").symlink_to(tmp_path / "there")
+    corpus = open_corpus(tmp_path / "here")
+    assert texts(tmp_path / "here") == ["one"]
+    assert corpus.left_out == ("sub/more (a link to a folder)",)
+
+
 def test_one_line_names_some_of_many_unreadable_files(tmp_path):
     for number in range(100):
         (tmp_path / f"CHAPTER-{number:03d}").write_text("text")
@@ -364,9 +376,10 @@ def test_a_text_prepared_by_an_earlier_version_keeps_its_fingerprint(tmp_path, f
 
 def test_the_earlier_split_of_a_text_with_few_documents_is_available_on_request(tmp_path):
     rows = [" ".join(f"w{i * j % 97}" for j in range(5 + i % 40)) + f" {i}." for i in range(400)]
-    (tmp_path / "a.txt").write_text("\n\n".join(rows))
-    data = prepare(tmp_path, tmp_path / "out", tokenizer="byte", split="documents")
-    assert data.fingerprint == "f7989426752dfab5b8d36292045bf9bcc837e1ae925465f9efcbdeb8a7621e1f"
+    few = ["\n\n".join(rows[start : start + 100]) for start in range(0, 400, 100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in few))
+    data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="byte", split="documents")
+    assert data.fingerprint == "5247639a6d08322937a80ddf6a21dcc58cea33fb14e0a563428f952ca4e90064"
 
 
 def test_empty_files_have_no_documents(tmp_path):

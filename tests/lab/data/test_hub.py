@@ -25,7 +25,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeStream:
     """What the library `datasets` streams: rows in order."""
 
-    column_names = ["id", "text", "number"]
+    column_names = ["id", "text", "number", "meta"]
 
     def __init__(self, fails_at=None):
         self.position, self.fails_at = 0, fails_at
@@ -40,6 +40,7 @@ class FakeStream:
                 raise ConnectionError("the connection was reset\nby a peer")
             self.position += 1
             row = {"text": TEXTS[self.position - 1], "number": self.position}
+            row["meta"] = {"said": row["text"]} if self.position > 1 else {}
             yield {name: row[name] for name in self.selected}
 
 
@@ -77,6 +78,11 @@ def test_sources_are_recognised_by_name(hub, source, sample, expected):
     assert (name, config, settings["split"]) == expected
     assert settings["streaming"] is True
     assert settings["revision"] == corpus.facts["revision"] == COMMIT
+
+
+def test_a_text_inside_another_column_is_read(hub):
+    """The first row has no such text."""
+    assert [document.text for document in open_corpus("hf:a/b", text_column="meta.said")] == TEXTS[1:]
 
 
 def test_a_broken_connection_loses_nothing(hub, monkeypatch, tmp_path, capsys):
@@ -121,7 +127,7 @@ def test_a_bpe_is_trained_on_the_first_rows_of_the_hub(hub, tmp_path, monkeypatc
         ("hf:a", {}, r"must be hf:OWNER/NAME\[@REVISION\]\[/CONFIG\]\[:SPLIT\], got hf:a"),
         ("fineweb-edu", {"sample": "1BT"}, "sample must be one of 10BT, 100BT, 350BT, got '1BT'"),
         ("hf:a/b", {"sample": "10BT"}, "sample must be left out with hf:a/b, got '10BT'"),
-        ("hf:a/b", {"text_column": "content"}, "must have a column .content., got columns id, text, number"),
+        ("hf:a/b", {"text_column": "content"}, "must have a column .content., got columns id, text, number, meta"),
         ("hf:a/b", {"text_column": "number"}, "column .number. must hold strings, got int"),
     ],
 )

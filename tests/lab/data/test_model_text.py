@@ -1,9 +1,12 @@
 """A text in the tokens of a model, and whether it is the text that the model was trained on."""
 
+from types import SimpleNamespace
+
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from residua.errors import InputError
-from residua.lab.data import prepare
+from residua.lab.data import byte_tokenizer, prepare
 from residua.lab.data.model_text import open_text
 
 LINES = [f"Line {number} of a long text with {number * number} things.\n" for number in range(400)]
@@ -51,6 +54,14 @@ def test_prepared_data_that_is_cut_differently_is_not_reported_as_another_text(p
     (place / "a.txt").write_text("another text\n")
     third = prepare(place, tmp_path / "third", tokenizer="byte", progress=False)
     assert open_text(third.folder, one.tokenizer(), one.folder, trained_on=one.facts).own is False
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused(place, tmp_path):
+    bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    with pytest.raises(InputError, match=r"must have a fast tokenizer with an eos_token .*, got no eos_token"):
+        open_text(place, bare, tmp_path)
+    with pytest.raises(InputError, match=r"got no tokenizer\.json"):
+        open_text(place, SimpleNamespace(eos_token="</s>"), tmp_path)
 
 
 def test_text_column_names_the_key_of_the_text_in_a_row(place, tmp_path):

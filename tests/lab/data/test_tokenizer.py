@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from residua.errors import InputError
@@ -19,9 +20,11 @@ from residua.lab.data.tokenizer import (
     END_OF_TEXT,
     byte_tokenizer,
     load_tokenizer,
+    same_tokens,
     save_tokenizer,
     train_bpe,
     vocabulary,
+    without_additions,
 )
 
 
@@ -112,6 +115,22 @@ def test_a_users_tokenizer_is_used_with_its_end_of_text(tmp_path):
     assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (70_000, 70_000, "left")
     assert vocabulary(loaded) == 70_001
     assert text_encoder(loaded)(["fox", "cat"]) == [[1], [0]]
+
+
+def beginning(tokenizer):
+    """The tokenizer, which now adds the end-of-text token before each text, as that of Llama adds one of its own."""
+    added = [(END_OF_TEXT, tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=added)
+    return tokenizer
+
+
+def test_what_a_users_tokenizer_adds_to_a_text_is_no_part_of_training_from_scratch():
+    theirs = beginning(byte_tokenizer())
+    assert theirs("ab").input_ids == [256, *b"ab"]
+    ours = without_additions(theirs)
+    assert ours("ab").input_ids == list(b"ab") == text_encoder(theirs)(["ab"])[0]
+    assert same_tokens(ours, theirs)
+    assert not same_tokens(ours, train_bpe(TEXTS, 300))
 
 
 def test_truncation_by_a_users_tokenizer_does_not_cut_the_data(tmp_path):

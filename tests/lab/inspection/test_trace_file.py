@@ -54,13 +54,18 @@ def test_a_missing_trace_file_is_refused(tmp_path):
             Trace.load(path)
 
 
-@pytest.mark.parametrize("name", ["run", "gates", "sampled", "scheme", "sublayers", "left_out"])
+FITTING = [("dim", 7), ("loss", 7)]
+
+
+@pytest.mark.parametrize(
+    "name", ["run", "gates", "sampled", "scheme", "sublayers", "left_out", "loss", "causal", "dim"]
+)
 @pytest.mark.parametrize("wrong", ["left out", 7, [None], {"": 1}])
 def test_a_missing_or_wrong_fact_is_refused_by_name(name, wrong, tmp_path):
     recorded = trace(tiny_model("ddl"), prompt(8), text=TEXT)
     recorded.facts.pop(name)
     if wrong != "left out":
-        recorded.facts[name] = wrong
+        recorded.facts[name] = wrong if (name, wrong) not in FITTING else "seven"
     with pytest.raises(InputError, match=rf"facts\.{name} must be"):
         Trace.load(recorded.save(tmp_path / "trace.safetensors"))
 

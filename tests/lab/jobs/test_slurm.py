@@ -370,3 +370,12 @@ def test_slurm_gets_the_options_and_one_cancelled_job_cancels_all(cluster, tmp_p
     }
     assert "module load x" in script
     assert (tmp_path / "scancel.log").read_text().split() == ["12_0", "12_1"]
+
+
+def test_a_run_that_finished_before_another_ended_the_command_keeps_its_record(cluster, tmp_path):
+    out, queue = tmp_path / "out", (tmp_path / "squeue").read_text()
+    (tmp_path / "squeue").write_text(queue + f"""echo '{{"squared": 4}}' > {out}/slurm/2.json\n""")
+    with pytest.raises(RunError, match="the job of 1 ended as CANCELLED"):
+        run(out, [Job(n, square, (n,)) for n in (1, 2)], executor=cluster)
+    assert jsonlines.read(out / "records.jsonl") == [{"squared": 4}]
+    assert (tmp_path / "scancel.log").read_text().split() == ["12_0"]

@@ -26,7 +26,7 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     (.gz, .zst).
 
     A file of a folder is left out, and named in `left_out`, if its suffix is not known, if it is one of `SIDE_FILES`
-    without the column, if it is a text file that is not UTF-8, or if it is a pipe or a device.
+    without the column, if it is a text file that is not UTF-8, or if it is a pipe, a device or a link to a folder.
     """
     if not path.exists():
         raise InputError(
@@ -57,7 +57,7 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
         facts={"files": len(files), "skipped_files": len(paths) - len(files)},
         left_out=tuple(
             _name(file.relative_to(path))
-            + (" (a pipe or a device)" if file in irregular else " (not UTF-8 text)" if kind(file) in PROSE else "")
+            + (_why_irregular(file) if file in irregular else " (not UTF-8 text)" if kind(file) in PROSE else "")
             for file in paths
             if file not in read
         ),
@@ -68,6 +68,10 @@ def _is_usable(file: Path, text_column: str) -> bool:
     if kind(file) in SIDE_FILES:
         return has_column(file, text_column)
     return kind(file) not in PROSE or is_text(file)
+
+
+def _why_irregular(path: Path) -> str:
+    return " (a link to a folder)" if path.is_dir() else " (a pipe or a device)"
 
 
 def _name(path: Path) -> str:
@@ -86,8 +90,10 @@ def _listing_hash(path: Path, files: list[Path]) -> str:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, and the links to folders, which are not followed: they may lead anywhere."""
     for parent, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = (name for name in folders if not name.startswith("."))
+        yield from (path for name in folders if (path := Path(parent, name)).is_symlink())
         yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 

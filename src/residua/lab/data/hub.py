@@ -8,6 +8,7 @@ from typing import Any
 
 from residua.errors import InputError, RunError, extra, first_line
 from residua.lab.data.corpus import Corpus, Document
+from residua.lab.data.formats import ABSENT, field
 
 GPT2 = "openai-community/gpt2"
 FINEWEB_EDU = "fineweb-edu"
@@ -59,16 +60,17 @@ def _rows(name: str, identity: dict[str, Any]) -> Iterator[Document]:
         except (ValueError, FileNotFoundError) as error:
             raise InputError(f"{name}: {first_line(error)}") from error
         if stream.column_names is not None:
-            if column not in stream.column_names:
+            outer = column if column in stream.column_names else column.partition(".")[0]
+            if outer not in stream.column_names:
                 raise InputError(
                     f"{name} must have a column {column!r}, got columns {', '.join(stream.column_names)}; "
                     "name the right one with --text-column"
                 )
-            stream = stream.select_columns([column])
+            stream = stream.select_columns([outer])
         try:
             for row in stream:
-                text = row.get(column)
-                text = "" if text is None else text
+                text = field(row, column)
+                text = "" if text is None or text is ABSENT else text
                 if not isinstance(text, str):
                     raise InputError(f"{place} must hold strings, got {type(text).__name__}")
                 yield Document(text, len(text.encode()))

@@ -12,6 +12,7 @@ from residua.lab.data.encode import Encoder
 from residua.lab.data.shards import TOKEN_DTYPES, PreparedData, Tokens
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.split import share_of
+from residua.lab.data.tokenizer import expect_documents, same_tokens
 
 with extra("lab"):
     import numpy as np
@@ -68,6 +69,7 @@ def open_text(
     Raises:
         InputError: the data were prepared with another tokenizer, or there is no text at `place`.
     """
+    expect_documents(tokenizer, folder)
     if (place / "index.json").is_file():
         require(text_column == "text", "--text-column", f"left out, as {place} is prepared", text_column)
         return _held_out(place, tokenizer, folder, trained_on)
@@ -96,8 +98,7 @@ def _sha256(corpus: Corpus, facts: Mapping[str, Any]) -> str:
 def _held_out(place: Path, tokenizer: "PreTrainedTokenizerFast", folder: Path, trained_on: Mapping[str, Any]) -> Text:
     data = PreparedData.open(place)
     theirs = data.tokenizer()
-    same = theirs.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-    if not same or theirs.eos_token_id != tokenizer.eos_token_id:
+    if not same_tokens(theirs, tokenizer):
         raise InputError(
             f"--data must be tokens of the tokenizer in {folder}, got tokens of another in {place}; prepare its text "
             f"with: residua prepare --tokenizer {folder}; or give the text itself"

@@ -23,7 +23,6 @@ from residua.lab.data.shards import DATA_VERSION, FORMAT, TOKEN_DTYPES, Prepared
 from residua.lab.data.sources import open_corpus
 from residua.lab.data.split import MOST_KEYS, HeldOutShare, Split, Splitting, share_of, split_documents
 from residua.lab.data.tokenizer import (
-    LOSSLESS,
     byte_tokenizer,
     check_vocab_size,
     load_tokenizer,
@@ -33,6 +32,7 @@ from residua.lab.data.tokenizer import (
     vocabulary,
 )
 from residua.lab.data.writer import staging, text_progress
+from residua.lab.evaluation.comparable import LOSSLESS
 from residua.lab.records.folder import new_folder
 from residua.lab.records.progress import say
 

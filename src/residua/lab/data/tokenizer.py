@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from residua.errors import InputError, extra, first_line, require
 from residua.files.durable import file_sha256
@@ -19,8 +20,9 @@ with extra("lab"):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-LOSSLESS = ("bpe", "byte", "gpt2")
-"""Tokenizers that reproduce every text."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257
 """256 bytes and the end of text."""
@@ -134,6 +136,42 @@ def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     except Exception as error:  # tokenizers raises plain Exception for invalid content
         raise InputError(f"{folder}: not a readable tokenizer ({first_line(error)}); prepare the data again") from None
     return _with_end_of_text(backend, end_of_text)
+
+
+def prompt_tokens(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
+    """Return the tokens of a prompt; the end-of-text token for an empty one.
+
+    Raises InputError if the prompt is empty and the tokenizer has no such token.
+    """
+    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    if not tokens and tokenizer.eos_token_id is None:
+        raise InputError("prompt must not be empty, since this tokenizer has no end-of-text token to start from")
+    return tokens or [tokenizer.eos_token_id]
+
+
+def expect_documents(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Raise InputError unless the tokenizer in `folder` is a fast one with an end-of-text token, as documents need."""
+    fast = getattr(tokenizer, "backend_tokenizer", None) is not None
+    if not fast or tokenizer.eos_token is None:
+        missing = "eos_token" if fast else "tokenizer.json"
+        raise InputError(f"{folder} must have a fast tokenizer with an eos_token to read documents, got no {missing}")
+
+
+def without_additions(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that adds no tokens to a text, such as one for its beginning, as in training from scratch."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    if backend.num_special_tokens_to_add(is_pair=False):
+        backend.post_processor = None
+    return _with_end_of_text(backend, tokenizer.eos_token)
+
+
+def same_tokens(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
+    """Return whether two tokenizers read a text as the same tokens, and end it with the same one.
+
+    What they add to a text, such as a token for its beginning, does not count: preparation leaves it out.
+    """
+    rules = [json.loads(each.backend_tokenizer.to_str()) | {"post_processor": None} for each in (one, other)]
+    return rules[0] == rules[1] and one.eos_token == other.eos_token
 
 
 def _byte_level(model: models.Model) -> Tokenizer:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from residua.errors import InputError, extra
+from residua.lab.data.tokenizer import prompt_tokens
 from residua.lab.opening import context_of
 from residua.models.evaluating import evaluating
 
@@ -54,9 +55,7 @@ def complete(
     Raises:
         InputError: prompt and new tokens do not fit into the model's context, or logits are not finite.
     """
-    tokens = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
-    if None in tokens:
-        raise InputError("prompt must not be empty, since this tokenizer has no end-of-text token to start from")
+    tokens = prompt_tokens(tokenizer, prompt)
     context = context_of(model) or sys.maxsize
     room = context - len(tokens)
     if max_new_tokens is None:

@@ -148,7 +148,10 @@ NEEDED_FACTS: Mapping[str, Any] = {
     "checkpoint": int | None,
     "preset": str | None,
     "scheme": dict,
+    "causal": bool,
     "constraint": str | None,
+    "dim": int,
+    "loss": float | None,
     "gates": dict,
     "left_out": dict,
     "sources": list,
@@ -175,8 +178,8 @@ def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
         require(all(isinstance(each, str) for each in facts[name]), f"{path}: facts.{name}", "texts", facts[name])
     omitted = all(isinstance(indices, list) for indices in facts["left_out"].values())
     require(omitted, f"{path}: facts.left_out", "lists of sublayers", facts["left_out"])
-    gates = all(isinstance(gate, dict) for gate in facts["gates"].values())
-    require(gates, f"{path}: facts.gates", "an object of objects", facts["gates"])
+    gates = all(isinstance(gate, dict) and {"range", "start"} <= gate.keys() for gate in facts["gates"].values())
+    require(gates, f"{path}: facts.gates", "an object of objects with range and start", facts["gates"])
     require(isinstance(facts["scheme"].get("scheme"), str), f"{path}: facts.scheme", "a scheme", facts["scheme"])
     places = all(fits(place, int) and 0 <= place < count for place in facts["sampled"])
     require(places, f"{path}: facts.sampled", f"positions below {count}", facts["sampled"])

@@ -208,15 +208,26 @@ class _Queue:
         """
         self._ask()
         for run in list(self._runs):
-            if run.path.is_file():
-                self._work.finished(run.job, read_object(run.path))
-                self._forget(run)
-                run.path.unlink()
-            elif run.handle is not None and self._has_ended(run):
+            if not self._collected(run) and run.handle is not None and self._has_ended(run):
                 self._count_kill(run)
 
+    def _collected(self, run: _Run) -> bool:
+        """Record the result of a run if it has finished. Return whether it has."""
+        if not run.path.is_file():
+            return False
+        self._work.finished(run.job, read_object(run.path))
+        self._forget(run)
+        run.path.unlink()
+        return True
+
     def cancel(self) -> None:
-        """Cancel the jobs. A job that cannot be cancelled stays in the log; the next call of the command finds it."""
+        """Cancel the jobs that have not finished.
+
+        A job that cannot be cancelled stays in the log; the next call of the command finds it.
+        """
+        for run in list(self._runs):
+            with suppress(InputError, RunError):  # `look` raises them, and this is the end already
+                self._collected(run)
         runs = {run.handle.job_id: run for run in self._runs if run.handle is not None}
         failures = controller.cancel(list(runs)) if self._slurm else {}
         for number, run in runs.items():

@@ -284,7 +284,7 @@ def train_point(
     record |= finite({name: result[name] for name in names}) | {"curve": curve, "facts": facts}
     for prefix in ("", "further_"):
         names = "step", f"{prefix}repeated_loss", f"{prefix}other_loss"
-        if split := [[row[name] for name in names] for row in rows if row.get(names[1]) is not None]:
+        if split := [values for row in rows if None not in (values := [row.get(name) for name in names])]:
             record |= {f"{prefix}split": split, f"{prefix}transition": transition(split)}
     further = [[row["step"], row["further_val_loss"]] for row in rows if "further_val_loss" in row]
     return record | ({"further_curve": further} if further else {})
