@@ -776,7 +776,7 @@ SHARED = {  # an option that several schemes have, its meaning, and that of each
         "how the connections begin",
         {
             "published": "as the paper, or its public code, begins",
-            "residual": "exactly as x + F(x)",
+            "residual": "exactly as x + F(x); `siamese` also needs `normalised_input=false,head=stream`",
             "mirrored": "as x + F(x) in the mean of the streams, which differ from the start",
             "prefer": "each sublayer reads one stream more than the others, by weights that sum to 1.24",
             "average": "compressors average the channels, and gates are `beta_init` for every token",

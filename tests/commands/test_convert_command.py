@@ -46,7 +46,7 @@ def test_a_converted_folder_computes_the_same_logits(folder, tmp_path, capsys):
     ("arguments", "says"),
     [
         (["--connection", "nothing"], "no preset is called 'nothing'"),
-        (["--connection", "mudd"], "several for every sublayer"),
+        (["--connection", "mudd"], "several for a sublayer"),
         (["--connection", "ihc", "--start", "warm"], "warm"),
     ],
 )

@@ -128,6 +128,7 @@ def test_no_alias_is_the_name_of_a_preset():
         ("Lambdas+TC", "lambdas:compress=token"),
         ("lambdas+tc:p=1.0", "lambdas:compress=token,p=1.0"),
         ("lambdas+tc:compress=null", "lambdas:compress=null"),
+        ("mudd:sources=[0, 8],ways=vr", "mudd:sources=[0, 8],ways=vr"),
         ("gated-delta-4:value_channels=2,rank=2", "gated-delta:write_gate=true,value_channels=2,rank=2"),
     ],
 )

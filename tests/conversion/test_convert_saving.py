@@ -656,5 +656,5 @@ def test_the_folder_of_a_scheme_with_several_inputs_is_refused(tmp_path):
     settings = json.loads(file.read_text())
     settings["residua"]["connection"] = residua.connections.describe(residua.resolve("mudd"))
     file.write_text(json.dumps(settings))
-    with pytest.raises(InputError, match="several for every sublayer"):
+    with pytest.raises(InputError, match="several for a sublayer"):
         residua.load(tmp_path)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.utils import parametrize
 from transformers import (
+    AutoModelForCausalLM,
     M2M100Config,
     M2M100Model,
     Olmo2Config,
@@ -26,6 +27,7 @@ import residua
 from residua.connections.parts.projection import LINEAR_MAPS
 from residua.conversion.flow import UnknownUse
 from residua.errors import InputError
+from residua.models.cache import CACHE
 from support.converted_models import IDS, PLAIN, VOCAB, WINDOWED, converted, llama, model_of
 from support.families import randomised, tiny
 from support.tolerances import assert_close
@@ -408,6 +410,27 @@ def test_a_model_that_adds_images_between_its_layers_requires_an_image_as_input(
 def test_a_residual_that_a_dialect_implements_is_refused_with_a_reference_to_it(family):
     with pytest.raises(InputError, match=r"residua\.models\.dialects"):
         residua.convert(tiny(family), "residual")
+
+
+def test_a_model_whose_layers_got_a_subclass_afterwards_is_restored():
+    """As `fully_shard` makes one."""
+    model = converted("hc")
+    for layer in model.model.layers:
+        layer.__class__ = type("Sharded", (type(layer),), {})
+    assert residua.unconvert(model, lossy=True)(IDS).logits.shape[:2] == IDS.shape
+    assert type(model.model.layers[0]).__name__ == "Sharded"
+
+
+def test_a_scheme_that_reads_earlier_tokens_fits_a_trunk_that_gets_hidden_states():
+    config = tiny("roberta-prelayernorm").config
+    config.is_decoder, pad = True, torch.full((2, 2), config.pad_token_id)
+    model = randomised(lambda: AutoModelForCausalLM.from_config(config), scale=0.1).double().eval()
+    residua.convert(model, "residual:compress=token", start="fresh")
+    mask = torch.cat([torch.zeros_like(pad), torch.ones_like(IDS)], 1)
+    padded = model(torch.cat([pad, IDS], 1), attention_mask=mask).logits[:, 2:]
+    assert_close(padded, model(IDS).logits)
+    begun = model(IDS[:, :3], use_cache=True)
+    assert_close(model(IDS[:, 3:], **{CACHE: begun[CACHE]}).logits, model(IDS).logits[:, 3:])
 
 
 def test_connections_in_their_own_fsdp_units_stay_in_float32(alone):

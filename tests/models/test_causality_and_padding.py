@@ -263,6 +263,14 @@ def test_documents_that_attention_would_mix_are_refused():
         model(ids, seq_idx=SEQ_IDX, cache=DynamicCache(config=model.config))
     with pytest.raises(ValueError, match=r"attention_mask must be None with packed documents \(cu_seq_lens_q\)"):
         model(ids, cu_seq_lens_q=CU_SEQ_LENS, attention_mask=torch.ones(1, 9))
+    for mask in (torch.ones(1, 9), SEQ_IDX + 1):
+        with pytest.raises(ValueError, match=r"attention_mask must be None with packed documents \(position_ids\)"):
+            tiny_model("residual")(ids, position_ids=POSITIONS, attention_mask=mask)
+    padded = {
+        "attention_mask": torch.tensor([[0] * 5 + [1] * 4]),
+        "position_ids": torch.tensor([[7] * 5 + [0, 1, 2, 3]]),
+    }
+    assert_close(model(ids, **padded).logits[:, 5:], model(ids[:, 5:]).logits)
     with pytest.raises(ValueError, match=r"position_ids must have .*seq_idx"):
         model(ids, position_ids=torch.arange(9)[None], seq_idx=SEQ_IDX)
     with pytest.raises(ValueError, match=r"seq_idx must be \(1 or 1, 9\), got \(9,\)"):

@@ -36,6 +36,9 @@ def test_padding_adds_nothing_to_the_penalty(name):
     labels[1, 10] = -100  # the first token, which nothing but padding would predict
     out = model(padded, attention_mask=mask, labels=labels)
     assert_close(out.penalty, (16 * alone[0].penalty + 6 * alone[1].penalty) / 22)
+    by_pair = (torch.ones(16, 16).tril().bool() & mask[:, None, None].bool()) & mask[:, None, :, None].bool()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    assert_close(model(padded, attention_mask=by_pair, position_ids=positions).penalty, out.penalty)
     out = model(padded[1:], attention_mask=mask[1:], labels=labels[1:])
     assert_close(out.penalty, alone[1].penalty)
     assert_close(out.loss, alone[1].loss)

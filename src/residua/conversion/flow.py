@@ -604,7 +604,11 @@ def _swapped_back(cls: type) -> type:
 
 def _rebased(cls: type, *bases: type) -> type:
     """Return a copy of `cls` with other bases; `cls` was made at run time, for example by FSDP2."""
-    return type(cls)(cls.__name__, bases, {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")})
+    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    wrapped = getattr(own.get("forward"), "__wrapped__", None)
+    if wrapped is not None and wrapped is getattr(super(cls, cls), "forward", None):
+        del own["forward"]  # transformers wraps the inherited one again in each subclass of a layer
+    return type(cls)(cls.__name__, bases, own)
 
 
 def release(model: nn.Module) -> None:

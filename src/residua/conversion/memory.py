@@ -13,9 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from residua.connections.parts.memory import positions_in
-from residua.conversion.flow import MEMORY, STREAM, ConvertedLayer, Flow, UnknownUse, layer_in, layer_streams, layers_in
+from residua.conversion.flow import (
+    INPUTS,
+    MEMORY,
+    STREAM,
+    ConvertedLayer,
+    Flow,
+    UnknownUse,
+    layer_in,
+    layer_streams,
+    layers_in,
+)
 from residua.errors import InputError
 from residua.models.cache import (
+    CACHE,
     attention_mask_of,
     cache_for,
     cache_of,
@@ -73,7 +84,8 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     parts = [part for layer in layers_in(stack) for part in getattr(layer, STREAM).parts]
     names = inspect.signature(trunk.forward).parameters
     call = {**dict(zip(names, args)), **kwargs}
-    tokens: Any = call.get("inputs_embeds") if call.get("input_ids") is None else call["input_ids"]
+    given = (call.get(name) for name in ("input_ids", *INPUTS))
+    tokens: Any = next((each for each in given if each is not None), None)
     config: Any = trunk.config
     expect_no_pages(call)
     mask = attention_mask_of(call.get("attention_mask"))
@@ -126,8 +138,9 @@ def _documents(trunk: Any, tokens: Tensor, call: dict[str, Any], *, placed: bool
 
 def is_recomputed(module: nn.Module) -> bool:
     """Return whether a module is recomputed in the backward pass, by its own checkpointing or torch's wrapper."""
-    wrapped = hasattr(module, "checkpoint_impl") and torch.is_grad_enabled()
-    return wrapped or (module.training and bool(getattr(module, "gradient_checkpointing", False)))
+    with_cache = CACHE == "cache" and not torch.is_grad_enabled()  # before 5.24, layers then leave out the cache too
+    own = module.training and bool(getattr(module, "gradient_checkpointing", False)) and not with_cache
+    return own or (hasattr(module, "checkpoint_impl") and torch.is_grad_enabled())
 
 
 def expect_gradients(module: nn.Module) -> None:

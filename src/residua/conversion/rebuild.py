@@ -67,10 +67,12 @@ def new_streams(model: nn.Module, conversion: Conversion) -> list[LayerStream]:
 
 def expect_one_input(stream: Stream) -> None:
     """Raise InputError for a stream with several inputs per sublayer, because transformers layers take one."""
-    if any(getattr(connection, "inputs", 1) > 1 for connection in stream.connections):
+    several = [connection for connection in stream.connections if getattr(connection, "inputs", 1) > 1]
+    if several:
+        remedy = f"; give the scheme the option {several[0].single_input}"
         raise InputError(
             "connection must be a scheme with one input for a sublayer, as transformers layers take, got a scheme "
-            f"that reads several for every sublayer: {stream.scheme!r}"
+            f"that reads several for a sublayer: {stream.scheme!r}{remedy}"
         )
 
 

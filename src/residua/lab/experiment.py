@@ -44,6 +44,7 @@ from residua.lab.training import (
     ModelConfig,
     RunConfig,
     RunFolder,
+    TrainConfig,
     claim,
     load_checkpoint,
     load_config,
@@ -54,6 +55,7 @@ from residua.lab.training.base_model import (
     base_connection,
     base_sha256,
     expect_digest,
+    expect_documents_apart,
     freeze_base,
     is_run,
     open_base,
@@ -361,7 +363,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.train.seed)
         if isinstance(config.model, BaseModelConfig):
-            return _built_on_base(config.model, config.train.sequence_length, tokenizer, kept, verify_base)
+            return _built_on_base(config.model, config.train, tokenizer, kept, verify_base)
         return _built_from_scratch(config.model, tokenizer)
 
 
@@ -376,7 +378,7 @@ def _built_from_scratch(config: ModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def _built_on_base(
-    config: BaseModelConfig, length: int, tokenizer: PreTrainedTokenizerFast, kept: Path | None, verify: bool
+    config: BaseModelConfig, train: TrainConfig, tokenizer: PreTrainedTokenizerFast, kept: Path | None, verify: bool
 ) -> PreTrainedModel:
     if kept is not None and not config.freeze_base:
         return rebuild_base(kept)
@@ -388,8 +390,10 @@ def _built_on_base(
             "the data must be tokens of the tokenizer in model.base, got tokens of another tokenizer; prepare them "
             f"with: residua prepare --tokenizer {place}"
         )
-    longest = context_of(model) or length
+    length, longest = train.sequence_length, context_of(model) or train.sequence_length
     require(length <= longest, "train.sequence_length", f"at most the positions of the base ({longest})", length)
+    if train.document_masks:
+        expect_documents_apart(model)
     rows, needed = model.get_input_embeddings().weight.shape[0], vocabulary(tokenizer)
     require(rows >= needed, "model.base", f"a model with at least {needed} rows in its embedding", rows)
     if config.freeze_base:

@@ -1,5 +1,6 @@
 """The memory of convolutions and running sums over tokens, as a layer of a transformers cache."""
 
+import warnings
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
@@ -75,6 +76,8 @@ def cache_for(given: dict[str, Any], names: Container[str], config: Any, *, whol
     if whole:
         if cache is not None and is_filled(cache):
             raise ValueError("cache: training needs whole sequences, got a filled cache; leave it out")
+        if cache is not None:
+            warnings.warn("the cache stays empty: layers that are recomputed would fill it twice", stacklevel=2)
         if "use_cache" in names:
             given["use_cache"] = False
         return None
@@ -107,6 +110,10 @@ class StreamLayer(LinearAttentionLayer):
     def __init__(self, number_of_states: int, *, readouts: bool = False):
         super().__init__(number_of_states=number_of_states)
         self.readouts = readouts
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        for i, state in self.conv_states.items():  # those of a model on several devices lie there
+            self.conv_states[i] = None if state is None else state.index_select(0, beam_idx.to(state.device))
 
     def batch_select_indices(self, indices: Any) -> None:
         self.reorder_cache(indices)
@@ -297,6 +304,16 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
     return tokens
 
 
+def tokens_in(mask: Any) -> Tensor | None:
+    """Return which tokens are not padding, (batch, seq), by a mask (batch, 1, seq, seq); None for any other mask.
+
+    A token that may not attend to itself is padding.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[2] != mask.shape[3]:
+        return None
+    return seen(mask[:, 0].diagonal(dim1=1, dim2=2))
+
+
 def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
     """Return the columns of x, (batch, all tokens), for the `length` tokens of this call.
 
@@ -353,16 +370,31 @@ def documents_of(x: Tensor, mask: Any, position_ids: Any, options: Mapping[str, 
         elif begins or compiling or jumps.any():
             begins["position_ids"] = jumps
     if not begins:
+        if not compiling and _restarts(position_ids, mask, x):
+            raise ValueError(MASKED.format("position_ids"))
         return None
     names = ", ".join(begins)
     if cached:
         raise ValueError(COME_WHOLE.format(names))
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        raise ValueError(f"attention_mask must be None with packed documents ({names}): attention would mix them")
+        raise ValueError(MASKED.format(names))
     (first, borders), *others = begins.items()
     for name, other in others:
         expect_none(borders != other, f"{name} must have the borders of documents that {first} has, got others")
     return F.pad(borders.cumsum(1), (1, 0))
+
+
+MASKED = "attention_mask must be None with packed documents ({}): attention would mix them"
+
+
+def _restarts(position_ids: Any, mask: Any, x: Tensor) -> bool:
+    """Return whether positions go back between two tokens of one row that a mask (batch, seq) both shows."""
+    masks = isinstance(position_ids, Tensor) and isinstance(mask, Tensor)
+    if not masks or position_ids.dim() != 2 or mask.shape != x.shape[:2] or x.shape[1] == 1:
+        return False
+    shown = mask != 0
+    back = _rows("position_ids", position_ids, *x.shape[:2]).diff() < 0
+    return bool((back & shown[:, 1:] & shown[:, :-1]).any())
 
 
 COME_WHOLE = "use_cache must be False with packed documents ({}), got a cache; pass such documents whole, in one call"

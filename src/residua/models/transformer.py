@@ -38,6 +38,7 @@ from residua.models.cache import (
     of_current,
     padding_of,
     stream_layer,
+    tokens_in,
 )
 from residua.models.configuration import ResiduaConfig
 from residua.models.linear import MLP, initialise
@@ -146,7 +147,7 @@ class Call(NamedTuple):
 
     attentions: a list that collects the attention weights of each layer; None if they are not requested. padding:
     (batch, seq), 0 at padding and 1 at tokens, or None. documents: (batch, seq), the number of each token's document,
-    or None.
+    or None. mask: as it was given.
     """
 
     attention: AttentionContext
@@ -154,6 +155,7 @@ class Call(NamedTuple):
     cache: Cache | None
     padding: Tensor | None
     documents: Tensor | None
+    mask: Any
 
 
 def recomputed(checkpoint: Callable, run: Callable, state: Any, *others: Any) -> Any:
@@ -306,10 +308,11 @@ class ResiduaModel(ResiduaPreTrainedModel):
             hidden_states.append(hidden)
         hidden_states[-1] = last = self.norm(self.stream.collapse(state, at_end).to(embeddings.dtype))
 
+        tokens = tokens_in(call.mask) if penalties and call.padding is None else call.padding
         selected = tuple(hidden if i in chosen else None for i, hidden in enumerate(hidden_states))
         return ResiduaModelOutput(
             last_hidden_state=last,
-            penalty=total_penalty(penalties, call.padding),
+            penalty=total_penalty(penalties, tokens),
             hidden_states=selected if chosen else None,  # type: ignore[arg-type]  # as transformers, None if not chosen
             attentions=None if call.attentions is None else tuple(call.attentions),
             states=tuple(states) if output_states else None,
@@ -338,7 +341,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
         if documents is not None and position_ids is None:
             position_ids = positions_in(documents)
         given = {"cache": cache, "use_cache": False if self.training and use_cache is None else use_cache}
-        whole = documents is not None or (self.training and self.gradient_checkpointing)
+        recomputed = self.training and self.gradient_checkpointing and torch.is_grad_enabled()
+        whole = documents is not None or recomputed
         cache = cache_for(given, (), self.config, whole=whole)
         by_row = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or looks_back else None
@@ -359,7 +363,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             None if attentions is None else attentions.append,
             options,
         )
-        return Call(context, attentions, cache, padding, documents)
+        return Call(context, attentions, cache, padding, documents, attention_mask)
 
     def _expect_told_apart(
         self, mask: Tensor | None, documents: Tensor | None, options: dict[str, Any], *, looks_back: bool

@@ -193,6 +193,12 @@ ihc mhc-deepseek:gate_eps=0.125 | gate_eps must be 0 or more, far below 1 / num_
 ihc:weight_std=0.1,start=residual | weight_std must be 0.006 unless start is 'published'
 jpmhc:alpha=0.0 | alpha must be a positive number
 jpmhc:iterations=0 | iterations must be at least 1
+jpmhc:cayley=exact,iterations=3 | iterations must be 2 unless cayley is 'iterative'
+mhc:mixing=permutations,iterations=5 | iterations must be 20 unless mixing is 'sinkhorn'
+frac hc:dynamic=false,tanh=false | tanh must be True unless dynamic is True
+frac hc:dynamic=false,scale_init=0.1 | scale_init must be 0.01 unless dynamic is True
+wide:max_forget=0.2 | max_forget must be 0.1 unless retention is a number
+ddl hc:recompute=none,recompute_every=8 | recompute_every must be 4 unless recompute is 'replay'
 krom:num_streams=1 | num_streams must be a power of 2, at least 2
 krom:num_streams=6 | num_streams must be a power of 2, at least 2
 lambdas:r=null,r_last=1.0 | r_last must be None unless r is a number

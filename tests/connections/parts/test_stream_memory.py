@@ -13,6 +13,7 @@ import residua
 from residua import EDelta, PooledHouseholder, StreamMemory
 from residua.connections import PRESETS
 from residua.connections.parts.memory import window_of
+from residua.models.cache import memories
 from support.tolerances import assert_close
 from support.variants import ALL, LOOKING_BACK, bare_sublayers, normal, perturbed
 
@@ -412,3 +413,18 @@ def test_a_compiled_stream_remembers_batches_of_any_size(name):
         x, memory = normal(batch, 4, DIM), StreamMemory()
         pieces = [compiled(piece, SUB, memory=memory) for piece in x.split(2, 1)]
         assert_close(torch.cat(pieces, 1), stream(x, SUB))
+
+
+@each_way_to_look_back
+def test_padding_and_documents_may_lie_on_another_device_than_a_part(name):
+    """As in a model on two devices; the meta device stands for the second one, and gives shapes."""
+    stream = build(name).to("meta")
+    padding, documents = torch.tensor([[False, True, True, True]]), torch.tensor([[0, 0, 1, 1]])
+    x = torch.empty(1, 4, DIM, dtype=torch.float64, device="meta")
+    parts = [stream.expand, *stream.connections, stream.collapse]
+    first, *others = memories(parts, None, padding, documents, num_layers=2)
+    state = stream.expand(x, first)
+    for connection, memory in zip(stream.connections, others):
+        read, carry = connection.read(state, memory)
+        state = connection.write(read, carry)
+    assert stream.collapse(state, others[-1]).shape == x.shape

@@ -1,17 +1,22 @@
 """With document masks, the documents of a sequence are read as if each were alone."""
 
 import math
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import residua
+from residua.errors import InputError
 from residua.lab.evaluation.loss import held_out_loss, repeated
 from residua.lab.experiment import evaluate, open_run, run, trace_model
 from residua.lab.records import jsonlines
+from residua.lab.training.base_model import expect_documents_apart
 from residua.lab.training.step import next_token_loss
 from support.converted_models import converted
+from support.families import tiny
 from support.tiny_models import tiny_model
 from support.tiny_runs import options, run_config
 
@@ -45,6 +50,14 @@ def test_the_loss_is_that_of_the_separate_documents(model):
     assert abs(held_out_loss(model, [(inputs, labels)])["val_loss"] - masked["val_loss"]) > 1e-4
     loss, _ = next_token_loss(model.train(), inputs, labels, end_of_text=END)
     assert loss.item() == pytest.approx(total / labels.numel(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "reads"), [("llama", False), ("gpt2", False), ("opt", True), ("bloom", True)])
+def test_a_base_that_would_read_across_documents_is_refused(family, reads):
+    """The attention of OPT separates nothing by positions, and BLOOM takes none."""
+    for model in (tiny(family), residua.convert(tiny(family), "residual+tc" if family == "opt" else "hc")):
+        with pytest.raises(InputError, match=r"train\.document_masks must be false .*") if reads else nullcontext():
+            expect_documents_apart(model)
 
 
 def test_a_pair_in_an_earlier_document_does_not_count_as_repeated():

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from residua.connections.families.streams import RecomputingScheme
 from residua.connections.parts.facts import Mixing
 from residua.connections.parts.gates import Scale
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.options import Factor
+from residua.connections.parts.options import Factor, only_with
 from residua.connections.parts.projection import WideProjection, project_normalised
 from residua.ops import at_least_float32, hyper_read, hyper_write
 from residua.ops.dispatch import Implementation
@@ -56,8 +56,8 @@ class WeightedScheme(MixingScheme):
     """
 
     dynamic: bool = True
-    tanh: bool = True
-    scale_init: Factor = 0.01
+    tanh: Annotated[bool, only_with(dynamic=True)] = True
+    scale_init: Annotated[Factor, only_with(dynamic=True)] = 0.01
 
 
 class MixingConnection(Connection):

@@ -29,7 +29,7 @@ def running_mean(x: Tensor, memory: Memory | None = None) -> Tensor:
     x = at_least_float32(x)
     counted = torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
     counted = counted if memory is None else masked(counted, memory.padding)
-    documents = documents_in(memory)
+    documents = documents_in(memory, x)
     sums = counted.cumsum(1) if documents is None else _sums_within(documents, counted)
     if memory is not None and memory.keeps:
         earlier = memory.recall(counted)

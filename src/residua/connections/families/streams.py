@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from residua.connections.base import Scheme
 from residua.connections.parts.ends import Repeat
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.options import SeveralRows
+from residua.connections.parts.options import SeveralRows, only_with
 from residua.connections.parts.sharded import SelfStarting
 from residua.connections.parts.spec import TensorSpec
 from residua.errors import Range
@@ -31,7 +31,7 @@ class RecomputingScheme(Scheme):
 
     recompute: Literal["none", "replay"] = "replay"
     # Recomputing recurses once for each state that was not kept; 64 is well below Python's recursion limit.
-    recompute_every: Annotated[int, Range("1 to 64", lambda count: 1 <= count <= 64)] = 4
+    recompute_every: Annotated[int, Range("1 to 64", lambda count: 1 <= count <= 64), only_with(recompute="replay")] = 4
 
     @property
     def keeps_every(self) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from residua.connections.parts.gates import logit
-from residua.connections.parts.memory import Memory, documents_in, expect_tokens
+from residua.connections.parts.memory import Memory, documents_in, expect_tokens, padding_in
 from residua.connections.parts.norm import RMSNorm
 from residua.connections.parts.projection import Projection, WideProjection, spectral_std
 from residua.connections.parts.sharded import SelfStarting
@@ -163,8 +163,8 @@ class ChannelPool(SelfStarting):
     def forward(self, streams: Tensor, memory: Memory | None = None) -> Tensor:
         if self.taps is not None:
             expect_tokens(streams, self.window, axes="(batch, seq, streams, dim)")
-            padding = None if memory is None else memory.padding
-            return causal_read(streams, self.taps / self.taps.shape[1], padding, documents_in(memory))
+            told = padding_in(memory, streams), documents_in(memory, streams)
+            return causal_read(streams, self.taps / self.taps.shape[1], *told)
         return streams.mean(-2) if self.kind == "mean" else streams.flatten(-2)
 
 

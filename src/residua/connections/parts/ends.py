@@ -16,6 +16,7 @@ from residua.connections.parts.memory import (
     expect_memory,
     expect_tokens,
     masked,
+    padding_in,
     remembered,
     window_of,
 )
@@ -117,7 +118,7 @@ class TokenConv(SelfStarting):
         expect_tokens(x, self.window, axes="(batch, seq, dim)")
         expect_memory(self, memory, x)
         extended = remembered(x, memory, self.window)
-        streams = current(causal_expand(extended, self.taps, documents_in(memory)), x, extended)
+        streams = current(causal_expand(extended, self.taps, documents_in(memory, x)), x, extended)
         state = streams.squeeze(-2) if self.single else streams
         return state if self.copies == 1 else (state,) * self.copies
 
@@ -149,7 +150,7 @@ class Smear(SelfStarting):
         expect_tokens(x, self.window, axes="(batch, seq, dim)")
         expect_memory(self, memory, x)
         extended = remembered(x, memory, self.window)
-        return self.repeat(current(smear(extended, self.scale, self.gate, documents_in(memory)), x, extended))
+        return self.repeat(current(smear(extended, self.scale, self.gate, documents_in(memory, x)), x, extended))
 
 
 CompressStart = Literal["average", "authors", "rewrite"] | int
@@ -210,7 +211,7 @@ class TokenCompress(SelfStarting):
             streams = streams.unsqueeze(-2)
         taps = self.weights()
         if memory is None or not self.window or not memory.keeps:
-            return causal_read(streams, taps, None if memory is None else memory.padding, documents_in(memory))
+            return causal_read(streams, taps, padding_in(memory, streams), documents_in(memory, streams))
         streams = masked(streams, memory.padding)
         like = at_least_float32(streams[..., :1, :]).expand(*streams.shape[:-2], self.window, streams.shape[-1])
         x, sums = causal_read_on(streams, taps, memory.recall(like))

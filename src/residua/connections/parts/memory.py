@@ -333,9 +333,17 @@ def expect_separable(part: nn.Module) -> None:
         )
 
 
-def documents_in(memory: Memory | None) -> Tensor | None:
-    """Return the numbers of the documents that are packed into the rows of this call, (batch, seq), or None."""
-    return None if memory is None else memory.documents
+def documents_in(memory: Memory | None, x: Tensor) -> Tensor | None:
+    """Return the numbers of the documents that are packed into the rows of this call, (batch, seq), or None.
+
+    They are on the device of x. The parts of a model may lie on several.
+    """
+    return None if memory is None or memory.documents is None else memory.documents.to(x.device)
+
+
+def padding_in(memory: Memory | None, x: Tensor) -> Tensor | None:
+    """Return which tokens are not padding, (batch, seq), boolean, on the device of x; or None."""
+    return None if memory is None or memory.padding is None else memory.padding.to(x.device)
 
 
 def tokens_of(mask: Tensor) -> Tensor:
@@ -440,7 +448,7 @@ def masked(x: Tensor, padding: Tensor | None) -> Tensor:
     if padding is None:
         return x
     expect_shape("attention_mask", padding, x.shape[:2], "(batch, seq) of this call")
-    return torch.where(padding.view(*padding.shape, *(1,) * (x.dim() - 2)), x, 0)
+    return torch.where(padding.to(x.device).view(*padding.shape, *(1,) * (x.dim() - 2)), x, 0)
 
 
 def finite_at_padding(x: Tensor, mask: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
@@ -29,7 +30,7 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, colon, listed = text.partition(":")
     options = {}
-    for part in listed.split(",") if colon else []:
+    for part in re.split(r",(?![^\[]*\])", listed) if colon else []:  # a comma in brackets separates no options
         option, equals, value = part.partition("=")
         if not equals or not option:
             raise ValueError(f"{text} must be NAME:OPTION=VALUE,OPTION=VALUE, got {part!r}")

@@ -101,6 +101,7 @@ class InklingConnection(SourcesConnection):
         super().__init__(scheme, index)
         layer, mlp = divmod(index, 2)
         separate = not mlp and scheme.separate_every > 0 and (layer + 1) % scheme.separate_every == 0
+        self.inputs = 3 if separate else 1
         self.attend = InklingRead(dim, reads=3 if separate else 1, eps=norm_eps) if index else None
         self.norm = norm
         self.key_norm = deepcopy(norm) if separate else None

@@ -7,7 +7,7 @@ and H_res is the Cayley transform of a skew matrix.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from residua.connections.families.mixing import MixingCoefficients, MixingConnec
 from residua.connections.families.stream_logits import Router
 from residua.connections.families.streams import ExpandingScheme
 from residua.connections.parts.ends import MeanStreams
-from residua.connections.parts.options import Steps
+from residua.connections.parts.options import Steps, only_with
 from residua.errors import Positive
 from residua.ops import at_least_float32, cayley_transform, iterative_cayley
 
@@ -50,7 +50,7 @@ class JacobianHyperConnections(ExpandingScheme, MixingScheme):
     constraint = "orthogonal"
 
     alpha: Positive = 0.1
-    iterations: Steps = 2
+    iterations: Annotated[Steps, only_with(cayley="iterative")] = 2
     cayley: Literal["iterative", "exact"] = "iterative"
 
     def assemble(self, dim: int, num_sublayers: int, norm: Norm, norm_eps: float) -> Stream:

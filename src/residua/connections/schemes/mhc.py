@@ -57,7 +57,7 @@ class ManifoldHyperConnections(ExpandingScheme, MixingScheme):
 
     layout: Literal["copies", "split"] = "copies"
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
-    iterations: Steps = 20
+    iterations: Annotated[Steps, only_with(mixing="sinkhorn")] = 20
     order: Annotated[Order, only_with(mixing="sinkhorn")] = "rows"
     scale_init: Factor = 0.01
     start: Annotated[Literal["prefer", "residual"], only_with(layout="copies")] = "prefer"

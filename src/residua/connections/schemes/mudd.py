@@ -50,8 +50,8 @@ class MultiwayDynamicDense(BlocksScheme):
                      the residual, while queries and keys read the last output; "r": one average for all
     layers           None: there are averages before every block but the first, and in the readout; a number k: only
                      at the last k of these places
-    sources          None: averages take all outputs; a list: only these (0 is the embedding, j the output of block j)
-                     and the last output
+    sources          None: averages take all outputs; a list: only these (0 is the embedding, j the output of block j,
+                     which a shallower stack does not have) and the last output
     write_gate      whether both sublayers of a block that begins with averages write g_1 x + g_2 y, with gates for
                      each token that start at 1. The map of the averages also computes the gates of attention; the MLP
                      has its own map for its gates

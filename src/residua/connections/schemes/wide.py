@@ -8,6 +8,7 @@ residual, although the streams differ.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from residua.connections.families.stream_logits import even_biases
 from residua.connections.families.streams import ExpandingScheme
 from residua.connections.parts.gates import logit
 from residua.connections.parts.memory import Memory
-from residua.connections.parts.options import Fraction, require_option
+from residua.connections.parts.options import Fraction, OnlyIf, require_option
 from residua.connections.parts.sharded import SelfStarting
 from residua.errors import NotNegative
 from residua.ops import at_least_float32, hyper_read
@@ -39,11 +40,11 @@ class WideResidual(ExpandingScheme, MixingScheme):
     equation = "rho X + p F(norm(sum_i r_i X_i))"
     users = "Proposed for Megatron-LM by NVIDIA; no public model is known to use it."
     paper = "github.com/NVIDIA/Megatron-LM/pull/6716"
-    residual_start = {"retention": None}
+    residual_start = {"retention": None, "max_forget": 0.1}
 
     spread: NotNegative = 0.01
     retention: Fraction | None = None
-    max_forget: Fraction = 0.1
+    max_forget: Annotated[Fraction, OnlyIf("retention is a number", lambda scheme: scheme.retention is not None)] = 0.1
 
     def __post_init__(self):
         super().__post_init__()

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from residua.connections import Scheme, describe, resolve
 from residua.connections.names import PRESETS
+from residua.connections.parts.memory import positions_in
 from residua.conversion.anatomy import Conversion
 from residua.conversion.configuration import KEY, MODEL_TYPE, ConvertedConfig, conversion_of
 from residua.conversion.convert_model import convert
@@ -122,6 +123,22 @@ def open_base(
             + option
         )
     return model
+
+
+def expect_documents_apart(model: PreTrainedModel) -> None:
+    """Raise InputError unless positions that start again keep a model from reading across documents in a row."""
+    ids = probe(model)[0]["input_ids"]
+    begin = ids.shape[1] // 2
+    document = (torch.arange(ids.shape[1], device=ids.device) >= begin).long()
+    try:
+        with evaluating(model):
+            together = model(input_ids=ids, position_ids=positions_in(document.expand_as(ids)), use_cache=False).logits
+            apart = model(input_ids=ids[:, begin:], use_cache=False).logits
+        same = torch.allclose(together[:, begin:], apart, rtol=0.0, atol=1e-3 * apart.abs().max().item())
+        reason = "" if same else "it reads earlier documents"
+    except Exception as error:  # the model's own code may raise any exception
+        reason = first_line(error)
+    require(not reason, "train.document_masks", f"false with a {type(model).__name__} as base ({reason})", True)
 
 
 def rebuild_base(folder: Path) -> PreTrainedModel:
