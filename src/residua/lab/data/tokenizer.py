@@ -159,9 +159,10 @@ def expect_documents(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None
 
 def without_additions(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """Return a tokenizer that adds no tokens to a text, such as one for its beginning, as in training from scratch."""
+    if not tokenizer.backend_tokenizer.num_special_tokens_to_add(is_pair=False):
+        return tokenizer
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    if backend.num_special_tokens_to_add(is_pair=False):
-        backend.post_processor = None
+    backend.post_processor = None
     return _with_end_of_text(backend, tokenizer.eos_token)
 
 
