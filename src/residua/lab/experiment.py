@@ -24,7 +24,6 @@ from residua.lab.data import Batches, HeldOutBatches, PreparedData, prepare
 from residua.lab.data.model_text import Text
 from residua.lab.data.tokenizer import (
     load_tokenizer,
-    prompt_tokens,
     same_tokens,
     save_tokenizer,
     saved_tokenizer,
@@ -35,7 +34,7 @@ from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_ba
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
 from residua.lab.jobs.pool import threads
-from residua.lab.opening import context_of, fill_no_cache, read_model
+from residua.lab.opening import context_of, fill_no_cache, prompt_tokens, read_model
 from residua.lab.records.folder import not_a_run, read_facts, writable
 from residua.lab.records.progress import say
 from residua.lab.training import (

@@ -99,6 +99,17 @@ def fill_no_cache(config: PreTrainedConfig) -> None:
     config.get_text_config(decoder=True).use_cache = False
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Return the tokens of a prompt; the end-of-text token for an empty one.
+
+    Raises InputError if the prompt is empty and the tokenizer has no such token.
+    """
+    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    if not tokens and tokenizer.eos_token_id is None:
+        raise InputError("prompt must not be empty, since this tokenizer has no end-of-text token to start from")
+    return tokens or [tokenizer.eos_token_id]
+
+
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 """The names that configurations use for the number of positions."""
 

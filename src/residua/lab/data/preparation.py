@@ -32,8 +32,7 @@ from residua.lab.data.tokenizer import (
     vocabulary,
 )
 from residua.lab.data.writer import staging, text_progress
-from residua.lab.evaluation.comparable import LOSSLESS
-from residua.lab.records.folder import new_folder
+from residua.lab.records.folder import LOSSLESS, new_folder
 from residua.lab.records.progress import say
 
 with extra("lab"):

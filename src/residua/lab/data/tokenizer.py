@@ -138,17 +138,6 @@ def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return _with_end_of_text(backend, end_of_text)
 
 
-def prompt_tokens(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
-    """Return the tokens of a prompt; the end-of-text token for an empty one.
-
-    Raises InputError if the prompt is empty and the tokenizer has no such token.
-    """
-    tokens = tokenizer.encode(prompt, add_special_tokens=False)
-    if not tokens and tokenizer.eos_token_id is None:
-        raise InputError("prompt must not be empty, since this tokenizer has no end-of-text token to start from")
-    return tokens or [tokenizer.eos_token_id]
-
-
 def expect_documents(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Raise InputError unless the tokenizer in `folder` is a fast one with an end-of-text token, as documents need."""
     fast = getattr(tokenizer, "backend_tokenizer", None) is not None

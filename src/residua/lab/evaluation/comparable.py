@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from residua.lab.records.folder import LOSSLESS
+
 Unit = Literal["nats per token", "bits per byte"]
 NATS: Unit = "nats per token"
 MEASURE_KEYS = ("train.sequence_length", "train.document_masks", "train.precision")
 """The keys that determine how a loss is measured, in addition to the keys of the data."""
-LOSSLESS = ("bpe", "byte", "gpt2")
-"""Tokenizers that reproduce every text."""
 
 
 def decides_measure(key: str) -> bool:

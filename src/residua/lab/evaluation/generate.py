@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from residua.errors import InputError, extra
-from residua.lab.data.tokenizer import prompt_tokens
-from residua.lab.opening import context_of
+from residua.lab.opening import context_of, prompt_tokens
 from residua.models.evaluating import evaluating
 
 with extra("lab"):

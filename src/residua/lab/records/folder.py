@@ -20,6 +20,8 @@ LOCK, LEASE = ".lock", ".lease"
 """The files with which a process locks a folder, see `hold`."""
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """System errors for a full or damaged disk. Other system errors mean that the path itself is unsuitable."""
+LOSSLESS = ("bpe", "byte", "gpt2")
+"""Tokenizers that reproduce every text."""
 LEASE_SECONDS = 30.0
 """A lease of another machine counts as expired after this time without renewal."""
 LOGGING_KEYS = frozenset({"train.connections_every", "train.tensorboard", "train.wandb"})
