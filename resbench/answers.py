@@ -176,6 +176,7 @@ def about_sizes() -> dict[str, Any]:
         "pairs_interval": f"{100 * low:.0f} % to {100 * high:.0f}",
         "pairs_other": NUMBERS[len(others)],
         "decided_all": len(decided["0.3M"]),
+        "decided_plain": NUMBERS[sum("residual" in pair for pair in decided["0.3M"])],
         "decided_second": "all",
         "decided_first": NUMBERS[sum(decided["0.1M"].values())],
     }

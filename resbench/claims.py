@@ -37,6 +37,7 @@ from tables import (
     SPLIT,
     baselines_at_rates,
     by_rate,
+    ends,
     from_smear,
     interval,
     leads_on_plain,
@@ -320,11 +321,12 @@ def million() -> dict[str, Any]:
     assert rows["residual"].point["train.lr"] == 0.032
     assert all(each.mean < 0 for each in (planned["lambdas+tc", "lambdas"].estimate,))
     leads, plain = leads_on_plain("residual+tc"), baselines_at_rates()["residual"]
-    assert [*plain] == [0.032, 0.016, 0.008]
+    assert [*plain] == [0.032, 0.016, 0.008, 0.004]
     runs = {(rate, seed): run for rate, some in plain.items() for seed, run in some.items()}
     copies = {place for place, run in runs.items() if run["transition"] is not None}
     assert {(0.032, 0), (0.016, 0)} <= copies
-    assert not copies & {(0.008, 0), *((rate, 211) for rate in plain), *((0.032, seed) for seed in SEEDS)}
+    assert not copies & {(0.008, 0), (0.016, 211), (0.008, 211), *((0.032, seed) for seed in SEEDS)}
+    assert (0.004, 211) in copies
     assert all(runs[0.008, seed]["val_loss"] < runs[0.032, seed]["val_loss"] for seed in plain[0.008] if seed)
     tried = {rate: leads[rate, 211] for rate in plain}
     assert [*tried] == sorted(tried, key=lambda rate: tried[rate])
@@ -334,8 +336,13 @@ def million() -> dict[str, Any]:
     )
     assert rows["residual+tc"].point["train.lr"] == rows["lambdas"].point["train.lr"] == 0.008
     assert max(each[0] for each in (*low, *scales)) < 0
-    equal, twice = (on_plain_at(rate, "residual+tc") for rate in (0.008, 0.016))
-    assert [side(equal[0]), side(twice[0]), side(equal[2]), side(twice[2])] == ["level", "level", "ahead", "ahead"]
+    twice, equal, half = (on_plain_at(rate, "residual+tc") for rate in (0.016, 0.008, 0.004))
+    assert [side(each[0]) for each in (twice, equal, half)] == ["level", "level", "ahead"]
+    assert {side(each[2]) for each in (twice, equal, half)} == {"ahead"}
+    assert [side(on_plain_at(rate, "lambdas")[0]) for rate in plain] == ["ahead", "level", "level", "ahead"]
+    others = {rate: statistics.fmean(ends(some[seed])[2] for seed in SEEDS) for rate, some in plain.items()}
+    assert min(others, key=lambda rate: others[rate]) == min(plain) == 0.004
+    assert [side(on_plain_at(rate, "ddl-tc")[0]) for rate in (0.032, 0.008)] == ["ahead", "level"]
     columns = {to: [column("1M", WRITING, to, place) for place in (0, 2)] for to in ("residual+tc", "lambdas+tc")}
     assert all(0.9 < other / whole < 1.1 for whole, other in columns.values())
     by_seed = {
@@ -357,14 +364,17 @@ def million() -> dict[str, Any]:
     assert erasing[0.004] < 0 < min(erasing[0.008], erasing[0.016])
     return {
         "million_rates": span(each[0] for (_, seed), each in leads.items() if seed in SEEDS),
-        "million_rate": "{}, {} and {}".format(*(f"{-each[0]:.2f}" for each in tried.values())),
-        "million_others": "{}, {} and {}".format(*(f"{-each[2]:.2f}" for each in tried.values())),
+        "million_rate": "{}, {}, {} and {}".format(*(f"{-each[0]:.2f}" for each in tried.values())),
+        "million_others": "{}, {}, {} and {}".format(*(f"{-each[2]:.2f}" for each in tried.values())),
+        "million_tried": NUMBERS[len(plain)],
+        "million_half_mean": interval(half[0], 2).removeprefix("-"),
+        "million_half_others_mean": interval(half[2], 2).removeprefix("-"),
         "million_low_mean": interval(equal[0], 2).removeprefix("-"),
         "million_twice_mean": interval(twice[0], 2).removeprefix("-"),
         "million_twice_others_mean": interval(twice[2], 2).removeprefix("-"),
         "million_low_others_mean": interval(equal[2], 2).removeprefix("-"),
         **{f"million_{name}_copying": NUMBERS[sum((rate, seed) in copies for seed in SEEDS)]
-           for name, rate in (("low", 0.008), ("twice", 0.016))},
+           for name, rate in (("half", 0.004), ("low", 0.008), ("twice", 0.016))},
         "million_low_scales": span(each[0] for each in scales),
         "million_copying": span(leads[place][0] for place in copies),
         "million_copies": NUMBERS[len(copies)],
@@ -480,6 +490,7 @@ def corrections() -> dict[str, Any]:
     assert alone.keys() == {scales, tc, lambdas, ten}
     return {
         "planned_later": "{}, {} and {}".format(*(NUMBERS[count] for count in later)),
+        "planned_rivals": NUMBERS[len(study("rivals-1M").study.primary["1M"])],
         "planned_first": len(first),
         "clear_first": sum(each.clear for each in first),
         "planned_all": len(together()),

@@ -285,7 +285,8 @@ def copying(runs: dict[int, dict[str, Any]]) -> str:
     """How many of some runs copy, and after how many steps those do that were evaluated along the way."""
     copy = [run for run in runs.values() if run["transition"] is not None]
     steps = [run["transition"] for run in copy if len(run["split"]) > 1]
-    return f"{len(copy)} of {len(runs)}" + (f", after {span(steps, 0)} steps" if steps else "")
+    some = f"{len(steps)} of them " * (len(steps) < len(copy))
+    return f"{len(copy)} of {len(runs)}" + (f", {some}after {span(steps, 0)} steps" if steps else "")
 
 
 def rivals_table() -> str:
