@@ -6,7 +6,6 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -21,7 +20,7 @@ from residua.lab.evaluation.runs import Run
 from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_model
 from residua.lab.export import export
 from residua.lab.training import DataConfig, load_config
-from support.tiny_runs import options, prepare_texts, run_config, write_texts
+from support.tiny_runs import beginning, options, prepare_texts, run_config, write_texts
 
 STEPS = 6
 
@@ -187,10 +186,7 @@ def test_a_run_can_be_opened_at_each_of_its_checkpoints_and_evaluated(config, pr
 
 
 def test_a_run_reads_text_as_it_was_trained_whatever_its_tokenizer_adds(config, text, tmp_path):
-    theirs = byte_tokenizer()
-    added = [(theirs.eos_token, theirs.eos_token_id)]
-    theirs.backend_tokenizer.post_processor = TemplateProcessing(single=f"{theirs.eos_token} $A", special_tokens=added)
-    theirs.save_pretrained(tmp_path / "theirs")
+    beginning(byte_tokenizer()).save_pretrained(tmp_path / "theirs")
     data = DataConfig(source=str(text), tokenizer=str(tmp_path / "theirs"))
     run(replace(config, data=data), tmp_path / "run", progress=False)
     opened = open_run(tmp_path / "run", device="cpu")

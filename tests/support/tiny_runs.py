@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tokenizers.processors import TemplateProcessing
+
 from residua.lab.data import PreparedData, prepare
 from residua.lab.training import RunConfig, load_config
 
@@ -39,3 +41,11 @@ def options(data: PreparedData | Path | None, *, model=(), **train) -> list[str]
 
 def run_config(arguments: list[str]) -> RunConfig:
     return load_config(None, arguments)
+
+
+def beginning(tokenizer):
+    """The tokenizer, which now adds the end-of-text token before each text, as that of Llama adds one of its own."""
+    end = tokenizer.eos_token
+    added = [(end, tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=added)
+    return tokenizer

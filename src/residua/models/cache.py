@@ -77,7 +77,7 @@ def cache_for(given: dict[str, Any], names: Container[str], config: Any, *, whol
         if cache is not None and is_filled(cache):
             raise ValueError("cache: training needs whole sequences, got a filled cache; leave it out")
         if cache is not None:
-            warnings.warn("the cache stays empty: layers that are recomputed would fill it twice", stacklevel=2)
+            warnings.warn("the cache stays empty, because this call has whole sequences for training", stacklevel=2)
         if "use_cache" in names:
             given["use_cache"] = False
         return None

@@ -341,8 +341,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
         if documents is not None and position_ids is None:
             position_ids = positions_in(documents)
         given = {"cache": cache, "use_cache": False if self.training and use_cache is None else use_cache}
-        recomputed = self.training and self.gradient_checkpointing and torch.is_grad_enabled()
-        whole = documents is not None or recomputed
+        whole = documents is not None or (self.training and self.gradient_checkpointing and torch.is_grad_enabled())
         cache = cache_for(given, (), self.config, whole=whole)
         by_row = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or looks_back else None

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from residua.errors import InputError
@@ -26,6 +25,7 @@ from residua.lab.data.tokenizer import (
     vocabulary,
     without_additions,
 )
+from support.tiny_runs import beginning
 
 
 def text_encoder(tokenizer):
@@ -115,13 +115,6 @@ def test_a_users_tokenizer_is_used_with_its_end_of_text(tmp_path):
     assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (70_000, 70_000, "left")
     assert vocabulary(loaded) == 70_001
     assert text_encoder(loaded)(["fox", "cat"]) == [[1], [0]]
-
-
-def beginning(tokenizer):
-    """The tokenizer, which now adds the end-of-text token before each text, as that of Llama adds one of its own."""
-    added = [(END_OF_TEXT, tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=added)
-    return tokenizer
 
 
 def test_what_a_users_tokenizer_adds_to_a_text_is_no_part_of_training_from_scratch():

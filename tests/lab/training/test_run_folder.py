@@ -23,7 +23,6 @@ from support.toy_language_model import ToyBatches
         [".lock", "records.jsonl", "settings.json"],
         [".lock", "settings.json", "study.json"],
         ["checkpoints", "config.yaml", "data", "tokenizer", "train.py"],  # a project
-        ["config.yaml", "metrics.jsonl"],
         ["checkpoints"],
     ],
 )
@@ -31,10 +30,21 @@ def test_a_folder_of_the_wrong_kind_is_refused_and_unchanged(names, tmp_path, fi
     """The folder of a study is an example."""
     for name in names:
         (tmp_path / name).write_text("mine")
-    with pytest.raises(InputError, match=f"{tmp_path.name}(: this folder holds a run| must be .*, got)"):
+    with pytest.raises(InputError, match=f"{tmp_path.name} must be .*, got"):
         fit(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert all(path.read_text() == "mine" for path in tmp_path.iterdir())
+
+
+def test_a_copy_of_a_run_without_hidden_files_is_told_to_resume_and_unchanged(tmp_path, fit):
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match="holds a run already; continue it with --resume"):
+        fit(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "config.yaml": "mine",
+        "metrics.jsonl": "mine",
+    }
 
 
 def test_a_run_that_ended_before_its_first_step_starts_over(tmp_path):
