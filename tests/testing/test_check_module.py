@@ -1211,6 +1211,18 @@ class Offset(torch.autograd.Function):
         return grad
 
 
+class Steeper(torch.autograd.Function):
+    """Right forward and wrong backward, as a kernel may be."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.1 * grad
+
+
 class PlainBlock(nn.Module):
     """x + layer(norm(x)), right in most calls."""
 
@@ -1226,6 +1238,7 @@ class PlainBlock(nn.Module):
             "evaluation": not self.training,
             "one token": x.shape[:2] == (1, 1),
             "a block of 32": x.shape[1] > 32,
+            "three sequences": len(x) > 2,
             "strides": not x.is_contiguous(),
         }
         if self.bug == "a cache in evaluation" and not self.training:
@@ -1234,6 +1247,10 @@ class PlainBlock(nn.Module):
             self.register_buffer("late", torch.ones(()))
         if self.bug == "a kernel" and torch.is_grad_enabled():
             y = Offset.apply(y)
+        if self.bug.startswith("the gradient of ") and wrong[self.bug.removeprefix("the gradient of ")]:
+            y = Steeper.apply(y)
+        if self.bug == "no gradient in evaluation" and not self.training:
+            x, y = x.detach(), y.detach()
         if self.bug == "divides by the norm":
             x = x / x.norm(dim=-1, keepdim=True) * x.norm(dim=-1, keepdim=True)
         if self.bug == "a root":
@@ -1269,12 +1286,21 @@ class PlainMine(ConnectionAdapter):
         ("one token", "forward", "^for one sequence of one token the result differs"),
         ("squeezes", "forward", r"^for one sequence of one token the result is \[\(2, 1, 16\)\]"),
         ("a block of 32", "forward", "^for three sequences of 36 tokens the result differs"),
+        ("the gradient of evaluation", "gradients", "^in evaluation mode the gradient of .*, right otherwise, differs"),
+        ("the gradient of strides", "gradients", "^for a state that is not contiguous the gradient of .* differs"),
+        ("the gradient of one token", "gradients", "^for one sequence of one token the gradient of .* differs"),
+        ("the gradient of a block of 32", "gradients", "^for three sequences of 36 tokens the gradient of"),
+        ("the gradient of three sequences", "gradients", "^for three sequences of 36 tokens the gradient of"),
         ("a buffer on demand", "second_call", "^forward adds or removes late in state_dict"),
     ],
 )
 def test_a_module_that_is_wrong_in_other_calls_is_found(bug, check, words):
     with pytest.raises(CheckFailed, match=words):
         checks()[check](PlainMine(bug))
+
+
+def test_a_module_may_have_no_backward_in_evaluation():
+    assert "gradients" in check_module(PlainMine("no gradient in evaluation")).passed
 
 
 class Recomputed(PlainBlock):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, wraps
+from functools import cache, cached_property, partial, wraps
 from typing import Any
 
 import torch
@@ -277,42 +277,63 @@ class PairedPass:
         return diagnosis.of(self.pair, self.state, self.result, self.reference, self.actual, self.expected)
 
 
-def _agrees_in_other_calls(pair: Pair) -> None:
-    """Raise CheckFailed unless the results also equal ours in evaluation, with gradients, and for other inputs.
+@dataclass(frozen=True)
+class OtherCall:
+    """A call in which a module may take a path of its own: in words, the state, and the mode."""
+
+    where: str
+    state: Any
+    training: bool = True
+    grad: bool = False
+    may_refuse: bool = False
+
+
+def _other_calls(pair: Pair) -> list[OtherCall]:
+    """Return the calls in which both the results and the gradients are compared.
 
     A module often has separate code for inference, for training and for general shapes, so each can be wrong by itself.
     A module may refuse a state that is not contiguous, as those that call `view` do.
     """
-
-    def compare(where: str, state: Any, *, training: bool = True, grad: bool = False, may_refuse: bool = False) -> None:
-        pair.module.train(training)
-        with torch.no_grad():
-            expected = pair.reference(pair.ours, state, pair.sublayers())
-        if not all(x.isfinite().all() for x in tensors(expected)):
-            return
-        try:
-            with torch.set_grad_enabled(grad):
-                result = pair.candidate(pair.ours, tree_map(torch.clone, state), pair.sublayers())
-        except Exception as error:
-            if may_refuse:
-                return
-            raise CheckFailed(f"{where}: {type(error).__name__}: {error}") from error
-        expect(same_structure(result, expected), f"{where} the result is {structure(result)}")
-        for theirs, ours in zip(tensors(result), tensors(expected)):
-            wrong = pair.disagreement(theirs.detach(), ours)
-            expect(wrong is None, f"{where} the result differs from ours, which it equals otherwise: {wrong}")
-
     state = pair.state()
-    compare("in evaluation mode", state, training=False)
-    compare("in evaluation mode, for a second state,", tree_map(lambda x: x.roll(1, -1), state), training=False)
-    compare("with gradients", state, grad=True)
-    compare("for a state that is not contiguous", tree_map(lambda x: x.mT.contiguous().mT, state), may_refuse=True)
-    compare("for a token of zeros", with_zeros(state))
     several = any(map(window_of, pair.stream.parts))  # one token would need a memory
     tokens = "two tokens" if several else "one token"
-    compare(f"for one sequence of {tokens}", tree_map(lambda x: x[:1, : 1 + several], state))
+    strided = tree_map(lambda x: x.mT.contiguous().mT, state)
+    calls = [
+        OtherCall("in evaluation mode", state, training=False),
+        OtherCall("for a state that is not contiguous", strided, may_refuse=True),
+        OtherCall(f"for one sequence of {tokens}", tree_map(lambda x: x[:1, : 1 + several], state)),
+    ]
     if pair.dtype.itemsize > 2:  # in 16 bits the tolerance is measured on `state` alone
-        compare("for three sequences of 36 tokens", tree_map(_longer, state))
+        calls.append(OtherCall("for three sequences of 36 tokens", tree_map(_longer, state)))
+    return calls
+
+
+def _agrees_in_other_calls(pair: Pair) -> None:
+    """Raise CheckFailed unless the results also equal ours in evaluation, with gradients, and for other inputs."""
+    state = pair.state()
+    second = tree_map(lambda x: x.roll(1, -1), state)
+    for call in [
+        OtherCall("with gradients", state, grad=True),
+        *_other_calls(pair),
+        OtherCall("in evaluation mode, for a second state,", second, training=False),
+        OtherCall("for a token of zeros", with_zeros(state)),
+    ]:
+        pair.module.train(call.training)
+        with torch.no_grad():
+            expected = pair.reference(pair.ours, call.state, pair.sublayers())
+        if not all(x.isfinite().all() for x in tensors(expected)):
+            continue
+        try:
+            with torch.set_grad_enabled(call.grad):
+                result = pair.candidate(pair.ours, tree_map(torch.clone, call.state), pair.sublayers())
+        except Exception as error:
+            if call.may_refuse:
+                continue
+            raise CheckFailed(f"{call.where}: {type(error).__name__}: {error}") from error
+        expect(same_structure(result, expected), f"{call.where} the result is {structure(result)}")
+        for theirs, ours in zip(tensors(result), tensors(expected)):
+            wrong = pair.disagreement(theirs.detach(), ours)
+            expect(wrong is None, f"{call.where} the result differs from ours, which it equals otherwise: {wrong}")
 
 
 def with_zeros(state: Any) -> Any:
@@ -365,20 +386,11 @@ def gradients(adapter: Adapter) -> None:
     pair = Pair(adapter)
     agrees_forward(pair)
     reference, result = (grads_of(pair, call) for call in (pair.reference, pair.candidate))
-    moved: dict[str, Tensor | None] = {}
+    beyond_rounding = _rounding_of(pair, pair.state(), reference)
     exact, allowed = _exact_gradients(pair) if pair.dtype.itemsize == 2 else ({}, {})
 
     def is_far(name: str, theirs: Tensor, ours: Tensor) -> bool:
         return name in allowed and distance(theirs, ours) > allowed[name]
-
-    def disagrees(name: str, theirs: Tensor, ours: Tensor) -> bool:
-        if is_far(name, theirs, exact.get(name, ours)):
-            return True
-        if disagreement(theirs, ours, dtype=pair.dtype, factor=10) is None:  # sums over all tokens
-            return False
-        moved.update(moved or grads_of(pair, pair.reference, pair.moved(pair.state())))
-        rounding = moved[name] - reference[name]  # type: ignore[operator]
-        return not (theirs - ours).abs().max() <= ROUNDINGS * rounding.abs().max()
 
     wrong = []
     for name, ours in reference.items():
@@ -389,7 +401,7 @@ def gradients(adapter: Adapter) -> None:
             wrong.append(f"no gradient reaches {name}, though the output depends on it: detached or frozen")
         elif not theirs.isfinite().all():
             wrong.append(f"the gradient of {name} is not finite")
-        elif disagrees(name, theirs, ours):
+        elif is_far(name, theirs, exact.get(name, ours)) or beyond_rounding(name, theirs):
             ratio = (theirs * ours).sum() / ours.square().sum()
             near = disagreement(theirs, ratio * ours, dtype=pair.dtype, factor=10) is None
             near = near and not is_far(name, theirs, ratio * ours)
@@ -411,6 +423,48 @@ def gradients(adapter: Adapter) -> None:
     if wrong:
         raise CheckFailed(diagnosis.frozen(pair, agrees) or "; ".join(wrong))
     _finite_at_zeros(pair)
+    if pair.dtype.itemsize > 2:  # in 16 bits the tolerance is measured on `state` alone
+        _gradients_agree_in_other_calls(pair)
+
+
+def _rounding_of(pair: Pair, state: Any, reference: Mapping[str, Tensor | None]) -> Callable[[str, Tensor], bool]:
+    """Return a function of a name and a gradient: whether it differs from our gradient there by more than rounding."""
+    moved = cache(lambda: grads_of(pair, pair.reference, pair.moved(state)))
+
+    def beyond(name: str, theirs: Tensor) -> bool:
+        ours = reference[name]
+        if ours is None or disagreement(theirs, ours, dtype=pair.dtype, factor=10) is None:  # sums over all tokens
+            return False
+        return not (theirs - ours).abs().max() <= ROUNDINGS * (moved()[name] - ours).abs().max()  # type: ignore[operator]
+
+    return beyond
+
+
+def _gradients_agree_in_other_calls(pair: Pair) -> None:
+    """Raise CheckFailed if gradients differ from ours in a call whose result agrees: a kernel has its own backward."""
+    try:
+        _agrees_in_other_calls(pair)
+    except CheckFailed:  # the check `forward` reports it
+        return
+    for call in _other_calls(pair):
+        pair.module.train(call.training)
+        reference = grads_of(pair, pair.reference, call.state)
+        if not all(x is None or x.isfinite().all() for x in reference.values()):
+            continue
+        try:
+            result = grads_of(pair, pair.candidate, call.state)
+        except Exception as error:
+            if call.may_refuse or not call.training:  # code for inference alone may have no backward pass
+                continue
+            raise CheckFailed(f"{call.where} the backward pass fails: {type(error).__name__}: {error}") from error
+        beyond_rounding = _rounding_of(pair, call.state, reference)
+        for name, ours in reference.items():
+            if ours is not None:
+                theirs = torch.zeros_like(ours) if (grad := result[name]) is None else grad
+                expect(
+                    not beyond_rounding(name, theirs),
+                    f"{call.where} the gradient of {name}, right otherwise, differs by up to {relative(theirs, ours)}",
+                )
 
 
 def _finite_at_zeros(pair: Pair) -> None:
