@@ -122,7 +122,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         ("pooled-householder", FLOAT32, 1.25),
         ("edelta", FLOAT32, 2.75),
         # Half a state, two outputs and twice 320 features, less the inputs of two norms, which a gated read recomputes.
-        ("gated-residual", FLOAT32, 2 + 2.5 * 320 / DIM + 0.5),
+        ("gated-residual", FLOAT32, 2 + 2.5 / 8 + 0.5),
         # Sources, one for each sublayer or block. PyTorch's norm keeps two vectors where a read is recomputed.
         ("attnres-block", FLOAT32, -1.5),
         ("attnres", FLOAT32, -1),

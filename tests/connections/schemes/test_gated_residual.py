@@ -1,4 +1,4 @@
-"""The gated residual (Qwen4-Exp) against a plain form for one token, its start, and the norms of a model in it."""
+"""The gated residual of Qwen3.8-Flash-Next: its values for one token, its start, and the norms of a model in it."""
 
 import pytest
 import torch
@@ -39,11 +39,12 @@ def test_values_and_gradients_are_those_of_the_plain_form(scheme):
 
 
 def test_the_start_is_the_published_one():
-    """Gains of one, and three matrices that are drawn: gates lie around 1/2, write weights around 1."""
+    """Gains of one, and three matrices that are drawn: gates of rank dim / 8 around 1/2, write weights around 1."""
     torch.manual_seed(0)
     stream = GatedResidual().build(64, 2)
     for connection in stream.connections:
         assert not connection.gated.weight.any()
+        assert len(connection.gated.down.weight) == 8
         for matrix in (connection.gated.down, connection.gated.up, connection.inject):
             assert matrix.weight.std().item() == pytest.approx(0.02, rel=0.1)
         _, carry = connection.read(stream.expand(normal(2, 5, 64, dtype=torch.float32)))

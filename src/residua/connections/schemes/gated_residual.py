@@ -1,8 +1,9 @@
-"""Gated residual: n residual streams, read through a gate for each stream and feature, and never mixed (Qwen4-Exp).
+"""Gated residual: n residual streams, read through a gate for each stream and feature, and never mixed.
 
     Z_i = (1 + w_i) norm(X_i),   x = mean_i G_i Z_i,   X_i <- X_i + p_i F(x)
 
-This is `qwen4_exp` in transformers. The read normalises every stream; the sublayer has no other norm.
+This is Qwen3.8-Flash-Next, arXiv 2608.30320, and `qwen4_exp` in transformers. The read normalises every stream; the
+sublayer has no other norm.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class GatedResidual(ExpandingScheme, MixingScheme):
     With Z_i = (1 + w_i) norm(X_i) for the n streams X_i, the gates are G = sigmoid(U silu(D vec(Z) / n)), and the write
     weights are p = 2 sigmoid(B vec(Z) / n).
 
-    gate_rank       rank of the gates, the number of rows of D; 320 in Qwen4-Exp, at width 2560
+    gate_rank       rank of the gates, the number of rows of D; None: dim / 8, as published
     weight_std      standard deviation of the initial D, U and B, with start="published"
     head            the readout: "gated", a normalised gated read of its own (Qwen4-Exp), or "mean" of the streams
     start           "published": w = 0, and D, U, B are drawn (Qwen4-Exp); "residual": U and B are 0, and 1 + w is 2 on
@@ -46,12 +47,12 @@ class GatedResidual(ExpandingScheme, MixingScheme):
 
     title = "Gated residual"
     equation = "X + p F(mean_i G_i norm(X_i))"
-    users = "Qwen4-Exp (`qwen4_exp` in transformers). `residua.models.dialects` loads its parameters."
-    paper = "transformers, models/qwen4_exp"
+    users = "Qwen3.8-Flash-Next (`qwen4_exp` in transformers). `residua.models.dialects` loads its parameters."
+    paper = "arXiv 2608.30320"
     # The gated readout is normalised, the readout of the plain residual is not.
     residual_start = {"start": "residual", "head": "mean", "weight_std": 0.02}
 
-    gate_rank: Count = 320
+    gate_rank: Count | None = None
     weight_std: Annotated[NotNegative, only_with(start="published")] = 0.02
     head: Literal["gated", "mean"] = "gated"
     start: Literal["published", "residual"] = "published"
@@ -83,8 +84,9 @@ class GatedRead(SelfStarting):
         self.norm = norm
         self.weight = nn.Parameter(torch.empty(n, dim))
         # If U is 0, D must not be 0 too: their gradients would both be 0.
-        self.down = Projection(n * dim, scheme.gate_rank, std=scheme.weight_std)
-        self.up = Projection(scheme.gate_rank, n * dim, std=scheme.weight_std if published else 0.0)
+        rank = scheme.gate_rank or max(1, dim // 8)
+        self.down = Projection(n * dim, rank, std=scheme.weight_std)
+        self.up = Projection(rank, n * dim, std=scheme.weight_std if published else 0.0)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

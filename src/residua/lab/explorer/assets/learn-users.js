@@ -30,7 +30,7 @@ const FAMILIES = [
     what: "Several streams with weights that read and write them, and no matrix between them.",
     rows: [
       {who: "Hy4", preset: "ihc", state: "4d", does: "a gate for each stream, by token", source: transformers("hy_v4")},
-      {who: "Qwen4-Exp", preset: "gated-residual", state: "4d", does: "a gate for each feature of each stream", source: transformers("qwen4_exp")},
+      {who: "Qwen3.8-Flash-Next", preset: "gated-residual", state: "4d", does: "a gate for each feature of each stream", source: transformers("qwen4_exp")},
     ],
   },
   {
