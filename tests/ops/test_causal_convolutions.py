@@ -97,6 +97,14 @@ def test_an_empty_batch_and_no_tokens_are_allowed(leading):
         assert torch.equal(taps.grad, torch.zeros_like(taps))
 
 
+def test_a_scale_of_the_smear_for_each_token_is_refused():
+    x = torch.ones(2, 6, 4)
+    with pytest.raises(ValueError, match=r"^scale must be \(\) or \(1,\), got \(6,\)"):
+        smear(x, torch.ones(6), torch.ones(2))
+    with pytest.raises(ValueError, match=r"^gate must be \(features,\) with at most 4 features, got \(5,\)"):
+        smear(x, torch.ones(1), torch.ones(5))
+
+
 def test_taps_with_the_wrong_shape_are_named():
     for taps in [(4, 1, 5), (4, 2, 5), (4, 3, 1)]:
         with pytest.raises(ValueError, match=r"^taps must be \(kernel, streams, dim\) = \(4, 3, 5\), got \(4,"):

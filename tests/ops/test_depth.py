@@ -171,6 +171,9 @@ def test_wrong_shapes_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             depth_read(sources, query)
+    for heads in (0, -1, 3):
+        with pytest.raises(ValueError, match=f"^heads must be a positive number that divides the 4.*, got {heads}$"):
+            depth_read([x], x[0, 0], heads=heads)
 
 
 @pytest.mark.slow

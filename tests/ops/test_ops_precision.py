@@ -39,6 +39,24 @@ def gradients(op, inputs, grad, *, autocast=False):
     return out, torch.autograd.grad(out, inputs, grad.to(out.dtype))
 
 
+# Their gradients are autograd's, so that matrix products of a backward pass under autocast are rounded.
+LEFT_TO_AUTOGRAD = (
+    *("Composition", "compose", "channel_taps", "cayley", "delta_inverse", "delta_operator", "delta_write_v1"),
+    *("iterative_cayley", "permutation_mixture", "hybrid", "householder", "linear_at_least_float32"),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if not name.startswith(LEFT_TO_AUTOGRAD)])
+def test_gradients_are_not_rounded_if_the_backward_pass_runs_under_autocast(name):
+    op, shapes = OPS[name]
+    inputs = [x.float().requires_grad_() for x in arguments(*shapes)]
+    out = op(*inputs)
+    expected = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert all(map(torch.equal, actual, expected))
+
+
 def assert_rounded_once(name, inputs):
     """The result and the gradients are those of float32, rounded to dtypes that are given here; return the result."""
     op, _ = OPS[name]

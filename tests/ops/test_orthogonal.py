@@ -534,3 +534,7 @@ def test_bad_options_are_named():
         iterative_cayley(torch.ones(3, 4))
     with pytest.raises(ValueError, match=r"^w must be \(\.\.\., n, n\) = \(3, 3\), got \(3, 4\)"):
         cayley_transform(torch.ones(3, 4))
+    with pytest.raises(ValueError, match=r"^start must be 'linear' or 'identity', got 'x'"):
+        iterative_cayley(torch.zeros(3, 3), start="x")
+    with pytest.raises(ValueError, match=r"^steps must be 0 or more, got -1"):
+        iterative_cayley(torch.zeros(3, 3), steps=-1)

@@ -168,6 +168,8 @@ def test_a_mixture_reaches_every_doubly_stochastic_matrix(n, seed):
 def test_bad_sizes_are_named():
     with pytest.raises(ValueError, match=r"^logits must be \(\.\.\., n, n\) = \(2, 3, 3\), got \(2, 3, 4\)"):
         sinkhorn(torch.ones(2, 3, 4))
+    with pytest.raises(ValueError, match=r"^weights must be \(\.\.\., n!\), .*, got \(5,\)"):
+        permutation_mixture(torch.ones(5))
     for iterations in (0, -1):
         with pytest.raises(ValueError, match=f"^iterations must be 1 or more, got {iterations}"):
             sinkhorn(torch.ones(3, 3), iterations)

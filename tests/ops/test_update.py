@@ -102,6 +102,10 @@ def test_a_sum_without_scales_is_exactly_the_plain_sum():
     [
         (lambda: orthogonal_update(X, H[:1], GATE), ["y must", "the shape of the state"]),
         (lambda: orthogonal_update(X, H, normal(3, 2, 1)), ["gate must", "(..., groups)"]),
+        (lambda: orthogonal_update(X, H, torch.ones(())), ["gate must be (..., groups)", "got ()"]),
+        (lambda: orthogonal_update(X[0, 0], H[0, 0], torch.ones(())), ["gate must be (..., groups)", "got ()"]),
+        (lambda: orthogonal_update(X, H, normal(2, 3, 3)), ["gate must", "divides 8", "got (2, 3, 3)"]),
+        (lambda: residual_scale(X, H, torch.ones(())), ["gate must", "got ()"]),
         (lambda: scaled_sum((X, H[:1]), (None, None)), ["terms must"]),
         (lambda: scaled_sum((X, H), (None, normal(4))), ["scales must be () or (dim,)"]),
     ],

@@ -92,12 +92,15 @@ def smear(x: Tensor, scale: Tensor, gate: Tensor, documents: Tensor | None = Non
 
     x: (..., seq, dim), scale: () or (1,), s. gate: (features,), w, with features <= dim. nanochat normalises its
     embeddings, so that u is a slice of x. The eps of rms is the machine epsilon, as in nanochat. Returns
-    (..., seq, dim) in the dtype of `x`; computed in at least float32. Raises ValueError if the axes of `documents`
-    differ.
+    (..., seq, dim) in the dtype of `x`; computed in at least float32. Raises ValueError for other shapes.
     github.com/karpathy/nanochat, gpt.py at 92d63d4.
     """
     if documents is not None:
         expect_shape("documents", documents, x.shape[:-1], "(..., seq)")
+    if scale.shape not in ((), (1,)):
+        raise ValueError(f"scale must be () or (1,), got {tuple(scale.shape)}")
+    if gate.dim() != 1 or gate.shape[0] > x.shape[-1]:
+        raise ValueError(f"gate must be (features,) with at most {x.shape[-1]} features, got {tuple(gate.shape)}")
     wide, scale, gate = promote(x, scale, gate)
     inverse_rms = (wide.square().mean(-1) + torch.finfo(wide.dtype).eps).rsqrt()
     share = scale * torch.sigmoid((wide[..., : gate.shape[0]] * gate).sum(-1) * inverse_rms)

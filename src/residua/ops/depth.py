@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from residua.ops.precision import new_symbol, promote, without_autocast
+from residua.ops.precision import new_symbol, promote, vecdot, without_autocast
 from residua.ops.recompute import release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied
@@ -31,6 +31,8 @@ def depth_read(
                       in at least float32: the form of Inkling-2 (`inkling2` in transformers)
     """
     _expect(sources, query)
+    if heads < 1 or query.shape[0] % heads:
+        raise ValueError(f"heads must be a positive number that divides the {query.shape[0]} features, got {heads}")
     return applied(_DepthRead, query, heads, normalise_values, new_symbol(eps), *sources)
 
 
@@ -101,7 +103,7 @@ class _DepthRead(Function):
         dim = query.shape[0]
         grad, u, values = _split(grad, heads), _split(u, heads), [_split(source, heads) for source in sources]
         weights, scales = logits.softmax(-1), _for_heads(scales, heads, axis=-2)
-        products = torch.stack([torch.linalg.vecdot(grad, value.to(grad.dtype)) for value in values], -1)
+        products = torch.stack([vecdot(grad, value.to(grad.dtype)) for value in values], -1)
         if normalise_values:
             products = products * scales
         steps = weights * (products - (weights * products).sum(-1, keepdim=True))
@@ -164,7 +166,7 @@ class _DepthMix(Function):
         wide, wide_weights = grad.to(dtype), weights.to(dtype)
         grad_weights = None
         if ctx.needs_input_grad[0]:
-            products = [torch.linalg.vecdot(wide, source.to(dtype)) for source in sources]
+            products = [vecdot(wide, source.to(dtype)) for source in sources]
             grad_weights = torch.stack(products, -1).to(weights.dtype)
         grads = [
             (wide_weights[..., i : i + 1] * wide).to(source.dtype) if ctx.needs_input_grad[1 + i] else None

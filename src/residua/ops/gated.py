@@ -8,7 +8,7 @@ from torch import Tensor
 from residua.ops.norm import mean_square
 from residua.ops.precision import dot, new_symbol, promote
 from residua.ops.recompute import release, save_state
-from residua.ops.shapes import expand_leading, expect_shape
+from residua.ops.shapes import expand_leading, expect_groups, expect_shape
 from residua.ops.transforms import Function, applied
 
 
@@ -46,13 +46,13 @@ def gated_delta(
 
 def _per_channel(name: str, gate: Tensor, leading: list[int], channels: int, dim: int, *, single: bool) -> Tensor:
     """Return the gate of a state with `leading` axes as (..., channels or 1, groups)."""
-    if gate.dim() and not dim % gate.shape[-1]:
-        gate = gate.unsqueeze(-2) if single else gate
-        sizes = gate.shape[-2:]
-        if len(sizes) == 2 and sizes[0] in (1, channels):
-            return expand_leading(name, gate, leading, sizes, "(..., groups)" if single else "(..., channels, groups)")
     axes = "(..., groups)" if single else f"(..., {channels} or 1, groups)"
-    raise ValueError(f"{name} must be {axes} with a number of groups that divides {dim}, got {tuple(gate.shape)}")
+    expect_groups(name, gate, dim, axes)
+    gate = gate.unsqueeze(-2) if single else gate
+    sizes = gate.shape[-2:]
+    if len(sizes) < 2 or sizes[0] not in (1, channels):
+        raise ValueError(f"{name} must be {axes}, got {tuple(gate.shape)}")
+    return expand_leading(name, gate, leading, sizes, "(..., groups)" if single else "(..., channels, groups)")
 
 
 def inverse_length(y: Tensor, groups: int, *, eps: float = 1e-5) -> Tensor:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.ops.derived import derive
-from residua.ops.precision import at_least_float32, new_symbol, promote, without_autocast
+from residua.ops.precision import at_least_float32, new_symbol, promote, vecdot
 from residua.ops.recompute import is_kept, release, save_state
 from residua.ops.transforms import Function, applied, transformed
 
@@ -52,8 +52,7 @@ class _MeanSquare(Function):
     @staticmethod
     def plain(x: Tensor) -> Tensor:
         wide = at_least_float32(x)
-        with without_autocast(x.device):
-            return torch.linalg.vecdot(wide, wide).unsqueeze(-1) / x.shape[-1]
+        return vecdot(wide, wide).unsqueeze(-1) / x.shape[-1]
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:

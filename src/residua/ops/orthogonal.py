@@ -6,7 +6,7 @@ serve a whole sequence. Computed in at least float32. Sources: arXiv 2605.06729 
 (iterative Cayley).
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -122,12 +122,16 @@ def iterative_cayley(w: Tensor, alpha: float = 0.1, steps: int = 2, start: Cayle
     Y starts from I + alpha W (`linear`, arXiv 2602.18308) or from I (`identity`, the reflection experiment of
     arXiv 2605.06729). The result is orthogonal in the limit of many steps. The iteration converges only for
     alpha mu < 2, where i mu is the largest eigenvalue of W. w: (..., n, n), skew. Returns the same shape and dtype;
-    computed in at least float32.
+    computed in at least float32. Raises ValueError for other shapes, starts and negative steps.
     """
     expect_shape("w", w, (*w.shape[:-1], w.shape[-2]), "(..., n, n)")
+    if start not in get_args(CayleyStart):
+        raise ValueError(f"start must be 'linear' or 'identity', got {start!r}")
+    if steps < 0:
+        raise ValueError(f"steps must be 0 or more, got {steps}")
     wide = at_least_float32(w)
     identity = torch.eye(w.shape[-1], dtype=wide.dtype, device=w.device)
-    y = {"linear": identity + alpha * wide, "identity": identity.expand_as(wide)}[start]
+    y = identity + alpha * wide if start == "linear" else identity.expand_as(wide)
     with without_autocast(w.device):
         for _ in range(steps):
             y = identity + alpha / 2 * (wide + wide @ y)

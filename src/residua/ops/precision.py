@@ -53,6 +53,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 _AS_IT_IS = nullcontext()
 
+
+def vecdot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product over the features, (..., d) -> (...), in the dtype of a and b, even under autocast."""
+    with without_autocast(a.device):
+        return torch.linalg.vecdot(a, b)
+
+
 FEW = 8  # up to this many outputs of a linear map, compiled sums of products cost less than a matrix product
 FEW_TOKENS = 8  # up to this many tokens, in eager mode, the number of operations matters more than the bytes moved
 

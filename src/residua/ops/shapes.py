@@ -15,6 +15,12 @@ def expect_shape(name: str, x: Tensor, expected: Sequence[int], meaning: str) ->
         raise ValueError(f"{name} must {wanted} {tuple(expected)}, got {tuple(x.shape)}")
 
 
+def expect_groups(name: str, x: Tensor, dim: int, meaning: str = "(..., groups)") -> None:
+    """Raise ValueError unless the last axis of x is a number of groups into which `dim` features can be cut."""
+    if not x.dim() or not x.shape[-1] or dim % x.shape[-1]:
+        raise ValueError(f"{name} must be {meaning} with a number of groups that divides {dim}, got {tuple(x.shape)}")
+
+
 def expand_leading(name: str, x: Tensor, leading: Sequence[int], trailing: Sequence[int], meaning: str) -> Tensor:
     """Expand x to a view of shape (*leading, *trailing).
 

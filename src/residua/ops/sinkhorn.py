@@ -169,6 +169,8 @@ def permutation_mixture(weights: Tensor) -> Tensor:
     n = 1
     while math.factorial(n) < weights.shape[-1]:
         n += 1
+    if math.factorial(n) != weights.shape[-1]:
+        raise ValueError(f"weights must be (..., n!), one for each permutation, got {tuple(weights.shape)}")
     wide = at_least_float32(weights)
     matrices = permutations(n, weights.device, wide.dtype).flatten(1)
     with without_autocast(weights.device):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residua.ops.dispatch import Implementation, choose
-from residua.ops.precision import FEW_TOKENS, at_least_float32, promote, without_autocast
+from residua.ops.precision import FEW_TOKENS, at_least_float32, promote, vecdot, without_autocast
 from residua.ops.recompute import release, save_state
 from residua.ops.shapes import expand_leading, expect_shape
 from residua.ops.transforms import Function, applied, transformed
@@ -208,7 +208,7 @@ class _HyperWrite(Function):
         if needs_res:
             grad_res = _product(grad, streams.to(grad.dtype).mT).to(h_res.dtype)
         if needs_post and rows:
-            grad_post = torch.linalg.vecdot(grad, wide_y).to(h_post.dtype)
+            grad_post = vecdot(grad, wide_y).to(h_post.dtype)
         elif needs_post:
             grad_post = _product(grad, wide_y.unsqueeze(-1)).squeeze(-1).to(h_post.dtype)
         return grad_streams, grad_y, grad_res, grad_post, None

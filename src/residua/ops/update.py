@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from residua.ops.precision import dot, new_symbol, promote
-from residua.ops.shapes import expand_leading, expect_shape
+from residua.ops.shapes import expand_leading, expect_groups, expect_shape
 from residua.ops.transforms import Function, applied
 
 
@@ -85,6 +85,7 @@ def orthogonal_update(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e
     for each group of a token. Raises ValueError for other shapes.
     """
     expect_shape("y", y, state.shape, "the shape of the state")
+    expect_groups("gate", gate, state.shape[-1])
     gate = expand_leading("gate", gate, state.shape[:-1], gate.shape[-1:], "(..., groups)")
     return applied(_OrthogonalUpdate, state, y, gate, new_symbol(eps))
 
@@ -94,6 +95,7 @@ def residual_scale(state: Tensor, y: Tensor, gate: Tensor, *, eps: float = 1e-6)
 
     The arguments are those of `orthogonal_update`: x is `state`, h is `y` and e is `gate`.
     """
+    expect_groups("gate", gate, state.shape[-1])
     x, h, e = _of_groups(state, y, gate)
     along, squared = _products(x, h, eps)
     return 1 - e * along / squared
