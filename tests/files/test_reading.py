@@ -8,7 +8,17 @@ import pytest
 from residua.errors import InputError
 from residua.files import reading
 from residua.files.durable import file_sha256
-from residua.files.reading import expect_regular, inside, parse_json, parse_yaml, read_json, read_text, read_yaml
+from residua.files.reading import (
+    expect_regular,
+    inside,
+    parse_json,
+    parse_yaml,
+    read_json,
+    read_text,
+    read_yaml,
+    readings,
+    write_yaml,
+)
 from residua.lab.records.jsonlines import JsonLines
 from residua.lab.records.jsonlines import read as read_lines
 
@@ -50,6 +60,23 @@ def test_invalid_yaml_is_refused(text):
 def test_a_tab_in_yaml_is_named():
     with pytest.raises(InputError, match=r"line 2; .*spaces.*tabs"):
         parse_yaml("set:\n\ttrain.steps: 8", "study.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", ".5e3", "+1e5", "12e4567", "1:30", "0x1f", "~", "no", "2020-01-01", "#a", "a: b"]
+)
+def test_a_text_is_written_so_that_it_is_read_as_text(text):
+    assert parse_yaml(write_yaml({"key": text, "list": [text, 3e-4, None]}), "file") == {
+        "key": text, "list": [text, 3e-4, None]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("3", [3, "3"]), ("null", [None, "null"]), ("#a", ["#a"]), ("", [""]), ("a", ["a"]), ("*a", ["*a"]), ("@", ["@"])],
+)
+def test_a_typed_text_may_mean_its_value_or_itself(text, expected):
+    assert readings(text, "--key") == expected
 
 
 def test_valid_yaml_is_read():

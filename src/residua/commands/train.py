@@ -28,7 +28,7 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
     """
     begun: dict[str, Any] = {}
     if resume:
-        if run is None:
+        if not run:
             raise InputError("give --run DIR, the folder of the run to resume")
         settings = Path(run) / "config.yaml"
         begun = settings_of(settings)
@@ -39,7 +39,7 @@ def train(*, run: str | None = None, resume: bool = False, configuration: Config
     config = configuration.load(needed="what to train, or --resume which run goes on", begun=begun)
     if config is None:
         return 0
-    if run is None:
+    if not run:
         raise InputError("give --run DIR, the folder for the run")
 
     from residua.lab import experiment

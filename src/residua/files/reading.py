@@ -154,12 +154,49 @@ def parse_yaml(text: str, source: object) -> Any:
         raise InputError(f"{source} must be YAML, got: {_reason(error)}") from error
 
 
+NULLS = ("null", "~")
+
+
+def readings(text: str, source: object) -> list[Any]:
+    """Return what a text that a user typed may mean: its value as YAML, unless that is text too, and the text itself.
+
+    A text that YAML reads as nothing, such as the comment "#data", is only text.
+    """
+    try:
+        plain = parse_yaml(text, source)
+    except InputError:
+        return [text]
+    nothing = plain is None and text.strip().lower() not in NULLS
+    return [text] if nothing or isinstance(plain, str) else [plain, text]
+
+
 def write_yaml(value: Any) -> str:
-    """Return plain values as a YAML document that keeps the order of mappings."""
+    """Return plain values as a YAML document that keeps the order of mappings.
+
+    Texts that YAML 1.1 or 1.2 would read as something else are quoted.
+    """
     with extra("lab"):
         import yaml
 
-    return yaml.safe_dump(value, sort_keys=False)
+    return yaml.dump(value, Dumper=_dumper(), sort_keys=False)
+
+
+@cache
+def _dumper() -> Any:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    first = {*yaml.SafeDumper.yaml_implicit_resolvers, *_loader().yaml_implicit_resolvers}
+    Dumper.yaml_implicit_resolvers = {
+        character: [
+            *yaml.SafeDumper.yaml_implicit_resolvers.get(character, []),
+            *_loader().yaml_implicit_resolvers.get(character, []),
+        ]
+        for character in first
+    }
+    return Dumper
 
 
 def _reason(error: Exception) -> str:

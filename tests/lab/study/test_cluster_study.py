@@ -103,9 +103,10 @@ def test_a_wrong_option_of_sbatch_gives_a_one_line_error(options, said, data, tm
 def test_a_missing_package_or_slurm_gives_a_one_line_error(data, tmp_path, monkeypatch, capsys):
     argv = ["study", "run", "resbench", "--data", str(data), "--out", str(tmp_path / "out"), "--executor", "slurm"]
     monkeypatch.setenv("PATH", "")
-    assert main([*argv, "--slurm", "time=5"]) == 2
     said = "residua: --executor slurm must run on a machine of the cluster, found no srun here"
-    assert error_in(capsys) == said
+    for texts in ([], ["wckey=*team", "comment=a: b: c", "account=%x", "qos=#12"]):  # options of sbatch, not YAML
+        assert main([*argv, "--slurm", "time=5", *texts]) == 2
+        assert error_in(capsys) == said
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

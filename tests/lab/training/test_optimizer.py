@@ -4,6 +4,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import residua
+from residua.errors import InputError
 from residua.lab.training.optimizer import (
     hidden_matrices,
     learning_rate_factor,
@@ -128,6 +129,13 @@ def test_muon_takes_only_the_own_matrices_of_a_converted_model():
     assert names_of(model, hidden_matrices(model)) == expected
     converted = residua.convert(model, "hc")
     assert len(hidden_matrices(converted)) == len(expected), "nothing of the scheme"
+
+
+def test_muon_is_refused_for_a_model_whose_rates_are_for_adam():
+    model = ResiduaForCausalLM(tiny_config("residual", mup=True, mup_base_width=8))
+    with pytest.raises(InputError, match=r"^train.optimizer must be adamw with model.mup, .*, got 'muon'"):
+        make_optimizer(nn.Sequential(model), toy_config(optimizer="muon"))
+    make_optimizer(model, toy_config(optimizer="adamw"))
 
 
 def test_an_update_of_muon_is_as_large_as_one_of_adamw():

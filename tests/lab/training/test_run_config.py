@@ -107,6 +107,7 @@ MISTAKES = [
         "model.connection: HyperConnections: num_streams must be a whole number, got '1:30'",
     ),
     ("train:\n  lr: 2020-01-01\n", "FILE: train.lr must be a number, got '2020-01-01'"),
+    (["--data.path="], "data.path must be text or null, got ''"),
 ]
 
 
@@ -125,6 +126,20 @@ def test_a_mistake_in_the_connection_names_it(connection):
     with pytest.raises(InputError, match=r"^model\.connection.*(did you mean|at least 1)") as error:
         load_config(None, [f"--model.connection={connection}"])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["#data", "1e3", ".5e3", "+1e5", "12e4567", "1:30", "*team", "@x", "a: b: c", "%x", "no"]
+)
+def test_a_text_that_yaml_reads_as_something_else_stays_text(text, tmp_path):
+    config = load_config(None, [f"--data.path={text}", f"--train.wandb={text}"])
+    assert (config.data.path, config.train.wandb) == (text, text)
+    assert load_config(write(tmp_path, config.to_yaml())) == config
+
+
+def test_the_words_for_nothing_are_null():
+    for text in ("null", "~", "NULL"):
+        assert load_config("tiny", [f"--data.path={text}", "--data.source=stdlib"]).data.path is None
 
 
 def test_a_recipe_that_does_not_exist_is_refused():
@@ -230,8 +245,9 @@ def test_a_base_that_is_circular_or_unknown_is_refused(tmp_path):
     path = tmp_path / "a.yaml"
     for base, message in (
         (str(path), "^base must .*, got"),
-        ("tyny", "did you mean tiny?"),
-        ("[1]", r"must be a recipe \(.*\) or a YAML file"),
+        ("tyny", rf"^base in {path} must be .*did you mean tiny\?"),
+        ("[1]", r"must be a recipe \(.*\) or a YAML file, relative to the working directory, got"),
+        ("''", r"^base in .* must be a recipe"),
     ):
         path.write_text(f"base: {base}\n")
         with pytest.raises(InputError, match=message):

@@ -32,7 +32,7 @@ from residua.errors import (
     words,
 )
 from residua.files.durable import unlinked, write_text
-from residua.files.reading import parse_yaml
+from residua.files.reading import readings
 from residua.lab.jobs import controller
 from residua.lab.jobs.controller import QueuedJob
 from residua.lab.jobs.pool import Job, Work, file_name, threads
@@ -108,7 +108,7 @@ class Slurm:
         for name, _, text in (text.partition("=") for text in texts):
             if name not in kinds:
                 raise InputError(f"--slurm has no option {shown(name)}{did_you_mean(name, kinds)}")
-            values = [value for value in (parse_yaml(text, "--slurm"), text) if fits(value, kinds[name])]
+            values = [value for value in readings(text, "--slurm") if fits(value, kinds[name])]
             require(bool(values), f"--slurm {name}", words(kinds[name]), text)
             options[name] = values[0]
         require("time" in options, "--slurm", "at least time=MINUTES, the limit of a job", texts)

@@ -1,7 +1,6 @@
 """The configuration of a run: frozen dataclasses, read from recipes, YAML files and dotted overrides."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import Field, FrozenInstanceError, asdict, dataclass, field, fields
 from functools import cached_property
 from importlib import resources
@@ -30,7 +29,7 @@ from residua.errors import (
     types_of,
     words,
 )
-from residua.files.reading import parse_yaml, read_text, write_yaml
+from residua.files.reading import parse_yaml, read_text, readings, write_yaml
 from residua.lab.records.progress import say_once
 from residua.model_fields import ModelFields, setting
 
@@ -359,24 +358,24 @@ def _fit(train: dict[str, Any], wholes: Mapping[str, int], begun: Mapping[str, A
         say_once(f"train.steps is {train['steps']}, not {of} as in the recipe; scaled with it: {', '.join(fitted)}")
 
 
-def _chain(source: str, chain: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+def _chain(source: str, chain: tuple[str, ...] = (), place: str = "--config") -> list[tuple[str, dict[str, Any]]]:
     """Return the bases of a recipe or file, then the recipe or file, each with its own values by dotted key."""
     if source in chain:
         raise InputError(f"base must not lead back to the same file, got {' -> '.join([*chain, source])}")
-    document = parse_yaml(_source_text(source, pipe=not chain), source)
+    document = parse_yaml(_source_text(source, place, pipe=not chain), source)
     base = document.pop("base", None) if isinstance(document, dict) else None
-    bases = [] if base is None else _chain(str(base), (*chain, source))
+    bases = [] if base is None else _chain(str(base), (*chain, source), f"base in {source}")
     return [*bases, (source, dict(_flat(document)))]
 
 
-def _source_text(source: str, *, pipe: bool) -> str:
+def _source_text(source: str, place: str, *, pipe: bool) -> str:
     recipes = recipe_names()
     if source in recipes:
         return (resources.files("residua.lab") / "recipes" / f"{source}.yaml").read_text(encoding="utf-8")
-    if "\0" not in source and Path(source).exists():
+    if source and "\0" not in source and Path(source).exists():
         return read_text(source, "YAML", pipe=pipe)
-    expected = f"a recipe ({', '.join(recipes)}) or a YAML file"
-    raise InputError(f"--config must be {expected}, got {shown(source)}{did_you_mean(source, recipes)}")
+    expected = f"a recipe ({', '.join(recipes)}) or a YAML file, relative to the working directory"
+    raise InputError(f"{place} must be {expected}, got {shown(source)}{did_you_mean(source, recipes)}")
 
 
 def _flat(document: Any) -> Iterator[tuple[str, Any]]:
@@ -438,11 +437,7 @@ def _nearest(key: str) -> str:
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
     """Convert the value of a key to its type. Text is parsed as YAML; if that does not fit, it stays text."""
-    readings = [value]
-    if isinstance(value, str) and value.strip():  # YAML reads an empty text as null
-        with suppress(InputError):
-            readings = [plain for plain in (parse_yaml(value, key),) if not isinstance(plain, str)] + readings
-    for reading in readings:
-        if fits(reading, kind):
+    for reading in readings(value, key) if isinstance(value, str) else [value]:
+        if fits(reading, kind) and reading != "":
             return float(reading) if kind is float else reading
     raise InputError(f"{key} must be {words(kind)}, got {shown(value)}")

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from residua.errors import InputError
+from residua.errors import InputError, shown
 from residua.files.durable import remove, remove_partials, write_text
 from residua.files.reading import write_yaml
 from residua.lab.records.folder import (
@@ -39,6 +39,10 @@ def claim(folder: str | Path, settings: Mapping[str, Any], *, resume: bool = Fal
         InputError: the folder contains a run or other files, contains no run to resume, is held by another process,
             cannot be written, or was started with other settings.
     """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{shown(str(folder))} must be a name in UTF-8, since safetensors opens no other") from error
     run = RunFolder(Path(folder), settings, resume)
     if resume and not run.config.is_file():
         raise InputError(f"{run.path} must be a run to resume, found no config.yaml; leave --resume out to start one")

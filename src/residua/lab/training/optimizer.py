@@ -10,7 +10,7 @@ from torch import nn
 from residua.connections import Stream
 from residua.connections.parts.projection import LINEAR_MAPS
 from residua.conversion.flow import LayerStream
-from residua.errors import extra
+from residua.errors import extra, require
 from residua.models.mup import learning_rate_factors
 from residua.models.transformer import ResiduaForCausalLM
 
@@ -93,10 +93,13 @@ def make_optimizer(model: nn.Module, config: "TrainConfig") -> torch.optim.Optim
     """Return the optimizer of a run. `initial_lr` of each group is its peak learning rate, `lr` times its factor.
 
     Raises:
-        InputError: this torch has no Muon.
+        InputError: the optimizer is Muon, and the model has muP.
     """
+    mup = any(getattr(getattr(part, "config", None), "mup", False) is True for part in model.modules())
+    muon = config.optimizer == "muon"
+    require(not (mup and muon), "train.optimizer", "adamw with model.mup, whose rates are for Adam", "muon")
     groups = parameter_groups(model, config.weight_decay, config.connection_lr_factor)
-    if config.optimizer == "muon":
+    if muon:
         optimizer: torch.optim.Optimizer = MuonAndAdamW(groups, hidden_matrices(model), config)
     else:
         optimizer = _adamw(groups, config)
