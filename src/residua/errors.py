@@ -55,6 +55,17 @@ def first_line(error: BaseException) -> str:
     return next(filter(str.strip, str(error).splitlines()), type(error).__name__)
 
 
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Turn a panic of a library in Rust, such as tokenizers, into a ValueError: it is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(first_line(error)) from error
+
+
 def installing(name: str) -> str:
     """Return the command that installs the extra `name`, and where to run it: no index has residua yet."""
     return f'pip install ".[{name}]" in a clone of residua'

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import residua
 from residua.commands.cli import main
+from residua.errors import InputError
 from residua.lab.experiment import open_model
 from residua.lab.training import load_checkpoint
 from residua.lab.training.checkpoint import open_checkpoint
@@ -59,7 +60,7 @@ def home(tmp_path_factory):
     data = [f"--data.source={write_texts(root / 'text')}", "--data.tokenizer=byte"]
     assert main(["train", "--config", "tiny", "--run", str(root / "run"), *TINY, *data]) == 0
     shutil.rmtree(root / "run" / "checkpoints" / "step-4")
-    assert main(["explore", str(root / "run"), "--tokens", "4", "--no-page"]) == 0
+    assert main(["explore", str(root / "run"), "--no-page"]) == 0
     assert main(["export", str(root / "run"), str(root / "model")]) == 0
     return root
 
@@ -226,6 +227,39 @@ def test_an_exported_model_with_other_weights_is_refused(change, place, capsys):
         tensors["more" if change == "unexpected" else name] = torch.ones(2, 2)
     save_file(tensors, path, {"format": "pt"})
     assert_refused(capsys, arguments(MODEL, place), place)
+
+
+@pytest.mark.parametrize("size", ["vocab_size", "intermediate_size"])
+def test_a_configuration_far_larger_than_the_weights_is_refused_before_it_fills_memory(size, place, capsys):
+    edit(place / "model" / "config.json", **{size: 2 * 10**8})
+    assert "must hold the weights of the model in config.json, which has " in assert_refused(
+        capsys, arguments(MODEL, place), place
+    )
+    with pytest.raises(InputError, match=r"must hold the weights of the model in config.json, which has "):
+        residua.load(place / "model")
+
+
+PANICS = [
+    {"type": "Replace", "pattern": {"Regex": ""}, "content": "aaaa"},
+    {"type": "Precompiled", "precompiled_charsmap": "/////w=="},
+]
+
+
+@pytest.mark.parametrize("normalizer", PANICS)
+def test_a_tokenizer_at_which_its_library_panics_is_refused(normalizer, place, capsys):
+    """A panic of Rust is no Exception of Python."""
+    path = place / "model" / "tokenizer.json"
+    edit(path, normalizer=normalizer)
+    (place / "texts").mkdir()
+    (place / "texts" / "one.txt").write_text("a text\n" * 9)
+    for command in (
+        MODEL,
+        ("prepare", "--source", str(place / "texts"), "--tokenizer", str(place / "model"), "--out", str(place / "new")),
+    ):
+        status, _, err = execute(capsys, arguments(command, place))
+        assert status == 2
+        assert "tokenizer" in err
+        assert "Traceback" not in err
 
 
 CODE = "import pathlib; pathlib.Path({!r}).write_text('ran')\nclass Forged: ...\n"

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from copy import copy
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -204,6 +205,35 @@ class BuiltConverted(Swapped):
         model = super()._from_config(config, **options)  # type: ignore[misc]
         swap_back(model)
         return model
+
+
+ROOM, NARROWEST = 10**7, 8
+"""The parameters that may be missing in any folder, and the most that a byte of quantised weights can hold."""
+
+
+def expect_stored(folder: str | Path, auto: Any, config: Any = None, **options: Any) -> None:
+    """Raise InputError if the model of a folder's configuration is far larger than the files of weights.
+
+    transformers would fill as much memory with new numbers before it says which weights are missing.
+
+    folder: only a local folder is checked. auto: the Auto class. config: None for the one in the folder. options: of
+    `from_pretrained`.
+    """
+    if not Path(folder).is_dir() or options.get("subfolder"):
+        return
+    stored = sum(path.stat().st_size for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin"))
+    try:
+        config = config or AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            parameters = auto.from_config(config, trust_remote_code=False).parameters()
+    except Exception:  # `from_pretrained` reports it
+        return
+    needed = sum(parameter.numel() for parameter in parameters)
+    if needed > ROOM + NARROWEST * stored:
+        raise InputError(
+            f"{folder} must hold the weights of the model in config.json, which has {needed:,} parameters, got "
+            f"{stored:,} bytes"
+        )
 
 
 def expect_weights(folder: Any, info: Any, *problems: str, only: str = "") -> None:

@@ -16,6 +16,7 @@ from residua.conversion.configuration import (
     AUTO_CLASSES,
     MODEL_TYPE,
     conversion_of,
+    expect_stored,
     expect_weights,
     mark,
 )
@@ -153,6 +154,7 @@ def load(folder: str | Path, **options: Any) -> PreTrainedModel:
     require(not Path(folder).is_file(), "folder", "a folder that save_pretrained wrote", str(folder))
     expect_regular(Path(folder))
     auto = _auto_class(folder, options)
+    expect_stored(folder, auto, **options)
     options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}  # `expect_weights` names them
     with undamaged_weights(folder):
         opened: Any = auto.from_pretrained(folder, **options)

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
-from residua.conversion.configuration import AutoModelForCausalLM, expect_weights  # registers converted models
-from residua.errors import InputError, extra, first_line
+from residua.conversion.configuration import (  # registers converted models
+    AutoModelForCausalLM,
+    expect_stored,
+    expect_weights,
+)
+from residua.errors import InputError, extra, first_line, without_panics
 from residua.files.reading import expect_regular, read_json
 from residua.files.tensors import undamaged_weights
 from residua.models.configuration import usable
@@ -51,7 +55,8 @@ def read_model(
     try:
         settings = usable(content, folder / "config.json")
         config = None if settings == content else CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-        with quiet(), undamaged_weights(folder):
+        with quiet(), undamaged_weights(folder), without_panics():
+            expect_stored(folder, AutoModelForCausalLM, config)
             opened: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -74,8 +79,11 @@ def read_model(
 
 def _read_tokenizer(folder: Path, config: PreTrainedConfig | None) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
-        tokenizer("text")
+        with without_panics():
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False
+            )
+            tokenizer("text")
     except Exception as error:
         raise InputError(
             f"{folder} must have the model's tokenizer, found none that opens ({first_line(error).rstrip(': ')}); copy "

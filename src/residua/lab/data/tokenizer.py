@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from residua.errors import InputError, extra, first_line, require
+from residua.errors import InputError, extra, first_line, require, without_panics
 from residua.files.durable import file_sha256
 from residua.files.reading import expect_regular, read_json, regular
 from residua.lab.data.hub import download_tokenizer
@@ -82,8 +82,9 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
         if not folder.is_dir():
             raise InputError("no such folder")
         expect_regular(folder)
-        with quiet():
+        with quiet(), without_panics():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer("text")
         _ = tokenizer.backend_tokenizer.to_str()
     except Exception as error:  # transformers and tokenizers raise exceptions of many kinds
         needed = (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None
@@ -130,7 +131,8 @@ def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """
     try:
         # Pass the content, because tokenizers accepts only paths in UTF-8.
-        backend = Tokenizer.from_buffer(regular(folder / "tokenizer.json").read_bytes())
+        with without_panics():
+            backend = Tokenizer.from_buffer(regular(folder / "tokenizer.json").read_bytes())
         end_of_text = read_json(folder / "tokenizer_config.json")["eos_token"]
         _ = backend.get_vocab()[end_of_text]
     except Exception as error:  # tokenizers raises plain Exception for invalid content
