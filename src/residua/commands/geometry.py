@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from residua.commands.signature import Output
-from residua.errors import Count, between
+from residua.errors import Count, at_most, between
 
 NOT_QUICK = ("hc", "edelta-stream")
 """Models that `quick` trains only if they are named, because they are not in the publication."""
@@ -21,6 +21,7 @@ FULL_MODELS = (
 """The models of `quick --full`, the most important first: the published models, and two controls."""
 SEEDS = (42, 123, 456)
 Seed = Annotated[int, between(0, 2**32 - 1)]
+Vectors = Annotated[Count, at_most(10**9)]
 Processes = Annotated[int, between(1, 1024)]
 
 
@@ -29,7 +30,7 @@ def reflection(
     models: tuple[str, ...] | None = None,
     seeds: tuple[Seed, ...] = SEEDS,
     steps: Count | None = None,
-    vectors: tuple[Count, ...] = (500,),
+    vectors: tuple[Vectors, ...] = (500,),
     out: str = "runs/geometry/reflection",
     processes: Processes | None = None,
 ) -> Output:
@@ -100,7 +101,7 @@ def quick(
         processes: runs at the same time (default: one per core)
     """
     from residua.lab.geometry.experiment import run_experiment
-    from residua.lab.geometry.models import MODELS
+    from residua.lab.geometry.models import MODELS, own_name
     from residua.lab.geometry.study import FULL, QUICK, job
     from residua.lab.geometry.tasks import TASKS
     from residua.lab.training import pick_device
@@ -113,7 +114,7 @@ def quick(
     jobs = [
         replace(job(model, task, seed, settings, place), order=(nth, rank) if full else ())
         for task in dict.fromkeys(wanted)
-        for rank, model in enumerate(dict.fromkeys(chosen))
+        for rank, model in enumerate(dict.fromkeys(map(own_name, chosen)))
         for nth, seed in enumerate(dict.fromkeys(seeds or (SEEDS if full else SEEDS[:2])))
     ]
     folder = Path(out or f"runs/geometry/{'full' if full else 'quick'}")

@@ -263,10 +263,11 @@ def _respelled(text: str, *, back: bool = False) -> str:
     if not parts or not all(equals for _, equals, _ in parts) or len({part[0] for part in parts}) < len(parts):
         return text  # `named` raises the error
     options = renamed(_scheme_of(name), {option: value for option, _, value in parts}, back=back)
-    return f"{name}:{_listed(options)}"
+    return f"{name}:{options_text(options)}"
 
 
-def _listed(options: Mapping[str, Any]) -> str:
+def options_text(options: Mapping[str, Any]) -> str:
+    """Return options as they are typed behind a name: "erase=none,write=value"."""
     return ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items())
 
 
@@ -287,7 +288,7 @@ def label(connection: str | Mapping[str, Any]) -> str:
     alias = next((alias for alias, (of, implied) in _LABELS.items() if (of, implied) == (name, options)), None)
     if alias is not None:
         return alias
-    return f"{name}:{_listed(options)}" if options else name
+    return f"{name}:{options_text(options)}" if options else name
 
 
 def _mapping(text: str) -> dict[str, Any]:

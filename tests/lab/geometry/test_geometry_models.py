@@ -5,7 +5,7 @@ from torch import nn
 from residua.connections import PRESETS, EDelta
 from residua.errors import InputError
 from residua.lab.geometry.measure import causality, stream_norms
-from residua.lab.geometry.models import MODELS, Architecture, match, row
+from residua.lab.geometry.models import MODELS, Architecture, match, own_name, row
 from support.variants import perturbed
 
 NAMES = [*MODELS, "attnres", "attnres-block", "mudd"]
@@ -153,3 +153,24 @@ def test_invalid_sizes_are_an_error(name, expected):
 def test_sizes_that_do_not_fit_are_an_error():
     with pytest.raises(InputError, match="larger width"):
         architecture("jpmhc", dim=8, layers=1)
+
+
+@pytest.mark.parametrize(
+    ("spellings", "name"),
+    [
+        (["ddl", "DDL", "_ddl"], "ddl"),
+        (["Residual", "residual"], "residual"),
+        (["ddl:beta_init=0.50", "DDL:beta_init=0.5"], "ddl:beta_init=0.5"),
+        (["Edelta_Token", "edelta-token"], "edelta-token"),
+        (["Edelta-Token:gamma_init=0.50"], "edelta-token:gamma_init=0.5"),
+        (["lambdas+tc", "lambdas:compress=token"], "lambdas+tc"),
+    ],
+)
+def test_one_model_has_one_name(spellings, name):
+    assert {own_name(spelling) for spelling in spellings} == {name}
+    assert row(name) == row(spellings[0])
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(InputError, match=r"^model ddll: "):
+        own_name("ddll")

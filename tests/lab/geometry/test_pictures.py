@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from residua.lab.geometry.pictures import LOSS, POSITIONS, _figure, _named, _styles
+from residua.lab.geometry.pictures import LOSS, POSITIONS, _figure, _mean, _named, _styles
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,14 @@ def test_among_many_lines_only_the_plain_residual_the_best_and_the_worst_are_nam
     last = {"residual" if number == 0 else f"model {number}": 3.5 if number == 0 else number for number in range(count)}
     groups = [SimpleNamespace(name=name, runs=[{"curve": [[0, 9.0], [1, loss]]}]) for name, loss in last.items()]
     assert _named(LOSS._replace(groups=groups)) == expected
+
+
+def test_a_run_that_diverged_is_in_no_mean_curve():
+    whole = {"curve": [[0, 1.0], [1, 0.5], [2, 0.25]], "diverged": False}
+    lost = {"curve": [[0, 3.0]], "diverged": True}
+    mean = _mean(SimpleNamespace(name="ddl", runs=[whole, lost]), LOSS.curve)
+    assert mean == [(0, 1.0), (1, 0.5), (2, 0.25)]
+    assert _mean(SimpleNamespace(name="ddl", runs=[lost]), LOSS.curve) == [(0, 3.0)]
 
 
 @pytest.mark.parametrize("causal", [True, False])

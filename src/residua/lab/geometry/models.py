@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from residua.connections import Projection, Scheme, named, resolve
 from residua.connections.base import as_inputs
-from residua.connections.names import key, meaning
+from residua.connections.names import key, label, meaning, options_text
 from residua.connections.parts.memory import whole_sequence
 from residua.errors import InputError, did_you_mean
 from residua.models.transformer import total_penalty
@@ -192,8 +192,7 @@ def row(name: str) -> ModelRow:
     hint = ""
     try:
         base, options = named(name)
-        spellings = {key(base), key(meaning(base))}
-        base = next((own for own in MODELS if key(own) in spellings), base)
+        base = _own(base)
         hint = "" if base in MODELS else did_you_mean(base, MODELS)
         model = MODELS.get(base, ModelRow({"preset": base}))
         model = replace(model, connection={**model.connection, **options})
@@ -201,6 +200,22 @@ def row(name: str) -> ModelRow:
     except (ValueError, TypeError) as error:
         raise InputError(f"model {name}: {error}{hint}") from error
     return model
+
+
+def own_name(name: str) -> str:
+    """Return the name that records have, whatever the spelling of this one. Raises InputError as `row` does."""
+    row(name)
+    base, options = named(name)
+    own = _own(base)
+    if own not in MODELS:
+        return label(name)
+    return f"{own}:{options_text(options)}" if options else own
+
+
+def _own(base: str) -> str:
+    """Return the name in `MODELS` that may be spelled in another way, or the name unchanged."""
+    spellings = {key(base), key(meaning(base))}
+    return next((own for own in MODELS if key(own) in spellings), base)
 
 
 @lru_cache

@@ -213,8 +213,12 @@ def _draw_levels(axes: Axes, references: Sequence[Record]) -> None:
 
 
 def _mean(group: Group, curve: Curve) -> PointList:
-    """Return the mean curve over the runs that have it, at their common positions."""
-    curves = [dict(points) for points in map(curve, group.runs) if points]
+    """Return the mean curve over the runs that have it, at their common positions.
+
+    As in the tables, a run that diverged is in no mean, unless all did.
+    """
+    runs = [run for run in group.runs if not run.get("diverged")] or group.runs
+    curves = [dict(points) for points in map(curve, runs) if points]
     if not curves:
         return []
     shared = sorted(set(curves[0]).intersection(*curves[1:]))
