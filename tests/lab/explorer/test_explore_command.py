@@ -50,9 +50,11 @@ def test_the_newest_checkpoint_reads_the_validation_data_once(capsys, run):
 def test_explore_accepts_a_prompt_and_a_checkpoint(capsys, run):
     text = output(capsys, run, "--prompt", "Text number 3", "--checkpoint", "2")
     assert text.startswith("ddl-cc, step 2, 13 tokens of a prompt, loss ")
-    assert Trace.load(run / "analysis" / "trace-step-2.safetensors").tokens == list("Text number 3")
+    assert output(capsys, run, "--checkpoint", "2").startswith("ddl-cc, step 2, the first 16 tokens of the validation")
+    assert Trace.load(run / "analysis" / "trace-step-2.safetensors").num_tokens == 16
     assert output(capsys, run, "--prompt", "").startswith("ddl-cc, step 4, 1 tokens of a prompt")
     assert "5 tokens of a prompt" in output(capsys, run, "--prompt", "Text number 3", "--tokens", "5")
+    assert [path.name for path in (run / "analysis").iterdir()] == ["trace-step-2.safetensors"], "the others are not"
 
 
 def test_explore_prints_a_trace_as_json(capsys, run):

@@ -111,3 +111,15 @@ def test_the_effective_rank_counts_directions_that_are_not_zero():
     ranks = effective_rank(k)
     assert ranks[3].isnan()
     assert_close(ranks[:3], torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64))
+
+
+def test_a_product_that_overflows_is_nan():
+    """Every factor is finite."""
+    g = torch.Generator().manual_seed(0)
+    k = torch.nn.functional.normalize(torch.randn(14, 2, 6, generator=g, dtype=torch.float64), dim=-1)
+    beta = torch.ones(14, 2, dtype=torch.float64)
+    beta[:, 1] = 1e25
+    matrices = torch.eye(6).double() - beta[..., None, None] * k.unsqueeze(-1) * k.unsqueeze(-2)
+    for products in (rank_one_products(k, beta), matrix_products(matrices)):
+        assert products.singular_max[:, 0].isfinite().all()
+        assert products.singular_max[-1, 1].isnan()

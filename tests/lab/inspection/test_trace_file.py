@@ -75,3 +75,44 @@ def test_a_trace_without_facts_or_tokens_is_refused(metadata, tmp_path):
     save_file({"beta": torch.ones(2)}, path := tmp_path / "trace.safetensors", {"residua_trace": "1", **metadata})
     with pytest.raises(InputError, match=r"(facts|tokens) must be"):
         Trace.load(path)
+
+
+def without(name):
+    return lambda recorded: recorded.values.pop(name)
+
+
+def with_value(name, value):
+    return lambda recorded: recorded.values.update({name: value})
+
+
+def with_fact(name, value):
+    return lambda recorded: recorded.facts.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "words"),
+    [
+        ("ddl", without("beta"), "values must be those of beta too"),
+        ("ddl", without("state_norm"), "values must be those of state_norm too"),
+        ("ddl", with_value("beta", torch.ones(3)), "beta must be .*, T\\), got "),
+        ("ddl", with_value("beta", torch.ones(4, 0)), "beta must be"),
+        ("ddl", with_value("beta", torch.ones(4, 8, dtype=torch.int64)), "beta must be torch.float32"),
+        ("ddl", with_value("alignment", torch.ones(2, 2)), "alignment must be"),
+        ("ddl", with_value("alignment", torch.ones(())), "alignment must be"),
+        ("hc", with_value("h_res", torch.ones(4, 8, 4, 7)), "h_res must be"),
+        ("attnres", with_fact("sources", ["one"]), "depth_mean must be"),
+        ("ddl", with_fact("sublayers", []), r"facts\.sublayers must be"),
+        ("ddl", with_fact("sublayers", ["1", "2", "3"]), "must be"),
+        ("ddl", with_fact("gates", {"beta": {"range": "ab", "start": None}}), r"facts\.gates must be"),
+        ("ddl", with_fact("gates", {"beta": {"range": [1], "start": None}}), r"facts\.gates must be"),
+        ("ddl", with_fact("gates", {"beta": {"range": None, "start": "x"}}), r"facts\.gates must be"),
+        ("ddl", with_fact("left_out", {"beta": [99]}), r"facts\.left_out must be"),
+        ("ddl", with_fact("left_out", {"beta": ["a"]}), r"facts\.left_out must be"),
+        ("ddl", with_fact("read", ["a"]), r"facts\.read must be"),
+    ],
+)
+def test_arrays_that_do_not_fit_the_facts_are_refused(preset, change, words, tmp_path):
+    recorded = trace(tiny_model(preset), prompt(8), text=TEXT)
+    change(recorded)
+    with pytest.raises(InputError, match=words):
+        Trace.load(recorded.save(tmp_path / "trace.safetensors"))

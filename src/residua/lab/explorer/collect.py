@@ -98,8 +98,8 @@ class Source:
 def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[list[Source], dict[str, Any] | None]:
     """Return the traces of run folders, trace files and model folders, and the comparison of the runs, or None.
 
-    A run is traced if it has no trace of its newest checkpoint, or if `reading` has any option; the new trace is saved
-    in the run. The trace of a model is not saved. Two or more runs are compared.
+    A run is traced if it has no trace of its newest checkpoint, or if `reading` has any option. A new trace is saved in
+    the run if it reads the beginning of the run's validation data. Two or more runs are compared.
 
     Raises:
         InputError: a path is not a run folder, a model or a trace; a trace has another version; a model is given
@@ -167,12 +167,13 @@ def _kept_trace(path: Path, reading: Reading) -> Path | None:
 
 
 def _measured(folder: Path, reading: Reading) -> Source:
-    """Return a new trace of a run or a model. Only the trace of a run is saved in its folder."""
+    """Return a new trace of a run or a model. Only the trace of a run on its own text is saved, in its folder."""
     opened = open_model(folder, reading.step, data=reading.data)
     if not reading.again:
         say(f"{folder}: measuring its connections on held-out text")
     trace = trace_model(opened, reading.prompt, tokens=reading.tokens)
-    return Source(_name(folder, trace), trace, folder, None if is_model_folder(folder) else trace.keep(folder))
+    keeps = not is_model_folder(folder) and reading == Reading(step=reading.step)
+    return Source(_name(folder, trace), trace, folder, trace.keep(folder) if keeps else None)
 
 
 def _name(path: Path, trace: Trace) -> str:

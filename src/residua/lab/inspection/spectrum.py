@@ -45,9 +45,8 @@ def rank_one_products(k: Tensor, beta: Tensor) -> Products:
     for count in range(1, sublayers + 1):
         size = min(count, dim)
         r = triangle[:, :size, :count]
-        values = torch.linalg.svdvals(
-            torch.eye(size, dtype=r.dtype, device=r.device) - r @ steps[:, :count, :count] @ r.mT
-        )
+        identity = torch.eye(size, dtype=r.dtype, device=r.device)
+        values = _singular_values(identity - r @ steps[:, :count, :count] @ r.mT)
         largest.append(values[:, 0].clamp_min(1.0) if dim > size else values[:, 0])
         smallest.append(values[:, -1].clamp_max(1.0) if dim > size else values[:, -1])
         defect.append((values.square() - 1).abs().amax(-1))
@@ -64,9 +63,16 @@ def matrix_products(m: Tensor) -> Products:
     product, rows = identity, []
     for shortcut in m:
         product = shortcut @ product
-        values = torch.linalg.svdvals(product)
+        values = _singular_values(product)
         rows.append((torch.linalg.det(product), values[:, 0], values[:, -1], (values.square() - 1).abs().amax(-1)))
     return _broken(Products(*map(torch.stack, zip(*rows)), values), broken)
+
+
+def _singular_values(m: Tensor) -> Tensor:
+    """Return the singular values of matrices, (..., n, n) -> (..., n), NaN for one with a number that is not finite."""
+    broken = ~m.isfinite().flatten(-2).all(-1)
+    values = torch.linalg.svdvals(m.masked_fill(broken[..., None, None], 0.0))
+    return values.masked_fill(broken.unsqueeze(-1), torch.nan)
 
 
 def _broken(products: Products, broken: Tensor) -> Products:

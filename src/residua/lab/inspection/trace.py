@@ -140,7 +140,45 @@ class Trace:
         tokens = _parsed(metadata, "tokens", path)
         count = len(tokens) if isinstance(tokens, list) else 0
         require(count and all(isinstance(token, str) for token in tokens), f"{path}: tokens", "a list of texts", tokens)
-        return cls(_facts(_parsed(metadata, "facts", path), count, path), tokens, values)
+        facts = _facts(_parsed(metadata, "facts", path), count, path)
+        _expect_values(values, facts, count, path)
+        return cls(facts, tokens, values)
+
+
+AXES: Mapping[str, str] = {
+    "token_ids": "T",
+    "token_loss": "T",
+    "state_norm": "B T",
+    "stream_similarity": "B T",
+    **dict.fromkeys(("readout", "target", "h_pre", "h_post"), "S T n"),
+    "h_res": "S T n n",
+    "compress_share": "S n",
+    "direction": "S P d",
+    "alignment": "S S",
+    "effective_rank": "P",
+    "depth_weights": "S P reads sources",
+    "depth_mean": "S reads sources",
+    "sources_read": "S T",
+    **dict.fromkeys(("determinant", "singular_max", "singular_min", "defect"), "S P"),
+    "singular_values": "P r",
+}
+"""The axes of values that are not (S, T): B is S + 1; n, r and reads have any size, the same in one value."""
+
+
+def _expect_values(values: Mapping[str, Tensor], facts: Mapping[str, Any], count: int, path: str | Path) -> None:
+    """Raise InputError unless the values of a trace of `count` tokens have their axes."""
+    sublayers = len(facts["sublayers"])
+    sizes = {"S": sublayers, "B": sublayers + 1, "T": count, "P": len(facts["sampled"]), "d": facts["dim"]}
+    sizes["sources"] = len(facts["sources"])
+    missing = sorted({"token_ids", "token_loss", "state_norm", *facts["gates"]} - values.keys())
+    require(not missing, f"{path}: values", f"those of {', '.join(missing)} too", sorted(values))
+    for name, value in values.items():
+        axes, known = AXES.get(name, "S T").split(), dict(sizes)
+        right = value.dim() == len(axes) and all(
+            size and size == known.setdefault(axis, size) for axis, size in zip(axes, value.shape)
+        )
+        kind = torch.int64 if name == "token_ids" else torch.float32
+        require(right and value.dtype == kind, f"{path}: {name}", f"{kind} ({', '.join(axes)})", tuple(value.shape))
 
 
 NEEDED_FACTS: Mapping[str, Any] = {
@@ -176,14 +214,28 @@ def _facts(facts: Any, count: int, path: str | Path) -> dict[str, Any]:
         require(name in facts and fits(facts[name], kind), f"{path}: facts.{name}", words(kind), facts.get(name))
     for name in ("sublayers", "sources"):
         require(all(isinstance(each, str) for each in facts[name]), f"{path}: facts.{name}", "texts", facts[name])
-    omitted = all(isinstance(indices, list) for indices in facts["left_out"].values())
+    last = len(facts["sublayers"])
+    require(last, f"{path}: facts.sublayers", "at least one name", facts["sublayers"])
+    omitted = all(
+        isinstance(indices, list) and all(fits(i, int) and 0 <= i < last for i in indices)
+        for indices in facts["left_out"].values()
+    )
     require(omitted, f"{path}: facts.left_out", "lists of sublayers", facts["left_out"])
-    gates = all(isinstance(gate, dict) and {"range", "start"} <= gate.keys() for gate in facts["gates"].values())
-    require(gates, f"{path}: facts.gates", "an object of objects with range and start", facts["gates"])
+    gates = all(map(_is_gate, facts["gates"].values()))
+    require(gates, f"{path}: facts.gates", "objects with a range of two numbers or null, and a start", facts["gates"])
+    require(fits(facts.get("read", ""), str), f"{path}: facts.read", "a text", facts.get("read"))
     require(isinstance(facts["scheme"].get("scheme"), str), f"{path}: facts.scheme", "a scheme", facts["scheme"])
     places = all(fits(place, int) and 0 <= place < count for place in facts["sampled"])
     require(places, f"{path}: facts.sampled", f"positions below {count}", facts["sampled"])
     return facts
+
+
+def _is_gate(gate: Any) -> bool:
+    """Return whether the facts of a gate are its range, two numbers or None, and its start, a number or None."""
+    if not isinstance(gate, dict) or not {"range", "start"} <= gate.keys() or not fits(gate["start"], float | None):
+        return False
+    ends = gate["range"]
+    return ends is None or (isinstance(ends, list) and len(ends) == 2 and all(fits(end, float) for end in ends))
 
 
 def trace_file(folder: str | Path, step: int) -> Path:

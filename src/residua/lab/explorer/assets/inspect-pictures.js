@@ -138,7 +138,7 @@ function alignment(trace, tip, select) {
           ? ""
           : `Nearest to ${names[sublayer]}: ${names[nearest]}, ${number(cosines.at(sublayer, nearest))}.`,
         rank
-          ? `Effective rank of the directions, ${trace.depth} at most: ${number(middle)} (from ${number(low)} to ${number(high)}); at this token ${number(rank[trace.fields.determinant ? trace.fields.determinant.column(token) : 0])}.`
+          ? `Effective rank of the directions, ${Math.min(trace.depth, trace.facts.dim)} at most: ${number(middle)} (from ${number(low)} to ${number(high)}); at this token ${number(rank[trace.fields.determinant ? trace.fields.determinant.column(token) : 0])}.`
           : "",
       ].join(" ");
       if (!all && element.dataset.drawn) return mark(place, outline(sublayer));

@@ -34,7 +34,7 @@ export function quantitiesOf({facts, arrays: there}) {
     name,
     label: name,
     note: "a gate of the connection",
-    ...GATES[name.replace(/_\d+$/, "")],
+    ...(name !== "gate" || range?.[0] < 0 ? GATES[name.replace(/_\d+$/, "")] : {}), // another scheme's gate writes
     ...(/_\d+$/.test(name) && {label: name}),
     limits: range,
     gate: true,
