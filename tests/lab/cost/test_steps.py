@@ -1,6 +1,7 @@
 import functools
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from residua.errors import InputError, RunError
 from residua.lab.cost import measured_memory
 from residua.lab.cost import steps as cost_steps
 from residua.lab.cost.measured_memory import peak_of
-from residua.lab.cost.steps import MeasuredStep, measure_schemes
+from residua.lab.cost.steps import MeasuredStep, measure_schemes, table
 from residua.lab.experiment import model_config
 from residua.lab.training import load_config
+from residua.models import ResiduaForCausalLM
 from support.converted_models import save_base
-from support.tiny_models import TINY_RUN
+from support.tiny_models import TINY_RUN, tiny_config
 
 WIDER = {"model__num_hidden_layers": 4, "model__hidden_size": 64, "model__head_dim": 32, "train__sequence_length": 64}
 
@@ -113,6 +115,22 @@ def test_schemes_that_cannot_be_measured_are_refused_first(arguments, message, m
     monkeypatch.setattr(cost_steps, "measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(InputError, match=message):
         command(*arguments)
+
+
+def test_the_base_as_it_is_counts_once_and_one_with_a_connection_is_refused(tmp_path):
+    base = save_base(tmp_path / "llama", hidden_size=16, num_attention_heads=2, head_dim=8)
+    keys = {"train.sequence_length": 8, "train.batch_size": 1, "train.device": "cpu"}
+    config = load_config("retrofit", {**keys, "model.base": str(base), "model.connection": "null"})
+    rows = measure_schemes(config, [config.model.connection], rounds=1, peak=False)
+    assert [row["scheme"] for row in rows] == ["residual"]
+    assert table(rows).rows[0][0] == "residual"
+    model = ResiduaForCausalLM(tiny_config("ddl"))
+    model.save_pretrained(tmp_path / "own")
+    shutil.copy(base / "tokenizer.json", tmp_path / "own")
+    shutil.copy(base / "tokenizer_config.json", tmp_path / "own")
+    config = load_config("retrofit", {**keys, "model.base": str(tmp_path / "own"), "model.connection": "null"})
+    with pytest.raises(InputError, match=r"^model.base must be a model without a connection, .*, got .*own$"):
+        measure_schemes(config, [None], rounds=1, peak=False)
 
 
 @pytest.mark.parametrize("changes", [{}, {"train__precision": "bfloat16"}, {"model__state_dtype": "bfloat16"}])

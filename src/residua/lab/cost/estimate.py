@@ -70,6 +70,7 @@ def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus
     """
     ours = isinstance(model, ResiduaConfig)
     require(ours, "model.base", "a run or an export of our own model, whose layers are counted", model.model_type)
+    require(not config.freezes_base, "model.freeze_base", "false, as the base was trained with its connection", True)
     require(gpu in GPU_MEMORY, "--gpu", f"one of {', '.join(GPU_MEMORY)}", gpu)
     capacity, train = GPU_MEMORY[gpu] * GIB, config.train
     share = BatchShard.of(train, Ranks(world_size=gpus))  # torchrun starts a process for each GPU

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.connections.names import label
-from residua.errors import extra
+from residua.errors import InputError, extra
 from residua.lab.cost.counts import elementwise, products_per_token
 from residua.lab.cost.measured_memory import peak_of, storages_kept
 from residua.lab.cost.timing import Quartiles, compare, cuda_clock, process_clock
@@ -151,9 +151,9 @@ def measure_schemes(
         RunError: a step runs out of memory.
     """
     configs = {}
-    for scheme in (BASELINE, *schemes):
+    for scheme in (BASELINE, *(scheme for scheme in schemes if scheme is not None)):  # None: the base as it is
         run = replace(config, model=replace(config.model, connection=scheme))
-        configs[scheme if isinstance(scheme, str) else json.dumps(scheme)] = run, model_config(run)
+        configs[scheme if isinstance(scheme, str) else json.dumps(scheme)] = run, _configured(run)
     records = measure(configs, BASELINE, rounds=rounds, peak=peak, advance=advance)
     train = config.train
     for record in records:
@@ -162,6 +162,17 @@ def measure_schemes(
         record["vectors"] = record["kept_bytes"] / (numbers * getattr(torch, train.precision).itemsize)
         record["train"] = asdict(train)
     return records
+
+
+def _configured(run: RunConfig) -> PreTrainedConfig:
+    """Return the configuration of a run's model. Raises InputError, also for a base that has a connection already."""
+    try:
+        return model_config(run)
+    except InputError as error:
+        if "already has the connection" not in str(error):
+            raise
+        must = "a model without a connection, because steps are compared with those of the plain residual"
+        raise InputError(f"model.base must be {must}, got {run.model.base}") from error
 
 
 def table(records: Sequence[Record]) -> Table:
