@@ -30,7 +30,9 @@ from residua.testing import SPECIFICATION, CheckFailed, ConnectionAdapter, Strea
 from residua.testing.adapter import holding, named_once, named_parameters
 from residua.testing.checks import run
 from residua.testing.diagnosis import _reordered
+from residua.testing.inputs import normal
 from residua.testing.module import checks
+from residua.testing.starts import different_draws
 from support.lanes import some
 from support.processes import run_python
 
@@ -1223,6 +1225,19 @@ class Steeper(torch.autograd.Function):
         return 1.1 * grad
 
 
+class Views(torch.autograd.Function):
+    """A backward pass that takes no gradient with other strides."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + 0 * ctx.saved_tensors[0].view(-1)[0]
+
+
 class PlainBlock(nn.Module):
     """x + layer(norm(x)), right in most calls."""
 
@@ -1231,7 +1246,12 @@ class PlainBlock(nn.Module):
         self.bug, self.gain, self.seen = bug, nn.Parameter(torch.ones(dim)), {}
 
     def forward(self, x: Tensor, layer) -> Tensor:
-        y = layer(F.rms_norm(x, x.shape[-1:], self.gain, 1e-5))
+        gain = self.gain
+        if self.bug == "stale parameters" and not self.training and not torch.is_grad_enabled():
+            gain = self.seen.setdefault("gain", gain.detach().clone())
+        if self.bug == "clamps":
+            gain = gain.clamp(-5, 5)
+        y = layer(F.rms_norm(x, x.shape[-1:], gain, 1e-6 if self.bug == "another eps" else 1e-5))
         if self.bug == "squeezes":
             return (x.squeeze(0) + y.squeeze(0)).view(-1, *x.shape[-2:]).expand(2, -1, -1)[: max(len(x), 2)]
         wrong = {
@@ -1239,6 +1259,7 @@ class PlainBlock(nn.Module):
             "one token": x.shape[:2] == (1, 1),
             "a block of 32": x.shape[1] > 32,
             "three sequences": len(x) > 2,
+            "zeros": (x == 0).all(-1).any(),
             "strides": not x.is_contiguous(),
         }
         if self.bug == "a cache in evaluation" and not self.training:
@@ -1249,6 +1270,8 @@ class PlainBlock(nn.Module):
             y = Offset.apply(y)
         if self.bug.startswith("the gradient of ") and wrong[self.bug.removeprefix("the gradient of ")]:
             y = Steeper.apply(y)
+        if self.bug == "a view of the gradient":
+            x = Views.apply(x)
         if self.bug == "no gradient in evaluation" and not self.training:
             x, y = x.detach(), y.detach()
         if self.bug == "divides by the norm":
@@ -1291,12 +1314,39 @@ class PlainMine(ConnectionAdapter):
         ("the gradient of one token", "gradients", "^for one sequence of one token the gradient of .* differs"),
         ("the gradient of a block of 32", "gradients", "^for three sequences of 36 tokens the gradient of"),
         ("the gradient of three sequences", "gradients", "^for three sequences of 36 tokens the gradient of"),
+        ("the gradient of zeros", "gradients", "^for a token of zeros the gradient of .* differs"),
+        ("a view of the gradient", "gradients", "^for a state that is not contiguous the backward pass fails"),
+        ("stale parameters", "forward", "^in evaluation mode, with other parameters, the result differs"),
+        ("clamps", "large_logits", "^with logits of about 100 the result differs"),
         ("a buffer on demand", "second_call", "^forward adds or removes late in state_dict"),
     ],
 )
 def test_a_module_that_is_wrong_in_other_calls_is_found(bug, check, words):
     with pytest.raises(CheckFailed, match=words):
         checks()[check](PlainMine(bug))
+
+
+def test_another_eps_is_found_in_float32_too():
+    adapter = PlainMine("another eps")
+    adapter.dtype = torch.float32
+    with pytest.raises(CheckFailed, match=r"^for a small state the result differs"):
+        checks()["forward"](adapter)
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (lambda x: x, None),
+        (lambda x: torch.zeros_like(x), "starts with 4 of 4 rows constant"),
+        (lambda x: torch.cat([x[:3], torch.full_like(x[3:], 0.1)]), "starts with 1 of 4 rows constant"),
+        (lambda x: x + 100, "starts with a mean of 1e+02"),
+        (lambda x: 10 * (x - x.mean()), "starts with a standard deviation"),
+    ],
+)
+def test_draws_of_another_kind_are_described(start, words):
+    ours, theirs = ([normal(4, 8, seed=4 * i + seed) for seed in range(4)] for i in range(2))
+    for draws in ([start(x) for x in ours], [start(ours[0])] * 4):  # drawn anew by each seed, and by a seed of its own
+        assert (different_draws(draws, theirs) or "none").startswith(words or "none")
 
 
 def test_a_module_may_have_no_backward_in_evaluation():

@@ -1,6 +1,7 @@
 """The contract suite names what is wrong with a scheme, and passes those that are right."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from residua import (
 )
 from residua.connections import DepthWeights, TensorSpec, register, registry
 from residua.connections.parts.ends import Same
+from residua.connections.parts.spec import expect_state
 from residua.testing import CONTRACT, CheckFailed, assert_close, check_scheme
 from residua.testing.contract import checks
 from support.looking import CountsAllRows, CountsKeptRows, Look
@@ -279,6 +281,76 @@ class DetachedPenalty(Scaled):
         return coefficients.gain.detach().sum()
 
 
+class Seen(NamedTuple):
+    gain: torch.Tensor
+    state: torch.Tensor
+
+
+class SeenPenalty(Scaled):
+    """A mean over the tokens, and so over padding."""
+
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        return x, carry._replace(coefficients=Seen(carry.coefficients.gain, state))
+
+    def penalty(self, coefficients):
+        return (coefficients.gain * coefficients.state).square().mean()
+
+
+class StatePenalty(SeenPenalty):
+    """Right: a number for each token, which no parameter changes at first."""
+
+    def penalty(self, coefficients):
+        return coefficients.state.square().mean(-1)
+
+
+class LooksAheadInTraining(Scaled):
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        return x + nn.functional.pad(x, (0, 0, 0, 1))[:, 1:] * self.training, carry
+
+
+class Box(Scaled):
+    """The last state, on an object of its own."""
+
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        self.box = SimpleNamespace(last=None)
+
+    def read(self, state, memory=None):
+        self.box.last = state
+        return super().read(state)
+
+
+class ReadsTooFar(Scaled):
+    """Asks for eight tokens and reads eleven."""
+
+    window = 8
+
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        earlier = x if memory is None else memory.extend(x, self.window)
+        return nn.functional.pad(earlier, (0, 0, 11, 0)).unfold(1, 12, 1).mean(-1)[:, -x.shape[1] :], carry
+
+
+class Linear(Scaled):
+    """A gate that autocast rounds."""
+
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        self.gate = nn.Linear(dim, dim, bias=False)
+
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        return x, Carry(state, Gain(self.gate(state.to(self.gate.weight.dtype)) + carry.coefficients.gain))
+
+
+class Lazy(Scaled):
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        self.gate = nn.LazyLinear(1)
+
+
 class Drops(Scaled):
     """Right, and random in training."""
 
@@ -290,10 +362,63 @@ def of_pairs(dim, num_sublayers):
     return Stream(Same(), [Scaled(nn.RMSNorm(dim), dim) for _ in range(num_sublayers // 2 * 2)], Same())
 
 
+def only_last(connection: type[Connection]) -> Scheme:
+    """A scheme whose last connection is this one, and whose other ones are right."""
+
+    def assemble(self, dim, num_sublayers, norm, norm_eps):
+        kinds = [Scaled] * (num_sublayers - 1) + [connection]
+        return Stream(Same(), [kind(norm(i), dim) for i, kind in enumerate(kinds)], Same())
+
+    return scheme_of(Scaled, assemble=assemble)
+
+
+def by_depth(self, dim, num_sublayers, norm, norm_eps):
+    """Starts that the meta device loses: they are scaled after the modules are made."""
+    connections = [Linear(norm(i), dim) for i in range(num_sublayers)]
+    with torch.no_grad():
+        for i, connection in enumerate(connections):
+            connection.gate.weight.mul_(0.2 / (i + 1))
+    return Stream(Same(), connections, Same())
+
+
+def with_one_gain(self, dim, num_sublayers, norm, norm_eps):
+    connections = [Scaled(norm(i), dim) for i in range(num_sublayers)]
+    for connection in connections:
+        connection.gain = connections[0].gain
+    return Stream(Same(), connections, Same())
+
+
 GENERATOR = torch.Generator()
 
 WRONG = [
-    ("causal", scheme_of(LooksAhead), "a later token changes the outputs of earlier ones"),
+    ("causal", scheme_of(LooksAhead), "in evaluation mode: a later token changes the outputs of earlier ones"),
+    ("causal", scheme_of(LooksAheadInTraining), "in training mode: a later token changes the outputs of earlier ones"),
+    ("forward_writes_nothing_to_self", scheme_of(Box), r"connections\.0\.box\.last"),
+    ("streaming_equals_the_full_pass", scheme_of(ReadsTooFar), r"pieces of \(1, 1, .* differ from the whole"),
+    ("autocast_leaves_the_coefficients_in_float32", only_last(Linear), "gain of connection 3 is computed in bfloat16"),
+    (
+        "gradients_are_those_of_finite_differences",
+        only_last(WrongGainGradient),
+        "finite differences: connections.2.gain",
+    ),
+    ("inputs_are_left_alone", only_last(InPlace), "in place"),
+    ("weights_and_state_may_differ_in_dtype", only_last(Widens), "with parameters of"),
+    ("penalty_is_of_each_token_or_none", scheme_of(SeenPenalty), "a scalar that depends on the tokens"),
+    (
+        "shapes",
+        scheme_of(Lazy),
+        "parameters must exist after build, these wait for an input: connections.0.gate.weight",
+    ),
+    (
+        "modules_initialise_themselves",
+        scheme_of(Linear, assemble=by_depth),
+        r"on the meta device connections\.0\.gate\.weight starts with a standard deviation",
+    ),
+    (
+        "modules_initialise_themselves",
+        scheme_of(Scaled, assemble=with_one_gain),
+        r"to_empty\(\) parts connections\.1\.gain, .* from the parameter that build\(\) shares",
+    ),
     ("a_part_without_a_window_reads_its_own_token", scheme_of(LooksBack), "connection 0 has no window and reads"),
     ("streaming_equals_the_full_pass", scheme_of(LooksBack), r"pieces of \(1, 1, .* differ from the whole"),
     (
@@ -313,7 +438,11 @@ WRONG = [
     ("float64_from_end_to_end", scheme_of(Float32Inside), "made torch.float32"),
     ("narrow_dtypes_come_back_in_their_dtype", scheme_of(Widens), "write changes the dtype torch.bfloat16"),
     ("weights_and_state_may_differ_in_dtype", scheme_of(Widens), "with parameters of"),
-    ("autocast_leaves_the_coefficients_in_float32", scheme_of(BfloatGain), "gain is computed in bfloat16"),
+    (
+        "autocast_leaves_the_coefficients_in_float32",
+        scheme_of(BfloatGain),
+        "gain of connection 0 is computed in bfloat16",
+    ),
     ("every_parameter_matters_and_gets_a_gradient", scheme_of(Unused), "connections.0.other is not used"),
     ("gradients_are_those_of_finite_differences", scheme_of(WrongGradient), "finite differences: the embedding"),
     (
@@ -395,8 +524,26 @@ def test_a_scheme_that_attends_to_earlier_tokens_passes_if_it_asks_which_rows_ar
     assert check_scheme(Look()).failed == {}
 
 
-def test_a_scheme_with_dropout_is_checked_without_dropout():
-    assert check_scheme(scheme_of(Drops)).failed == {}
+@pytest.mark.parametrize("connection", [Drops, StatePenalty])
+def test_a_scheme_with_dropout_or_a_penalty_of_its_state_passes(connection):
+    assert check_scheme(scheme_of(connection)).failed == {}
+
+
+class FourInputs(Scaled):
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        return (x,) * 4, carry
+
+
+def test_the_plain_residual_gets_as_many_inputs_as_the_scheme_gives():
+    CONTRACT["preserving_is_the_plain_residual"](scheme_of(FourInputs, preserving=lambda self: self))
+
+
+def test_the_keys_of_a_state_in_another_order_are_named():
+    spec = {"x": TensorSpec((8,)), "v": TensorSpec((8,))}
+    state = {"v": torch.zeros(2, 3, 8), "x": torch.zeros(2, 3, 8)}
+    with pytest.raises(ValueError, match="got dict with the keys v, x, whose order counts"):
+        expect_state(state, spec)
 
 
 class Nested(Scaled):
@@ -515,6 +662,24 @@ def test_the_plugin_makes_a_test_for_each_check(pytester, monkeypatch):
     assert sum(outcomes[key] for key in ("passed", "failed", "skipped")) == 3 * len(CONTRACT)
     result.stdout.fnmatch_lines(["*::test_contract?Residual-causal? PASSED*", "*::test_two?Wrong1-causal? FAILED*"])
     result.stdout.fnmatch_lines(["*the scheme has no start*"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mark", "words"),
+    [
+        ("residua_scheme()", "the mark must be residua_scheme(*schemes, expected_failures)"),
+        ("residua_module(adapters=[1])", "the mark must be residua_module(*adapters, expected_failures)"),
+        ("residua_scheme('mhc')", "needs an instance of a residua.Scheme, got 'mhc'"),
+        ("residua_module([1])", "needs a ConnectionAdapter or a StreamAdapter, got [[]1[]]"),
+        ("residua_scheme(residua.Residual(), expected_failures={'nothing': 'x'})", "got 'nothing'"),
+    ],
+)
+def test_a_mark_without_anything_to_check_is_an_error(pytester, mark, words):
+    pytester.makepyfile(f"import pytest, residua\n@pytest.mark.{mark}\ndef test(residua_check): residua_check()")
+    result = pytester.runpytest_inprocess("-p", "residua.testing.plugin")
+    assert result.ret != 0
+    result.stdout.fnmatch_lines([f"*{words.replace('*', '[*]')}*"])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 CheckFunction = Callable[[Any], None]
 
-SPECIFICATION = "1.4"
+SPECIFICATION = "1.5"
 """The version of the requirements; it increases whenever a check is added or made stricter."""
 
 

@@ -11,11 +11,13 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError, gradcheck
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +40,8 @@ from residua.testing.checks import (
     seeded,
     tensors,
 )
-from residua.testing.inputs import bare_sublayers, normal, perturbed
+from residua.testing.inputs import bare_sublayers, normal, perturbed, recorded
+from residua.testing.starts import SEEDS, different_draws, drawn
 
 DIM, SUBLAYERS = 8, 4
 
@@ -61,16 +64,24 @@ def check_scheme(scheme: Scheme, *, compiled: bool = False) -> Report:
         TypeError: `scheme` is not an instance of `residua.Scheme`.
         AssertionError: checks failed; the message has a line for each reason.
     """
+    expect_scheme(scheme)
+    return require(run(checks(compiled=compiled), scheme), f"{type(scheme).__name__} breaks the contract of a scheme")
+
+
+def expect_scheme(scheme: Any) -> None:
+    """Raise TypeError unless `scheme` is an instance of a scheme."""
     if not isinstance(scheme, Scheme):
         raise TypeError(f"check_scheme needs an instance of a residua.Scheme, got {scheme!r}")
-    return require(run(checks(compiled=compiled), scheme), f"{type(scheme).__name__} breaks the contract of a scheme")
 
 
 def build(scheme: Scheme, dtype: torch.dtype = torch.float64, *, dim: int = DIM, count: int = SUBLAYERS) -> Stream:
     """Build the stream of a scheme with perturbed parameters, in evaluation mode (training may be random)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gates in bfloat16 are intended here, and would warn
-        return perturbed(scheme.build(dim, count)).to(dtype).eval()
+        stream = scheme.build(dim, count)
+        lazy = [name for name, value in stream.named_parameters() if isinstance(value, UninitializedParameter)]
+        expect(not lazy, f"parameters must exist after build, these wait for an input: {', '.join(lazy)}")
+        return perturbed(stream).to(dtype).eval()
 
 
 def outputs(stream: Stream, x: Tensor) -> Tensor:
@@ -97,7 +108,7 @@ def toy(x: Any) -> Tensor:
 
 
 def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module and its submodules by path, including values inside containers."""
+    """Yield the attributes of a module and its submodules by path, including values inside containers and objects."""
     visited: set[int] = set()
 
     def inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -113,6 +124,8 @@ def walked(module: nn.Module) -> Iterator[tuple[str, Any]]:
             parts = dict(value)
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
             parts = dict(enumerate(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, FunctionType, Tensor)):
+            parts = dict(vars(value))
         else:
             return
         for key, part in parts.items():
@@ -225,16 +238,18 @@ def forward_is_read_then_write(scheme: Scheme) -> None:
 def penalty_is_of_each_token_or_none(scheme: Scheme) -> None:
     """An auxiliary loss is a finite number for each token, for each row or for all, and has a gradient."""
     stream = build(scheme)
-    state = stream.expand(normal(2, 3, DIM))
+    x = normal(2, 3, DIM)
+    state, other = (stream.expand(x.requires_grad_()) for x in (x, x.index_fill(1, torch.tensor([2]), 3.0)))
     for connection, sublayer in zip(stream.connections, bare_sublayers(DIM, SUBLAYERS)):
-        _, carry = connection.read(state)
-        penalty = connection.penalty(carry.coefficients)
+        penalty, another = (connection.penalty(connection.read(one)[1].coefficients) for one in (state, other))
         if penalty is not None:
             shape, shapes = tuple(penalty.shape), ((2, 3), (2, 1), ())
             expect(shape in shapes, f"penalty must be (batch, seq), (batch, 1) or a scalar, {shapes}, got {shape}")
             expect(penalty.isfinite().all(), f"penalty must be finite numbers, got {penalty}")
-            expect(penalty.requires_grad, "penalty: no gradient reaches the parameters")
-        state = connection(state, sublayer)
+            expect(penalty.requires_grad, "penalty: no gradient reaches the parameters or the state")
+            words = "penalty: a scalar that depends on the tokens counts padding; return (batch, seq)"
+            expect(shape or torch.equal(penalty, another), words)
+        state, other = connection(state, sublayer), connection(other, sublayer)
 
 
 @CONTRACT.add
@@ -300,12 +315,14 @@ def inputs_are_left_alone(scheme: Scheme) -> None:
     stream = build(scheme)
     x = normal(2, 5, DIM)
     state = stream.expand(x)
-    copies = tree_map(torch.clone, state)
-    inputs, carry = stream.connections[0].read(state)
-    residual = tree_map(torch.clone, carry.residual)
-    stream.connections[0].write(toy(inputs), carry)
-    expect(equal(state, copies), "read or write changes the state in place")
-    expect(equal(carry.residual, residual), "write changes the carry in place")
+    for connection in stream.connections:
+        copies = tree_map(torch.clone, state)
+        inputs, carry = connection.read(state)
+        residual = tree_map(torch.clone, carry.residual)
+        after = connection.write(toy(inputs), carry)
+        expect(equal(state, copies), "read or write changes the state in place")
+        expect(equal(carry.residual, residual), "write changes the carry in place")
+        state = after
     expect(torch.equal(x, normal(2, 5, DIM)), "the embedding is changed in place")
 
 
@@ -317,9 +334,14 @@ def causal(scheme: Scheme) -> None:
     x = normal(2, 6, DIM)
     other = x.clone()
     other[:, 3] += 1.0
-    before, after = outputs(stream, x), outputs(stream, other)
-    expect(torch.equal(before[:, :3], after[:, :3]), "not causal: a later token changes the outputs of earlier ones")
-    expect(not torch.equal(before[:, 3], after[:, 3]), "a token has no influence on its own output")
+    for mode in ("evaluation", "training"):
+        stream.train(mode == "training")
+        before, again, after = outputs(stream, x), outputs(stream, x), outputs(stream, other)
+        if not torch.equal(before, again):
+            continue  # random in training
+        words = f"not causal in {mode} mode: a later token changes the outputs of earlier ones"
+        expect(torch.equal(before[:, :3], after[:, :3]), words)
+        expect(not torch.equal(before[:, 3], after[:, 3]), "a token has no influence on its own output")
 
 
 @CONTRACT.add
@@ -337,10 +359,11 @@ def streaming_equals_the_full_pass(scheme: Scheme) -> None:
     """A sequence in pieces gives the same numbers as in one call, even if the pieces are shorter than any kernel."""
     expect_causal(scheme)
     stream = build(scheme)
-    x = normal(2, 7, DIM)
+    length = max(7, max(map(window_of, stream.parts)) + 6)  # a part may read further back than it says
+    x = normal(2, length, DIM)
     sublayers = bare_sublayers(DIM, SUBLAYERS)
     full = outputs(stream, x)
-    for split in [(1, 1, 1, 1, 1, 1, 1), (3, 4), (1, 6), (2, 1, 4)]:
+    for split in [(1,) * length, (3, length - 3), (1, length - 1), (2, 1, length - 3)]:
         memory = StreamMemory()
         pieces = [stream(piece, sublayers, memory=memory) for piece in x.split(split, 1)]
         assert_close(torch.cat(pieces, 1), full, what=f"pieces of {split} tokens with one memory differ from the whole")
@@ -472,17 +495,20 @@ def autocast_leaves_the_coefficients_in_float32(scheme: Scheme) -> None:
     """Autocast changes neither the dtype of the state nor any bit of a coefficient, except those in `activations`."""
     stream = build(scheme, torch.float32)
     state = stream.expand(normal(2, 5, DIM, dtype=torch.float32))
-    expected, plain = stream.connections[0].read(state)
-    with torch.autocast("cpu", torch.bfloat16):
-        x, carry = stream.connections[0].read(state)
-        after = stream.connections[0].write(toy(x).to(torch.bfloat16), carry)
-    for actual, exact in zip(as_inputs(x), as_inputs(expected), strict=True):
-        assert_close(actual.float(), exact, dtype=torch.bfloat16, what="the input of the sublayer under autocast")
-    expect(all(leaf.dtype == torch.float32 for leaf in tensors(after)), "autocast changes the dtype of the state")
-    for symbol, value in plain.coefficients._asdict().items():
-        if value is not None and symbol not in scheme.activations:
-            cast = getattr(carry.coefficients, symbol)
-            expect(equal(cast, value), f"{symbol} is computed in bfloat16 under autocast; keep mappings in float32")
+    for i, connection in enumerate(stream.connections):
+        expected, plain = connection.read(state)
+        with torch.autocast("cpu", torch.bfloat16):
+            x, carry = connection.read(state)
+            after = connection.write(toy(x).to(torch.bfloat16), carry)
+        for actual, exact in zip(as_inputs(x), as_inputs(expected), strict=True):
+            assert_close(actual.float(), exact, dtype=torch.bfloat16, what=f"the input of sublayer {i} under autocast")
+        expect(all(leaf.dtype == torch.float32 for leaf in tensors(after)), "autocast changes the dtype of the state")
+        for symbol, value in plain.coefficients._asdict().items():
+            if value is not None and symbol not in scheme.activations:
+                cast = getattr(carry.coefficients, symbol)
+                words = f"{symbol} of connection {i} is computed in bfloat16 under autocast; keep mappings in float32"
+                expect(equal(cast, value), words)
+        state = connection.write(toy(expected), plain)
 
 
 @CONTRACT.add
@@ -506,9 +532,9 @@ def every_parameter_matters_and_gets_a_gradient(scheme: Scheme) -> None:
 
 @CONTRACT.add
 def gradients_are_those_of_finite_differences(scheme: Scheme) -> None:
-    stream = build(scheme, count=2)
-    sublayers = bare_sublayers(DIM, 2)
-    x = normal(1, 3, DIM).requires_grad_()
+    stream = build(scheme, count=3)
+    sublayers = bare_sublayers(DIM, 3)
+    x = normal(1, 5, DIM).requires_grad_()
     leaves = {"the embedding": x, **dict(stream.named_parameters())}
 
     def differ(*inputs: Tensor) -> bool:
@@ -555,9 +581,10 @@ def weights_and_state_may_differ_in_dtype(scheme: Scheme) -> None:
     start = build(scheme).expand(normal(2, 5, DIM))
     for weights, dtype in [(torch.float64, torch.float32), (torch.float32, torch.float64)]:
         state = tree_map(lambda leaf: leaf.to(dtype), start)  # noqa: B023
-        after = build(scheme, weights).connections[0](state, lambda *x: sum(x))
-        dtypes = {leaf.dtype for leaf in tensors(after)}
-        expect(dtypes == {dtype}, f"a state of {dtype} becomes {dtypes} with parameters of {weights}")
+        for connection in build(scheme, weights).connections:
+            state = connection(state, lambda *x: sum(x))
+            dtypes = {leaf.dtype for leaf in tensors(state)}
+            expect(dtypes == {dtype}, f"a state of {dtype} becomes {dtypes} with parameters of {weights}")
 
 
 @CONTRACT.add
@@ -572,22 +599,33 @@ def modules_initialise_themselves(scheme: Scheme) -> None:
         buffers = {name: buffer for name, buffer in stream.named_buffers() if name not in saved}
         return {**dict(stream.named_parameters()), **buffers}
 
-    torch.default_generator.manual_seed(0)
-    expected, other = (scheme.build(DIM, SUBLAYERS) for _ in range(2))
-    with torch.device("meta"):
-        stream = scheme.build(DIM, SUBLAYERS)
-    stream.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in contents(stream).values():
-            tensor.fill_(torch.nan if tensor.is_floating_point() else -77)
-    for module in stream.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    ours_and_theirs = zip(contents(stream).items(), contents(expected).values(), contents(other).values(), strict=True)
-    for (name, ours), theirs, again in ours_and_theirs:
-        expect(ours.isfinite().all() and not (ours == -77).all(), f"no reset_parameters() draws {name}")
-        if torch.equal(theirs, again):  # not random
-            expect(torch.equal(ours, theirs), f"reset_parameters() and build() start {name} differently")
+    def started() -> Stream:
+        with torch.device("meta"):
+            stream = scheme.build(DIM, SUBLAYERS)
+        stream.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in contents(stream).values():
+                tensor.fill_(torch.nan if tensor.is_floating_point() else -77)
+        for module in stream.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        return stream
+
+    ours, theirs = [], []
+    for seed in SEEDS:
+        torch.default_generator.manual_seed(seed)
+        ours.append(contents(started()))
+        theirs.append(contents(scheme.build(DIM, SUBLAYERS)))
+    parted = sorted(ours[0].keys() - theirs[0].keys())
+    expect(not parted, f"to_empty() parts {', '.join(parted)} from the parameter that build() shares: share modules")
+    for name, start in ours[0].items():
+        expect(start.isfinite().all() and not (start == -77).all(), f"no reset_parameters() draws {name}")
+        expected = [values[name] for values in theirs]
+        fixed = ~drawn(expected)
+        right = torch.equal(start[fixed], expected[0][fixed])
+        expect(right, f"reset_parameters() and build() start {name} differently")
+        words = different_draws([values[name] for values in ours], expected) if start.is_floating_point() else None
+        expect(words is None, f"after reset_parameters() on the meta device {name} {words}")
 
 
 @CONTRACT.add
@@ -595,7 +633,7 @@ def preserving_is_the_plain_residual(scheme: Scheme) -> None:
     """A stream of the scheme from `preserving` computes the plain residual at the start, for any norms.
 
     The norms here are LayerNorms with random gains and biases, as in a pretrained model, and with an eps that matters.
-    If a sublayer takes three inputs, the plain residual passes it the same input three times.
+    If a sublayer takes several inputs, the plain residual passes it the same input as often.
     """
     try:
         start = scheme.preserving()
@@ -605,8 +643,11 @@ def preserving_is_the_plain_residual(scheme: Scheme) -> None:
     norms = [perturbed(nn.LayerNorm(DIM, eps=0.1)) for _ in range(SUBLAYERS)]
     x, bare = normal(2, 5, DIM), bare_sublayers(DIM, SUBLAYERS)
     ours, plain = (kind.build(DIM, SUBLAYERS, norm=norms.__getitem__).double() for kind in (start, Residual()))
-    sublayers = [lambda x, k=None, v=None, f=f: f(x, x if k is None else k, x if v is None else v) for f in bare]
-    assert_close(ours(x, sublayers), plain(x, sublayers), what="preserving() does not start as the plain residual")
+    wrapped, calls = zip(*map(recorded, bare))
+    result = ours(x, list(wrapped))
+    counts = [len(inputs) for [inputs] in calls]
+    copied = [lambda x, f=f, n=n: f(*[x] * n) for f, n in zip(bare, counts, strict=True)]
+    assert_close(result, plain(x, copied), what="preserving() does not start as the plain residual")
 
 
 def compiles(scheme: Scheme) -> None:

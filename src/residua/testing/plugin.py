@@ -36,14 +36,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from residua.testing.checks import expect_names
 
     suites = {"residua_scheme": contract.checks, "residua_module": module.checks}
+    subjects = {"residua_scheme": contract.expect_scheme, "residua_module": module.expect_adapter}
+    where = metafunc.definition.nodeid
     marked = [mark for mark in metafunc.definition.iter_markers() if mark.name in MARKS]
     if not marked:
-        raise pytest.UsageError(f"{metafunc.definition.nodeid}: residua_check needs one of the marks {list(MARKS)}")
+        raise pytest.UsageError(f"{where}: residua_check needs one of the marks {list(MARKS)}")
     compiled = metafunc.config.getoption("--residua-compile")
     cases = []
     for mark in marked:
+        if not mark.args or mark.kwargs.keys() - {"expected_failures"}:
+            raise pytest.UsageError(f"{where}: the mark must be {mark.name}{MARKS[mark.name].partition(':')[0]}")
         expected = mark.kwargs.get("expected_failures", {})
-        expect_names(expected, suites[mark.name](compiled=True))
+        try:
+            expect_names(expected, suites[mark.name](compiled=True))
+            for subject in mark.args:
+                subjects[mark.name](subject)
+        except (TypeError, ValueError) as error:
+            raise pytest.UsageError(f"{where}: {error}") from error
         for i, subject in enumerate(mark.args):
             name = type(subject).__name__ + (f"{i + 1}" if len(mark.args) > 1 else "")
             for check, function in suites[mark.name](compiled=compiled).items():

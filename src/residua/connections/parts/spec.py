@@ -3,17 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a state: (batch, seq, *shape), in `dtype`, or in the embedding's dtype if `dtype` is None."""
+    """One tensor of a state: (batch, seq, *shape), in the dtype of the state."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
 
 
 def expect_state(state: Any, spec: Any, *, sequence: bool = False) -> None:
@@ -29,6 +27,8 @@ def expect_state(state: Any, spec: Any, *, sequence: bool = False) -> None:
         shapes = tree_map(lambda leaf: f"(batch, seq, {', '.join(map(str, leaf.shape))})", spec)
         needed = str(shapes).replace("'", "")
         actual = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+        if isinstance(state, dict):
+            actual = f"dict with the keys {', '.join(map(str, state))}, whose order counts"
         raise ValueError(f"state must be {needed}, from stream.expand or the connection before, got {actual}")
 
 
