@@ -288,6 +288,7 @@ def test_code_in_the_folder_of_an_exported_model_is_not_executed(model_type, pla
         ("_attn_implementation", "owner/kernel@main:name"),
         ("attn_implementation", "flash_attention_2"),
         ("_attn_implementation_internal", {"": "owner/kernel"}),
+        ("experts_implementation", "sonicmoe"),
     ],
 )
 def test_attention_that_would_be_downloaded_is_not_used(value, key, place):
@@ -297,7 +298,9 @@ def test_attention_that_would_be_downloaded_is_not_used(value, key, place):
         lambda: ResiduaConfig.from_pretrained(place / "model"),
     ):
         with pytest.warns(UserWarning, match=r"attention .*attn_implementation=") as caught:
-            assert opened()._attn_implementation in ("sdpa", None)
+            config = opened()
+        assert config._attn_implementation in ("sdpa", None)
+        assert getattr(config, "_experts_implementation", None) != "sonicmoe"
         assert len(caught) == 1
 
 

@@ -14,29 +14,32 @@ from residua.model_fields import MOST_LAYERS, ModelFields
 with extra("lab"):
     from transformers import PreTrainedConfig
 
-ATTENTION = (None, "eager", "sdpa", "flex_attention")
-"""The attention implementations in transformers and torch. For other names, transformers may download and run code."""
+IMPLEMENTATIONS = {
+    "attn_implementation": (None, "eager", "sdpa", "flex_attention"),
+    "experts_implementation": (None, "eager", "batched_mm", "grouped_mm"),
+}
+"""The implementations in transformers and torch, by key. For other names, transformers may download and run code."""
 
 
 def usable(config: Any, source: object) -> Any:
-    """Return the content of a configuration file, without an attention implementation that is not in `ATTENTION`.
+    """Return the content of a configuration file, without an implementation that is not in `IMPLEMENTATIONS`.
 
     Warn if one was removed; the model then uses the default. Pass another implementation to `from_pretrained`.
 
     Raises:
         InputError: the configuration has more layers than `MOST_LAYERS`.
     """
-    content = _without_attention(config, source)
+    content = _without_downloads(config, source)
     if content != config:
         warnings.warn(
-            f"{source}: the attention that the file names is left out, because code may be downloaded for it; give "
-            "attn_implementation= to from_pretrained instead",
+            f"{source}: the attention or the experts that the file names are left out, because code may be downloaded "
+            "for them; give attn_implementation= or experts_implementation= to from_pretrained instead",
             stacklevel=3,
         )
     return content
 
 
-def _without_attention(config: Any, source: object) -> Any:
+def _without_downloads(config: Any, source: object) -> Any:
     if not isinstance(config, dict):
         return config
     content = {}
@@ -44,8 +47,9 @@ def _without_attention(config: Any, source: object) -> Any:
         if str(key).endswith(("layer", "layers")) and isinstance(value, (int, float)) and value > MOST_LAYERS:
             raise InputError(f"{source}: {key} must be at most {MOST_LAYERS}, got {value}")
         names = value.values() if isinstance(value, dict) else [value]
-        if not str(key).lstrip("_").startswith("attn_implementation") or all(name in ATTENTION for name in names):
-            content[key] = _without_attention(value, source)
+        known = next((known for name, known in IMPLEMENTATIONS.items() if str(key).lstrip("_").startswith(name)), None)
+        if known is None or all(name in known for name in names):
+            content[key] = _without_downloads(value, source)
     return content
 
 
