@@ -37,6 +37,7 @@ from tables import (
     SPLIT,
     baselines_at_rates,
     by_rate,
+    contrasts,
     ends,
     from_smear,
     interval,
@@ -422,6 +423,12 @@ def rivals() -> dict[str, Any]:
     tc, scales = (from_smear(name) for name in ("lambdas+tc", "lambdas"))
     assert [side(tc[0]), side(tc[2]), side(scales[0])] == ["ahead", "ahead", "level"]
     assert scales[0].mean > 0
+    rates = by_rate("rivals-1M")["mhc"]
+    assert [*rates] == [0.008]
+    mhc, scaled = {seed: ends(run) for seed, run in rates[0.008].items()}, split_losses("1M")["lambdas+tc"]
+    to_look = contrasts(mhc, {seed: ends(run) for seed, run in look.items()}, SEEDS)
+    to_tc = contrasts(scaled, mhc, SEEDS)
+    assert [side(to_look[0]), side(to_look[2]), side(to_tc[0]), side(to_tc[2])] == ["level", "level", "ahead", "ahead"]
     leads = [run["val_loss"] - cheap.losses[seed] for seed, run in look.items()]
     assert min(leads) > 0
     forms = "residual+tc", "lambdas+tc", "ddl-tc", WRITING
@@ -445,6 +452,11 @@ def rivals() -> dict[str, Any]:
         "smear_tc": interval(tc[0], 3).removeprefix("-"),
         "smear_tc_short": f"{-tc[0].mean:.2f}",
         "smear_tc_others": interval(tc[2], 3).removeprefix("-"),
+        "mhc_smear": interval(to_look[0], 3),
+        "mhc_tc": interval(to_tc[0], 3).removeprefix("-"),
+        "mhc_tc_others": interval(to_tc[2], 3).removeprefix("-"),
+        "mhc_steps": span((run["transition"] for run in rates[0.008].values()), 0),
+        "mhc_time": f"{times['mhc'] / times['lambdas+tc']:.2f}",
         "smear_lambdas": interval(scales[0], 3).removeprefix("+"),
         "smear_steps": span((run["transition"] for run in look.values()), 0),
         "smear_convolution_steps": span((step for name in forms for step in share_of_runs(name)), 0),
