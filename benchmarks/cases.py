@@ -170,7 +170,7 @@ def _connection(preset: str, sizes: Sizes, draw: Draw) -> Case:
     state = scheme.state_spec(MEASURED, sizes.dim)
     module = Around(stream.connections[MEASURED], state).to(draw.device)
     inputs = {
-        f"state{i}": draw.coefficients(*sizes.leading, *spec.shape).to(spec.dtype or draw.dtype)
+        f"state{i}": draw.coefficients(*sizes.leading, *spec.shape).to(draw.dtype)
         for i, spec in enumerate(tree_leaves(state))
     }
     return Case(module, {**inputs, "y": draw.large(*sizes.leading, sizes.dim)}, module=module)
