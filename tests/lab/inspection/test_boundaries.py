@@ -41,7 +41,8 @@ def test_values_that_were_read_are_written_back_bit_for_bit(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_value_written_at_the_last_boundary_determines_the_logits(name):
-    model, changed = tiny_model(name), []
+    # At rank 2, the gate of an eighth of this width, no state gives this value; see the test of the refusal below.
+    model, changed = tiny_model("gated-residual:gate_rank=320" if name == "gated-residual" else name), []
     with boundaries(model) as points:
         points["2 mlp"].register_forward_hook(
             lambda _, arguments, x: changed.append(x + 0.1 * x.roll(1, -1)) or changed[0]

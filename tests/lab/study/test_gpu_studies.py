@@ -88,9 +88,9 @@ def test_rivals_and_rates_have_the_recipe_and_the_steps_of_one_million_parameter
     assert {frozenset(pair) for pair in rivals.study.primary["1M"]} == {
         frozenset((name, "lambdas+smear")) for name in order[1:]
     }
-    begun = {row["key"] for row in records("rates-1M/records.jsonl", RESBENCH / "records")}
-    assert begun <= {run.key for run in rates.runs(Every())}
-    assert {run.key for run in first.reported("1M", "lambdas", {"train.lr": 0.008})} <= begun
+    begun = {row["key"]: row for row in records("rates-1M/records.jsonl", RESBENCH / "records")}
+    assert begun.keys() <= {run.key for run in rates.runs(begun)}
+    assert {run.key for run in first.reported("1M", "lambdas", {"train.lr": 0.008})} <= begun.keys()
 
 
 @pytest.mark.nightly
