@@ -451,9 +451,14 @@ def _rounding_of(pair: Pair, state: Any, reference: Mapping[str, Tensor | None])
         ours = reference[name]
         if ours is None or disagreement(theirs, ours, dtype=pair.dtype, factor=10) is None:  # sums over all tokens
             return False
-        return not (theirs - ours).abs().max() <= ROUNDINGS * (moved()[name] - ours).abs().max()  # type: ignore[operator]
+        return _exceeds_rounding(theirs, ours, moved()[name])  # type: ignore[arg-type]
 
     return beyond
+
+
+def _exceeds_rounding(theirs: Tensor, ours: Tensor, moved: Tensor) -> bool:
+    """Return whether `theirs` is further from `ours` than rounding explains; moved: ours at a rounded state."""
+    return not (theirs - ours).abs().max() <= ROUNDINGS * (moved - ours).abs().max()  # NaN exceeds it
 
 
 def _gradients_agree_in_other_calls(pair: Pair) -> None:
@@ -763,7 +768,7 @@ def _agrees_with_large_parameters(pair: Pair) -> None:
     reference, moved = (tensors(pair.reference(large, x, pair.sublayers())) for x in (state, pair.moved(state)))
     for theirs, ours, other in zip(tensors(pair.candidate(large, state, pair.sublayers())), reference, moved):
         wrong = disagreement(theirs, ours, dtype=pair.dtype)
-        if wrong is not None and not (theirs - ours).abs().max() <= ROUNDINGS * (other - ours).abs().max():
+        if wrong is not None and _exceeds_rounding(theirs, ours, other):
             raise CheckFailed(
                 f"with logits of about 100 the result differs from ours, which it equals otherwise: {wrong}"
             )

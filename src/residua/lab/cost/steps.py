@@ -20,7 +20,7 @@ from residua.lab.opening import fill_no_cache, new_model
 from residua.lab.records.provenance import circumstances
 from residua.lab.records.table import Table
 from residua.lab.training import RunConfig, pick_device
-from residua.lab.training.base_model import freeze_base
+from residua.lab.training.base_model import HasConnection, freeze_base
 from residua.lab.training.step import Step
 
 with extra("lab"):
@@ -168,9 +168,7 @@ def _configured(run: RunConfig) -> PreTrainedConfig:
     """Return the configuration of a run's model. Raises InputError, also for a base that has a connection already."""
     try:
         return model_config(run)
-    except InputError as error:
-        if "already has the connection" not in str(error):
-            raise
+    except HasConnection as error:
         must = "a model without a connection, because steps are compared with those of the plain residual"
         raise InputError(f"model.base must be {must}, got {run.model.base}") from error
 

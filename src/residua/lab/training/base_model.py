@@ -69,6 +69,10 @@ def expect_digest(folder: Path, sha256: str) -> None:
         )
 
 
+class HasConnection(InputError):
+    """The base has a connection already, and another is asked for."""
+
+
 def base_connection(folder: Path) -> str | dict[str, Any]:
     """Return the residual scheme of the model in a folder; "residual" if it is a plain transformers model."""
     if is_run(folder):
@@ -94,8 +98,8 @@ def open_base(
     model: the opened model, if the folder is a run.
 
     Raises:
-        InputError: the folder has no model, or the model cannot be converted, was converted to another scheme, or
-            cannot be trained here.
+        InputError: the folder has no model, or the model cannot be converted, or cannot be trained here.
+        HasConnection: the model was converted to another scheme.
     """
     if model is None:
         model, _ = read_model(folder, dtype=torch.float32)
@@ -109,7 +113,7 @@ def open_base(
             raise InputError(f"model.base: {folder}: {error}") from error
     scheme = model.config.scheme if ours else conversion_of(model).scheme
     if scheme not in _starts(connection):
-        raise InputError(
+        raise HasConnection(
             f"model.connection must be null, since the base already has the connection {json.dumps(describe(scheme))}, "
             f"got {connection!r}; leave it out, or give the plain model as model.base"
         )
