@@ -457,6 +457,15 @@ def test_csv_and_page_agree():
     assert len(shown["runs"]) == 5
 
 
+@pytest.mark.parametrize("name", ['=HYPERLINK("a")', "+1", "-1+1", "@SUM(1)", "\t=1"])
+def test_a_spreadsheet_computes_no_name_in_the_csv(name):
+    renamed = [{**r, "scheme": name, "connection": name} if r["scheme"] == "ddl" else r for r in records()]
+    lines = list(csv.DictReader(io.StringIO(table(planted(renamed, schemes={"residual": {}, name: {}})))))
+    (line,) = (line for line in lines if line["scheme"] not in ("residual", ""))
+    assert line["scheme"] == line["connection"] == f"'{name}"
+    assert float(line["difference"]) < 0
+
+
 def test_names_of_schemes_and_sizes_are_not_read_as_markup():
     name = "`<img src=x> | a\nb`"
     renamed = [{**r, "scheme": name, "connection": name} if r["scheme"] == "ddl" else r for r in records()]

@@ -1,4 +1,5 @@
-"""Make untrusted text safe to print: control characters could control the terminal, lone surrogates have no UTF-8."""
+"""Make untrusted text safe to print: control characters could control the terminal, lone surrogates have no UTF-8, and
+a spreadsheet computes what looks like a formula."""
 
 import re
 
@@ -22,3 +23,8 @@ def one_line(text: object) -> str:
 def markdown_text(text: object) -> str:
     """Return a `printable` text in one line of Markdown that holds no HTML tag and no link."""
     return " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace("](", "]\\(")
+
+
+def cell_text(value: object) -> object:
+    """Return a value for a CSV cell. A text that a spreadsheet would compute as a formula begins with an apostrophe."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

@@ -20,7 +20,7 @@ from residua.lab.records.folder import writable
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Contrast, Estimate
 from residua.lab.records.table import Table
-from residua.lab.records.terminal import markdown_text, printable
+from residua.lab.records.terminal import cell_text, markdown_text, printable
 from residua.lab.study.results import (
     ALPHA,
     BELOW,
@@ -505,7 +505,7 @@ def table(results: Results) -> str:
     """Return the rows as CSV: one line for each difference, and one for each baseline itself, without the columns
     that no line fills."""
     lines = [
-        row_values(row) | difference_values(difference)
+        {name: cell_text(value) for name, value in (row_values(row) | difference_values(difference)).items()}
         for row in results.rows
         for difference in row.differences or [Difference(row.size, row.scheme, "", "")]
     ]
