@@ -227,6 +227,20 @@ def test_the_weighted_sum_of_bfloat16_sources_is_computed_in_float32():
     assert torch.equal(x, exact.float().to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("normalise_values", [False, True])
+def test_gradients_of_one_source_can_be_batched(heads, normalise_values):
+    """As the first read of a model has one; `vectorize` maps with the older vmap, which cannot take a whole axis."""
+    query, source = normal(generator(0), 4), normal(generator(1), 3, 4)
+
+    def read(query, source):
+        return depth_read([source], query, heads=heads, normalise_values=normalise_values)[0]
+
+    expected = torch.autograd.functional.jacobian(read, (query, source))
+    for found, one in zip(torch.autograd.functional.jacobian(read, (query, source), vectorize=True), expected):
+        assert_close(found, one)
+
+
 def test_the_weighted_sum_refuses_wrong_shapes():
     sources = [torch.zeros(2, 3), torch.zeros(2, 4)]
     with pytest.raises(ValueError, match="must be at least one tensor"):

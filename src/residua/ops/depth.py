@@ -116,13 +116,14 @@ class _DepthRead(Function):
         grad_query = torch.zeros_like(u)
         grads = []
         for i, value in enumerate(values):
-            at, wide = slice(i, i + 1), value.to(grad.dtype)
-            grad_query = grad_query + (turns[..., at] * wide).reshape(-1, *u.shape).sum(0)
+            wide = value.to(grad.dtype)
+            weight, step, turn, pull = (each.narrow(-1, i, 1) for each in (weights, steps, turns, pulls))
+            grad_query = grad_query + (turn * wide).reshape(-1, *u.shape).sum(0)
             if normalise_values:
-                grad_value = (weights[..., at] * grad + steps[..., at] * u) * scales[..., at]
+                grad_value = (weight * grad + step * u) * scales.narrow(-1, i, 1)
             else:
-                grad_value = torch.addcmul(weights[..., at] * grad, turns[..., at], u)
-            grad_value = torch.addcmul(grad_value, pulls[..., at], wide, value=-1)
+                grad_value = torch.addcmul(weight * grad, turn, u)
+            grad_value = torch.addcmul(grad_value, pull, wide, value=-1)
             grads.append(grad_value.reshape(sources[i].shape).to(sources[i].dtype))
         return grad_query.reshape(query.shape).to(query.dtype), None, None, None, *grads
 
