@@ -490,7 +490,7 @@ def test_one_operator_may_apply_to_one_sequence_or_to_the_whole_batch():
 
 
 @pytest.mark.parametrize("nearness", [1.0, 1e-2, 1e-4, 1e-6, 0.0])
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3, 1e10, 1e18])
 def test_float32_stays_orthogonal_for_long_and_almost_parallel_directions(scale, nearness):
     """|u|^2 |v|^2 - (u . v)^2 computed as it stands is wrong by 1e-7 |u|^2 |v|^2 here, far more than the 1 in Delta."""
     g = generator(0)
@@ -502,6 +502,21 @@ def test_float32_stays_orthogonal_for_long_and_almost_parallel_directions(scale,
         assert_close(q.mT @ q, torch.eye(n).expand(200, n, n))
         x = normal(g, 200, n, 3).float()
         assert_close(cayley_apply(x, u, v, beta).norm(dim=-2), x.norm(dim=-2))
+
+
+@pytest.mark.parametrize("length", [1e10, 1e15, 1e18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_long_directions_turn_by_half_a_turn(dtype, length):
+    """|u|^2 |v|^2 in Delta would be infinite in float32 from lengths of 5e9, and Q would be I."""
+    g = generator(0)
+    u, v = normal(g, 50, 5), normal(g, 50, 5)
+    plane = torch.linalg.qr(torch.stack([u, v], -1)).Q
+    u, v, beta = (length * u).to(dtype), (length * v).to(dtype), torch.ones(50, dtype=dtype)
+    u.requires_grad_()
+    q = cayley(u, v, beta)
+    assert_close(q, (eye(5) - 2 * plane @ plane.mT).to(dtype))
+    q.square().sum().backward()
+    assert u.grad.isfinite().all()
 
 
 # Bad input

@@ -36,10 +36,15 @@ def _rotation(u: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     _expect_directions(u.shape[-1], v=v)
     w, h = _sheared(u, v), beta / 2
     a, b, c = dot(u, u), dot(w, w), dot(u, w)
-    step = 2 * h / (1 + h.square() * (a * b - c.square()))
-    # Q = I - step A + step h A^2, A = u w^T - w u^T, A^2 = c (u w^T + w u^T) - b u u^T - a w w^T
-    from_u = step.unsqueeze(-1) * ((h * c - 1).unsqueeze(-1) * w - (h * b).unsqueeze(-1) * u)
-    from_w = step.unsqueeze(-1) * ((h * c + 1).unsqueeze(-1) * u - (h * a).unsqueeze(-1) * w)
+    with torch.no_grad():  # beyond this tangent of half the angle Q does not change, but the tangent's square overflows
+        tangent, largest = h.abs() * a.sqrt() * b.sqrt(), torch.finfo(u.dtype).eps ** -2
+        factor = (largest / tangent).clamp_max(1)
+    h = h * factor
+    ha, hb, hc, hu, hw = h * a, h * b, h * c, h.unsqueeze(-1) * u, h.unsqueeze(-1) * w
+    # Q = I - step A + step h A^2, A = u w^T - w u^T, A^2 = c (u w^T + w u^T) - b u u^T - a w w^T, step = 2 h / Delta
+    double = (2 / (1 + ha * hb - hc.square())).unsqueeze(-1)
+    from_u = double * ((hc - 1).unsqueeze(-1) * hw - hb.unsqueeze(-1) * hu)
+    from_w = double * ((hc + 1).unsqueeze(-1) * hu - ha.unsqueeze(-1) * hw)
     u, w = torch.broadcast_tensors(u, w)
     return torch.stack([u, w], -1), torch.stack([from_u, from_w], -1)
 
