@@ -587,7 +587,7 @@ FORGED += [("val_loss", value) for value in (-1.0, math.nan, math.inf, 1e200)] +
 FORGED += [("tokens", -1), ("tokens", 10**400), ("seconds", math.nan), ("seed", -1), ("kind", "reported")]
 FORGED += [("point", {"train.lr": value}) for value in ("0.008", None, True, math.nan, 10**400)]
 FORGED += [("documents", {"nats": [1.0, 1.0], "labels": labels}) for labels in ([1], [-1, 3], [0, 0], [0.5, 0.5])]
-FORGED += [("facts", {"parameters": -1})]
+FORGED += [("facts", {"parameters": -1}), ("facts", {"residua": [1]}), ("facts", {"residua": 1})]
 CONTRADICTING = [
     ("curve", [[100, 2.0]]),
     ("curve", [[400, 5.0]]),

@@ -43,7 +43,7 @@ def _are_facts(value: dict[str, Any]) -> bool:
         isinstance(value.get("data") or {}, dict)
         and fits(value.get("parameters"), int | None)
         and (value.get("parameters") or 0) >= 0
-        and all(fits(value.get(name), str | None) for name in ("device", "cpu", "commit", "torch", "date"))
+        and all(fits(value.get(name), str | None) for name in ("device", "cpu", "commit", "torch", "date", "residua"))
     )
 
 
