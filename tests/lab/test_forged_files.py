@@ -4,6 +4,8 @@ Every file of every artefact that a command opens is forged: the files of a run,
 trace and of an exported model.
 """
 
+import copy
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import residua
 from residua.commands.cli import main
 from residua.errors import InputError
+from residua.files.reading import read_json, read_yaml
 from residua.lab.experiment import open_model
 from residua.lab.training import load_checkpoint
 from residua.lab.training.checkpoint import open_checkpoint
@@ -170,6 +173,33 @@ def test_no_forged_file_is_executed_or_gives_a_traceback(file, place, capsys):
             assert_harmless(place)
         else:
             assert_refused(capsys, arguments(command, place), place)
+
+
+def leaves(value, place=()):
+    """The places of all values in nested objects and lists, of a list only the first."""
+    yield place
+    for key in value if isinstance(value, dict) else range(min(1, len(value) if isinstance(value, list) else 0)):
+        yield from leaves(value[key], (*place, key))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("wrong", [-0.5, "", [[1]]], ids=str)
+@pytest.mark.parametrize("file", [file for file in READERS if file.endswith((".json", ".yaml"))])
+def test_no_value_of_another_type_gives_a_traceback(file, wrong, place, tmp_path, capsys):
+    """Each value of a file in turn, as far as one worth reading has it: vocabularies are left out."""
+    first = (read_yaml if file.endswith(".yaml") else read_json)(place / file)
+    short = {key: value for key, value in first.items() if key != "model"} if "tokenizer.json" in file else first
+    shutil.copytree(place / "run", place / "other")
+    for number, (*above, last) in enumerate(where for where in leaves(short) if where):
+        changed = copy.deepcopy(first)
+        functools.reduce(lambda value, key: value[key], above, changed)[last] = wrong
+        (place / file).write_text(json.dumps(changed))
+        for command in READERS[file]:
+            again = [f"{part}{number}" if part == "out" else part for part in command]
+            status, _, err = execute(capsys, arguments(again, place))
+            assert status in (0, 2), (above, last, err)
+            assert len([line for line in err.splitlines() if line.startswith("residua: ")]) == (status == 2), err
+            assert_harmless(place)
 
 
 @pytest.mark.parametrize("gone", ["dtype", "splits", "facts", "eos_token_id", "deep"])

@@ -57,11 +57,12 @@ def test_prepared_data_that_is_cut_differently_is_not_reported_as_another_text(p
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(place, tmp_path):
-    bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
-    with pytest.raises(InputError, match=r"must have a fast tokenizer with an eos_token .*, got no eos_token"):
-        open_text(place, bare, tmp_path)
+    for eos_token in (None, ""):
+        bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token=eos_token)
+        with pytest.raises(InputError, match=r"must have a fast tokenizer with an eos_token .*, got no eos_token"):
+            open_text(place, bare, tmp_path)
     with pytest.raises(InputError, match=r"got no tokenizer\.json"):
-        open_text(place, SimpleNamespace(eos_token="</s>"), tmp_path)
+        open_text(place, SimpleNamespace(eos_token="</s>", eos_token_id=2), tmp_path)
 
 
 def test_text_column_names_the_key_of_the_text_in_a_row(place, tmp_path):

@@ -95,7 +95,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
             f"tokenizer must be bpe, byte or a folder with tokenizer.json, got {folder}: {reason} "
             "(or with other files that AutoTokenizer opens as a fast tokenizer; from the hub: gpt2 or hf:OWNER/NAME)"
         ) from error
-    if tokenizer.eos_token is None:
+    if tokenizer.eos_token_id is None:  # also for an empty one
         raise InputError(f"tokenizer {folder}: no eos_token to separate documents; set one and save it again")
     return _with_end_of_text(tokenizer.backend_tokenizer, tokenizer.eos_token)
 
@@ -145,7 +145,7 @@ def saved_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def expect_documents(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Raise InputError unless the tokenizer in `folder` is a fast one with an end-of-text token, as documents need."""
     fast = getattr(tokenizer, "backend_tokenizer", None) is not None
-    if not fast or tokenizer.eos_token is None:
+    if not fast or tokenizer.eos_token_id is None:
         missing = "eos_token" if fast else "tokenizer.json"
         raise InputError(f"{folder} must have a fast tokenizer with an eos_token to read documents, got no {missing}")
 

@@ -221,9 +221,10 @@ def settings_of(path: Path) -> dict[str, Any]:
     return flatten(read_settings(path)) if path.is_file() else {}
 
 
-DATA_FACTS: Mapping[str, Any] = dict.fromkeys(("fingerprint", "place", "sha256"), str | None) | {
-    **dict.fromkeys(("bytes", "longest_document"), int | None),
-    "validation_fraction": float | None,
+_TEXTS = "dataset", "fingerprint", "place", "sha256", "source", "split", "tokenizer", "tokenizer_fingerprint"
+DATA_FACTS: Mapping[str, Any] = dict.fromkeys(_TEXTS, str | None) | {
+    **dict.fromkeys(("bytes", "longest_document", "vocab_size"), int | None),
+    **dict.fromkeys(("lost_share", "validation_fraction"), float | None),
 }
 """The types of the facts about a run's data that are read later."""
 
