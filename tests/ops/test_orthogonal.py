@@ -507,16 +507,30 @@ def test_float32_stays_orthogonal_for_long_and_almost_parallel_directions(scale,
 @pytest.mark.parametrize("length", [1e10, 1e15, 1e18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_long_directions_turn_by_half_a_turn(dtype, length):
-    """|u|^2 |v|^2 in Delta would be infinite in float32 from lengths of 5e9, and Q would be I."""
+    """|u|^2 |v|^2 would be infinite in float32 from lengths of 5e9, and Q would be I."""
     g = generator(0)
     u, v = normal(g, 50, 5), normal(g, 50, 5)
     plane = torch.linalg.qr(torch.stack([u, v], -1)).Q
     u, v, beta = (length * u).to(dtype), (length * v).to(dtype), torch.ones(50, dtype=dtype)
-    u.requires_grad_()
-    q = cayley(u, v, beta)
-    assert_close(q, (eye(5) - 2 * plane @ plane.mT).to(dtype))
-    q.square().sum().backward()
-    assert u.grad.isfinite().all()
+    assert_close(cayley(u, v, beta), (eye(5) - 2 * plane @ plane.mT).to(dtype))
+    assert_close(cayley_angle(u, v, beta), torch.full((50,), math.pi, dtype=dtype))
+
+
+@pytest.mark.parametrize("op", [cayley, cayley_angle])
+@pytest.mark.parametrize("length", [1e-8, 1e-3, 1.0, 1e3, 1e6, 1e8])
+def test_float32_has_the_gradients_of_directions_of_any_length(op, length):
+    """From lengths of 1e5 the square of Delta, by which a gradient is divided, would be infinite."""
+    g = generator(0)
+    inputs = length * normal(g, 200, 5), length * normal(g, 200, 5), torch.full((200,), 2.0, dtype=torch.float64)
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        u, v, beta = (x.to(dtype).requires_grad_() for x in inputs)
+        y = op(u, v, beta)
+        weights = torch.arange(1, y[0].numel() + 1).view(y[0].shape).sin()
+        return torch.autograd.grad((weights * y).sum(), (u, v))
+
+    for found, exact in zip(gradients(torch.float32), gradients(torch.float64)):
+        assert_close(found / exact.abs().max(), (exact / exact.abs().max()).float(), factor=10)
 
 
 # Bad input

@@ -31,20 +31,34 @@ def _sheared(u: Tensor, v: Tensor) -> Tensor:
     return v
 
 
+def _scaled(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return u / s and w / t, with w as in `_sheared` and s and t their lengths, and s t. A is s t times theirs.
+
+    The fourth powers of long directions would overflow, and their gradients vanish before that.
+    """
+    w = _sheared(u, v)
+    with torch.no_grad():  # Q and its angle do not depend on s and t
+        s, t = (torch.where(x > 0, x, 1.0) for x in (dot(u, u).sqrt(), dot(w, w).sqrt()))
+        product = (s * t).clamp_max(torch.finfo(u.dtype).max)
+    return u / s.unsqueeze(-1), w / t.unsqueeze(-1), product
+
+
 def _rotation(u: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Return L and R, both (..., n, 2), with Q = I + L R^T."""
     _expect_directions(u.shape[-1], v=v)
-    w, h = _sheared(u, v), beta / 2
-    a, b, c = dot(u, u), dot(w, w), dot(u, w)
-    with torch.no_grad():  # beyond this tangent of half the angle Q does not change, but the tangent's square overflows
-        tangent, largest = h.abs() * a.sqrt() * b.sqrt(), torch.finfo(u.dtype).eps ** -2
-        factor = (largest / tangent).clamp_max(1)
-    h = h * factor
-    ha, hb, hc, hu, hw = h * a, h * b, h * c, h.unsqueeze(-1) * u, h.unsqueeze(-1) * w
+    u, w, product = _scaled(u, v)
+    h, a, b, c = beta / 2, dot(u, u), dot(w, w), dot(u, w)
+    with torch.no_grad():  # of h s t = q / r neither part is large
+        tangent = h.abs() * product * (a * b).sqrt()
+        r = 1 / tangent.clamp_min(1)
+        scale = torch.where(tangent > 1, 1 / h.abs(), product)
+    q = h * scale
+    a, b, c = q * a, q * b, q * c
     # Q = I - step A + step h A^2, A = u w^T - w u^T, A^2 = c (u w^T + w u^T) - b u u^T - a w w^T, step = 2 h / Delta
-    double = (2 / (1 + ha * hb - hc.square())).unsqueeze(-1)
-    from_u = double * ((hc - 1).unsqueeze(-1) * hw - hb.unsqueeze(-1) * hu)
-    from_w = double * ((hc + 1).unsqueeze(-1) * hu - ha.unsqueeze(-1) * hw)
+    double = (2 / (r.square() + a * b - c.square())).unsqueeze(-1)
+    qu, qw = q.unsqueeze(-1) * u, q.unsqueeze(-1) * w
+    from_u = double * ((c - r).unsqueeze(-1) * qw - b.unsqueeze(-1) * qu)
+    from_w = double * ((c + r).unsqueeze(-1) * qu - a.unsqueeze(-1) * qw)
     u, w = torch.broadcast_tensors(u, w)
     return torch.stack([u, w], -1), torch.stack([from_u, from_w], -1)
 
@@ -102,10 +116,10 @@ def cayley_angle(u: Tensor, v: Tensor, beta: Tensor) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(u.dtype, v.dtype), beta.dtype)
     u, v, beta = promote(u, v, beta)
     _expect_directions(u.shape[-1], v=v)
-    w = _sheared(u, v)
+    u, w, product = _scaled(u, v)
     square = dot(u, u) * dot(w, w) - dot(u, w).square()
     # sqrt has an infinite derivative at 0; the inner where keeps it out of the backward pass.
-    mu = torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
+    mu = product * torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
     return (2 * torch.arctan(beta * mu / 2)).to(dtype)
 
 
