@@ -142,6 +142,7 @@ QUESTIONS = ("text", "rates", "steps", "rivals", "write-only", "geometry")
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)  # ten steps in processes of their own, minutes on two cores and more on busy ones
 def test_every_question_is_tried_on_a_cpu(gpu, tmp_path, capsys):
     assert gpu.main(["--dry-run", "--out", str(tmp_path), "--minutes", "60", "--only", *QUESTIONS]) == 0
     done = {row["step"] for row in map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())}
