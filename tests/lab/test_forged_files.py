@@ -186,7 +186,7 @@ def leaves(value, place=()):
 @pytest.mark.parametrize("wrong", [-0.5, "", [[1]]], ids=str)
 @pytest.mark.parametrize("file", [file for file in READERS if file.endswith((".json", ".yaml"))])
 def test_no_value_of_another_type_gives_a_traceback(file, wrong, place, capsys):
-    """Each value of a file in turn, as far as one worth reading has it: vocabularies are left out."""
+    """Each value of a file in turn, but for those of vocabularies."""
     first = (read_yaml if file.endswith(".yaml") else read_json)(place / file)
     short = {key: value for key, value in first.items() if key != "model"} if "tokenizer.json" in file else first
     shutil.copytree(place / "run", place / "other")

@@ -117,6 +117,7 @@ class _DepthRead(Function):
         grads = []
         for i, value in enumerate(values):
             wide = value.to(grad.dtype)
+            # The older vmap of torch cannot slice a whole axis, which is that of one source.
             weight, step, turn, pull = (each.narrow(-1, i, 1) for each in (weights, steps, turns, pulls))
             grad_query = grad_query + (turn * wide).reshape(-1, *u.shape).sum(0)
             if normalise_values:

@@ -32,7 +32,7 @@ def _sheared(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _scaled(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return u / s and w / t, with w as in `_sheared` and s and t their lengths, and s t. A is s t times theirs.
+    """Return u / s, w / t and s t: w as in `_sheared`, s and t their lengths, or 1 for 0. A is s t times theirs.
 
     The fourth powers of long directions would overflow, and their gradients vanish before that.
     """
@@ -47,7 +47,7 @@ def _rotation(u: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Return L and R, both (..., n, 2), with Q = I + L R^T."""
     _expect_directions(u.shape[-1], v=v)
     u, w, product = _scaled(u, v)
-    h, a, b, c = beta / 2, dot(u, u), dot(w, w), dot(u, w)
+    h, a, b, c = beta / 2, dot(u, u), dot(w, w), dot(u, w)  # 1, 1 and 0, but for rounding, zeros and gradients
     with torch.no_grad():  # of h s t = q / r neither part is large
         tangent = h.abs() * product * (a * b).sqrt()
         r = 1 / tangent.clamp_min(1)
