@@ -296,6 +296,7 @@ def main() -> None:
     seen = set() if arguments.without is None else keys(arguments.without)
     lines, documents = hashlib.sha256(), hashlib.sha256()
     size, facts, missing = 0, {}, []
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with arguments.out.open("wb") as out, tempfile.TemporaryDirectory() as temporary:
         debs = (arguments.debs or Path(temporary) / "debs").resolve()
         debs.mkdir(parents=True, exist_ok=True)
