@@ -77,7 +77,7 @@ types: $(READY)
 # The site, after its pages: tables are those of the records, links lead somewhere, what is generated is whole.
 docs: $(READY)
 	$(PIP) --editable '.[docs]'
-	$(VENV)/bin/python experiments/tables.py
+	$(VENV)/bin/python experiments/pages.py
 	$(PYTEST) docs experiments
 	$(VENV)/bin/mkdocs build --strict
 

@@ -4,14 +4,13 @@ import ast
 import builtins
 import os
 import re
-import statistics
 import sys
 from dataclasses import fields
 
 import pytest
 
 from residua.connections import PRESETS, SCHEMES
-from support.pages import DOCS, ROOT, TOOLS, blocks, cells, pages, records, script
+from support.pages import DOCS, ROOT, TOOLS, blocks, cells, pages, script
 from tools.drawings import PICTURES
 
 PAGES = pages()
@@ -201,36 +200,6 @@ def test_every_name_in_the_adapters_for_other_packages_is_defined():
         assert {node.id for node in names} <= bound
 
 
-def test_every_whole_model_solves_the_reflection_as_the_page_says():
-    found = {}
-    for run in records("geometry/quick/records.jsonl"):
-        if run["kind"] == "run" and run["task"] == "reflection":
-            found.setdefault(run["model"], []).append(run["cosine"])
-    assert len(found) > 10
-    worst = min(statistics.mean(cosines) for cosines in found.values())
-    assert f"a mean cosine of at least {int(worst * 1000) / 1000}" in PAGES["docs/geometry.md"].replace("\n", " ")
-
-
-def test_the_extra_times_on_pages_are_those_of_the_records():
-    """For a token of a converted model, and for a training step of our models."""
-    tokens = {row["preset"]: 100 * (row["ratio"]["median"] - 1) for row in records("bench-generate-converted.jsonl")}
-    least, *most = sorted(share for name, share in tokens.items() if name not in ("unconverted", "residual"))
-    told = PAGES["docs/hugging-face.md"].replace("\n", " ")
-    assert f"Each token takes {tokens['residual']:.0f} % longer even with the plain residual" in told
-    assert f"{least:.0f} to {tokens['krom']:.0f} % longer with most schemes, and {most[-1]:.0f} % at worst" in told
-    assert sum(share <= tokens["krom"] for share in tokens.values()) > len(tokens) / 2
-
-    rows = [row for row in records("bench-steps.jsonl") if not row["train"]["compile"] and ":" not in row["scheme"]]
-    steps = {row["scheme"]: 100 * (row["time_ratio"]["median"] - 1) for row in rows}
-    least, *most = sorted(share for name, share in steps.items() if name != "residual")
-    wide = [share for name, share in steps.items() if name.startswith("ddl-")]
-    told = PAGES["docs/speed.md"].replace("\n", " ")
-    assert f"takes {least:.0f} to {most[-1]:.0f} % longer than with the plain residual" in told
-    assert f"DDL with four channels {min(wide):.0f} to {max(wide):.0f} %" in told
-    answers = PAGES["docs/faq.md"].replace("\n", " ")
-    assert f"a training step takes {min(wide):.0f} to {max(wide):.0f} % longer with DDL's four channels" in answers
-
-
 def deviations() -> dict[int, str]:
     return {int(number): row for number, row in re.findall(r"^\| (\d+) \| (.*) \|$", PAGES["docs/deviations.md"], re.M)}
 
@@ -251,20 +220,3 @@ def test_citations_of_deviations_name_the_right_rows():
     ((first, last),) = re.findall(r"\(deviations\.md\), rows (\d+) to (\d+)", PAGES["docs/geometry.md"])
     cited = [deviations()[number].split(" | ")[:2] for number in range(int(first), int(last) + 1)]
     assert cited == [["EDelta", "initial gate"], ["EDelta", "initial rotation"], ["EDelta", "H_pre, H_post"]]
-
-
-def test_the_limits_of_the_reproduction_agree_with_its_records():
-    """This covers the statement that the sweep of the demo makes about rows whose initial scale was not tuned."""
-    losses = {}
-    for run in records("tune-tiny.jsonl"):
-        place = run["scheme"], run["embedding_init_std"], run["hidden_init_std_factor"]
-        losses.setdefault(place, {}).setdefault(run["lr"], []).append(run["val_loss"])
-    best = {
-        place: min(statistics.mean(found) for found in rates.values() if len(found) == 3)
-        for place, rates in losses.items()
-        if any(len(found) == 3 for found in rates.values())
-    }
-    told = PAGES["docs/reproduce.md"]
-    for own, shared in ((("ddl", 0.06, 0.5), ("ddl", 0.12, 0.5)), (("ddl-cc-ec", 0.12, 1.0), ("ddl-cc-ec", 0.12, 0.5))):
-        assert best[own] == min(loss for place, loss in best.items() if place[0] == own[0])
-        assert re.search(rf"\({best[own]:.3f}\b[^)]*\b{best[shared]:.3f}\b[^)]*\)", told), own

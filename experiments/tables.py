@@ -1,11 +1,5 @@
-"""Make the tables of the pages from the records in this folder.
+"""Make the tables of the pages from the records in this folder. pages.py writes them into the pages."""
 
-python experiments/tables.py            exit with status 1 if a page differs from the records
-python experiments/tables.py --write    write them into the pages
-python experiments/tables.py --demo runs/demo    record a finished demo as demo.json first, and draw it
-"""
-
-import argparse
 import csv
 import json
 import math
@@ -15,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +19,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "tools"), str(HERE.parent / "docs")]
 
 import scheme_pages  # noqa: E402
-from blocks import Blocks, markdown, update, wrapped  # noqa: E402
+from blocks import markdown, wrapped  # noqa: E402
 
 from residua.connections import names  # noqa: E402
 from residua.connections.explained import added, meanings, state  # noqa: E402
@@ -751,7 +744,7 @@ def presets_table(family: str) -> str:
     """Return the rows of the presets of a family. Their words are those on the page; a new preset has its title."""
     page = (HERE.parent / "docs" / "schemes.md").read_text(encoding="utf-8")
     written = {}
-    for block in re.findall(r"(?s)<!-- [a-z-]+: experiments/tables.py -->\n\| preset \|.*?<!-- /", page):
+    for block in re.findall(r"(?s)<!-- [a-z-]+: experiments/pages.py -->\n\| preset \|.*?<!-- /", page):
         written |= dict(re.findall(r"(?m)^\| `([^`]+)` \| (.*?) \| [^|]* \| [^|]* \|$", block))
     kinds = {SCHEMES[name] for name in scheme_pages.families().get(family, ())}
     rows = []
@@ -890,90 +883,3 @@ def engines_table() -> str:
             passed = f"{record['passed']} of {len(record['tests'])}{others}"
             rows.append([compared, versions, f"`{command}`", passed])
     return markdown(["compared", "with", "command", "passed"], rows)
-
-
-PAGES: dict[str, Blocks] = {
-    "docs/study.md": {"study-keys": study_keys_table},
-    "docs/schemes.md": {
-        **{family.lower().replace(" ", "-"): partial(presets_table, family) for family in scheme_pages.FAMILIES},
-        "more": more_presets,
-        "shared-options": shared_options_table,
-        "renamed-options": renamed_options_table,
-    },
-    "docs/transformers.md": {"engines": engines_table},
-    "docs/speed.md": {
-        "speed": speed_table,
-        "peers": peers_table,
-        "memory-small": memory_small_table,
-        "generation": generation_table,
-        "state-dtype": state_dtype_table,
-    },
-    "experiments/speed.md": {
-        "speed-kept": partial(speed_table, replay=False),
-        "connections": connections_table,
-        "memory-depth": memory_depth_table,
-        "memory-converted": memory_converted_table,
-        "kernel-times": kernel_times_table,
-        "kernels": kernels_table,
-    },
-    "docs/hugging-face.md": {
-        "serving": partial(serving_table, "serving.jsonl"),
-        "serving-convolutions": partial(serving_table, "serving-convolutions.jsonl"),
-    },
-    "docs/results.md": {"demo": demo_table, "sweep": sweep_table},
-    "docs/reproduce.md": {
-        "paper": paper_table,
-        "runs": published_runs_table,
-        "curves": published_curves_table,
-        "results": results_table,
-    },
-    "docs/field.md": {"published": published_table},
-    "docs/retrofit.md": {
-        "largest": largest_logit,
-        "preserved": preserved_table,
-        "refused": refused_table,
-        "verdict": verdict_table,
-        "connections": partial(retrofit_table, "connections"),
-        "all": partial(retrofit_table, "all"),
-        "learned": learned_table,
-    },
-    "docs/geometry.md": {
-        "ours": partial(sequences_table, "ours"),
-        "references": partial(sequences_table, "reference"),
-        "published": published_losses_table,
-    },
-    "experiments/geometry/details.md": {
-        "reflection": reflection_table,
-        "sizes": full_references_table,
-        "penalty": penalty_table,
-        "starts": starts_table,
-        "vectors": vectors_table,
-    },
-}
-
-
-def record_demo(folder: Path) -> None:
-    """Write demo.json, the comparison of the runs in `folder` and the metadata of their process, and its picture."""
-    from residua.lab.demo import RECIPES, place_of
-    from residua.lab.evaluation.compare import compare
-
-    comparison = compare([place_of(folder, name) for name in RECIPES]).to_json()
-    for group in comparison["groups"]:
-        group.pop("folders")
-    facts = json.loads((folder / "residual" / "facts.json").read_text(encoding="utf-8"))
-    (HERE / "demo.json").write_text(json.dumps({**comparison, "facts": facts}, indent=1) + "\n", encoding="utf-8")
-    draw_demo()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables into the pages")
-    parser.add_argument("--demo", type=Path, metavar="DIR", help="record the demo in this folder as demo.json first")
-    arguments = parser.parse_args()
-    if arguments.demo:
-        record_demo(arguments.demo)
-    return update("experiments/tables.py", PAGES, write=arguments.write)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

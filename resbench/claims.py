@@ -4,16 +4,13 @@ pages.py writes them into the pages. An assertion that fails stands for words th
 """
 
 import math
-import re
 import statistics
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from answers import PARTS as ANSWERS
 from answers import ahead_of_both, whole
-from blocks import wrapped
 from methods import PARTS as METHODS
 from rows import (
     BASELINES,
@@ -53,6 +50,8 @@ from tables import (
     tables,
 )
 
+from residua.connections import resolve
+from residua.connections.explained import added, state
 from residua.lab.records.statistics import Contrast, holm
 from residua.lab.study.forms import Cost
 from residua.lab.study.results import Difference
@@ -341,7 +340,8 @@ def million() -> dict[str, Any]:
     twice, equal, half, quarter = (on_plain_at(rate, "residual+tc") for rate in (0.016, 0.008, 0.004, 0.002))
     assert [side(each[0]) for each in (twice, equal, half, quarter)] == ["level", "level", "ahead", "ahead"]
     assert {side(each[2]) for each in (twice, equal, half, quarter)} == {"ahead"}
-    assert [side(on_plain_at(rate, "lambdas")[0]) for rate in whole] == ["ahead", "level", "level", "ahead", "ahead"]
+    scaled = [side(on_plain_at(rate, "lambdas")[0]) for rate in whole]
+    assert scaled == ["ahead", "level", "level", "ahead", "ahead"]
     others = {rate: statistics.fmean(ends(plain[rate][seed])[2] for seed in SEEDS) for rate in whole}
     assert min(others, key=lambda rate: others[rate]) == 0.004
     losses = {rate: statistics.fmean(plain[rate][seed]["val_loss"] for seed in SEEDS) for rate in whole}
@@ -371,6 +371,7 @@ def million() -> dict[str, Any]:
         "million_rate": "{}, {}, {}, {} and {}".format(*(f"{-each[0]:.2f}" for each in tried.values())),
         "million_others": "{}, {}, {}, {} and {}".format(*(f"{-each[2]:.2f}" for each in tried.values())),
         "million_tried": NUMBERS[len(plain)],
+        "million_scales_ahead": NUMBERS[scaled.count("ahead")],
         "million_lowest": f"{others[0.002] - others[0.004]:.3f}",
         "million_quarter_mean": interval(quarter[0], 2).removeprefix("-"),
         "million_quarter_others_mean": interval(quarter[2], 2).removeprefix("-"),
@@ -556,22 +557,19 @@ def numbers() -> dict[str, Any]:
     return {name: value for part in (*parts, *ANSWERS, *METHODS) for name, value in part().items()}
 
 
-def templates() -> dict[tuple[str, str], str]:
-    """The sections of claims.md by page and name, with their numbers in braces."""
-    text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
-    sections = re.split(r"^## (\S+) (\w+)\n", text, flags=re.MULTILINE)[1:]
-    return {(page, name): body.strip() for page, name, body in zip(sections[::3], sections[1::3], sections[2::3])}
-
-
-def claims(page: str, name: str) -> str:
-    """A section with its numbers and tables, wrapped anew: an item of a list, nested or not, under its first word."""
-    text = re.sub(r"\{([^{}]+)\}", lambda field: filled(field[1]), templates()[page, name])
-    return "\n\n".join(
-        part if part.startswith("|") else "\n".join(wrapped(item) for item in re.split(r"\n(?= *- |\d+\. )", part))
-        for part in text.split("\n\n")
-    )
-
-
 def filled(field: str) -> str:
-    """What a pair of braces stands for: a number or table by name, or a size and two schemes, which are compared."""
-    return str(numbers()[field]) if " " not in field else interval(compared(*field.split()))
+    """What a pair of braces stands for: a number or table by name, a size and two schemes, which are compared, or the
+    parameters that a preset adds at 124M, its state, and the time of its step at 0.3M.
+    """
+    match field.split():
+        case [name]:
+            return str(numbers()[name])
+        case ["added", preset]:
+            return f"{next(iter(added(resolve(preset)).values())):,}"
+        case ["state", preset]:
+            return state(resolve(preset))
+        case ["step", preset]:
+            return f"{step_time('0.3M', preset):.2f}"
+        case [size, scheme, to]:
+            return interval(compared(size, scheme, to))
+    raise KeyError(field)

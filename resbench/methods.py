@@ -237,6 +237,7 @@ def about_the_million() -> dict[str, Any]:
         "million_window": results.study.set["train.sequence_length"],
         "million_runs": len(runs),
         "million_on_h200": devices[H200],
+        "runs_on_h200": devices[H200] + sum(run["facts"]["device"] == H200 for run in records("10M/records.jsonl")),
         "million_on_xeon": NUMBERS[devices[XEON]],
         "million_on_epyc": NUMBERS[devices[EPYC]],
         "million_at_once": NUMBERS[max(together)],

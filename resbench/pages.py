@@ -6,17 +6,14 @@ python resbench/pages.py --write    write the pages
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
-from blocks import Blocks, update
-from claims import claims, templates
+from blocks import pages_of, update
+from claims import filled
 
-PAGES: dict[str, Blocks] = {}
-for page, name in templates():
-    PAGES[page] = {**PAGES.get(page, {}), name: partial(claims, page, name)}
+PAGES = pages_of(Path(__file__).with_name("claims.md"), filled)
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from residua.connections import resolve
 from residua.lab.records.folder import read_object
 from residua.lab.study.report import table
 from residua.lab.study.results import read_results
-from support.pages import RESBENCH, records, script
+from support.pages import RESBENCH, TOOLS, records, script
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,6 @@ def test_the_runs_of_the_repeats_picture_are_the_reported_ones(study):
 
 
 def test_each_number_of_the_claims_has_a_sentence():
-    claims = script("claims", RESBENCH)
-    names = {name for text in claims.templates().values() for name in re.findall(r"\{(\w+)\}", text)}
-    assert names == claims.numbers().keys()
+    templates = script("blocks", TOOLS).templates(RESBENCH / "claims.md")
+    names = {name for text in templates.values() for name in re.findall(r"\{(\w+)\}", text)}
+    assert names == script("claims", RESBENCH).numbers().keys()

@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +42,33 @@ def update(script: str, pages: Mapping[str, Blocks], *, write: bool) -> int:
             print(f"{page} differs from the records; run python {script} --write", file=sys.stderr)
             status = 1
     return status
+
+
+def templates(path: Path) -> dict[tuple[str, str], str]:
+    """Return the sections of a file of sentences by page and name: `## PAGE NAME`, then text with numbers in braces."""
+    text = path.read_text(encoding="utf-8")
+    sections = re.split(r"^## (\S+) (\S+)\n", text, flags=re.MULTILINE)[1:]
+    return {(page, name): body.strip() for page, name, body in zip(sections[::3], sections[1::3], sections[2::3])}
+
+
+def pages_of(path: Path, number: Callable[[str], str]) -> dict[str, Blocks]:
+    """Return the blocks of the pages for which `path` has sentences.
+
+    number: returns what a pair of braces stands for
+    """
+    pages: dict[str, dict[str, Callable[[], str]]] = {}
+    for (page, name), text in templates(path).items():
+        pages.setdefault(page, {})[name] = partial(sentences, text, number)
+    return pages
+
+
+def sentences(text: str, number: Callable[[str], str]) -> str:
+    """Return a section, its numbers filled in, wrapped anew: an item of a list, nested or not, under its first word."""
+    text = re.sub(r"\{([^{}]+)\}", lambda field: number(field[1]), text)
+    return "\n\n".join(
+        part if part.startswith("|") else "\n".join(wrapped(item) for item in re.split(r"\n(?= *- |\d+\. )", part))
+        for part in text.split("\n\n")
+    )
 
 
 def wrapped(text: str) -> str:
