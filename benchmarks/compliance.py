@@ -659,7 +659,8 @@ This page is generated from `experiments/compliance.jsonl`, which `python -m ben
 ## What the verdicts mean
 
 - **right**: results, inputs of the sublayers and all gradients agree to rounding, and no check of the kit fails.
-- **right, with a limit**: the same, but a check about training fails. In float32 and without autocast it is right.
+- **right, with a limit**: the same, but a check about training fails. In float32 it is right,
+  without autocast and with ordinary parameters.
 - **another scheme**: it computes something else than the paper of our scheme. That may be what its authors wanted.
 - **differs**: no known variant explains the difference.
 - **not checked**: it does not run here, for the reason in its row. That says nothing about it, beyond the row.

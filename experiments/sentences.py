@@ -139,11 +139,18 @@ def demo() -> dict[str, Any]:
     def best_with(scheme: str, place: int, value: float) -> str:
         return f"{min(loss for point, loss in points.items() if point[0] == scheme and point[place] == value):.3f}"
 
+    scales: dict[float, float] = {}
+    for row in records("tune-tiny.jsonl"):
+        if (row["scheme"], row["hidden_init_std_factor"], row["seed"]) == ("residual", 0.5, 0):
+            scale = row["embedding_init_std"]
+            scales[scale] = min(row["val_loss"], scales.get(scale, math.inf))
     lead = best["residual"][1] - best["ddl-cc-ec"][1]
+    assert scales[0.03] - scales[0.12] > lead
     return {
         "demo_share": f"{100 * control:.0f}",
         "demo_passes": f"{groups['ddl-tc']['tokens'] / told['facts']['data']['train_tokens']:.1f}",
         "sweep_share": f"{100 * (best['residual'][1] - best['ddl-cc'][1]) / lead:.0f}",
+        "sweep_scale": f"{scales[0.03] - scales[0.12]:.2f}",
         "sweep_ddl": f"{best['ddl'][1]:.3f}",
         "sweep_ddl_here": best_with("ddl", 2, 0.12),
         "sweep_ec": f"{best['ddl-cc-ec'][1]:.3f}",

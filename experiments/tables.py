@@ -768,9 +768,10 @@ SHARED = {  # an option that several schemes have, its meaning, and that of each
     "start": (
         "how the connections begin",
         {
-            "published": "as the paper, or its public code, begins",
-            "residual": "exactly as x + F(x); `siamese` also needs `normalised_input=false,head=stream`",
-            "mirrored": "as x + F(x) in the mean of the streams, which differ from the start",
+            "published": "as the paper, or its public code, begins; of `edelta-stream` only u, v and k",
+            "residual": "exactly as x + F(x); `krom` and `gated-residual` also need `head=mean`, `mhc-glm` "
+            "`gate_eps=0.0`, `siamese` `normalised_input=false,head=stream`",
+            "mirrored": "as x + F(x) in the mean of the streams, which differ at once; `hc` also needs `head=mean`",
             "prefer": "each sublayer reads one stream more than the others, by weights that sum to 1.24",
             "average": "compressors average the channels, and gates are `beta_init` for every token",
             "authors": "as the authors' first code draws compressors and gates",
@@ -800,9 +801,9 @@ SHARED = {  # an option that several schemes have, its meaning, and that of each
         },
     ),
     "gate": (
-        "the share of an output's part along the state that is not written",
+        "how much of an output's part along the state is left out",
         {
-            "none": "none of it",
+            "none": "nothing",
             "token": "a share for each token, tanh of a linear map, from 0",
             "static": "one share for all tokens, from 0",
             "one": "all of it: the orthogonal update",

@@ -86,9 +86,10 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    shared = _shared_tests(items)
+    ours = [item for item in items if item.path.is_relative_to(TESTS)]  # a call may name docs/ or resbench/ too
+    shared = _shared_tests(ours)
     slow = set(SLOW.read_text(encoding="utf-8").split())
-    for item in items:
+    for item in ours:
         marks = {*_marks_of_file(item.path), *_marks_of_fixtures(item), *_marks_of_scheme(item, shared)}
         for mark in marks | ({"slow"} if _name(item) in slow else set()):
             item.add_marker(mark)

@@ -60,7 +60,7 @@ def consecutive(documents: Tensor) -> Tensor:
 def causal_read_on(streams: Tensor, taps: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Continue `causal_read` from kernel - 1 partial sums over the earlier tokens, in place of these tokens.
 
-    P_s[t] = sum_j taps[s, j] X[t, j];   A_r[t] = P_r[t] + A_{r+1}[t-1] for 0 < r < kernel, and x[t] = A_0[t].
+    P_s[t] = sum_j taps[s, j] X[t, j];   A_r[t] = P_r[t] + A_{r+1}[t-1] with A_kernel = 0, and x[t] = A_0[t].
 
     streams: (batch, seq, streams, dim), taps: (kernel, streams, dim), sums: (batch, 1, kernel - 1, dim), the A_r of the
     token before, or None at the start. Returns x (batch, seq, dim) in the dtype of `streams`, and the A_r of every

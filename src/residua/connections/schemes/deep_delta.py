@@ -2,7 +2,8 @@
 
     X <- X + beta k (v^T - k^T X),   beta = 2 sigmoid(z) in (0, 2)
 
-k-Map: the normalised sublayer output is the direction k; v is a linear map of the compressed state x_in.
+k-Map: the normalised sublayer output is the direction k; v is 4 sigmoid(W x_in + b) of the compressed
+state x_in, or linear.
 v-Map: the sublayer's output gives the value v; k is a map phi_k of the context c = RMSNorm(x_in) or of the state.
 """
 

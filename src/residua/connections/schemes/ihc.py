@@ -27,7 +27,10 @@ from residua.errors import NotNegative, Range
 
 @dataclass(frozen=True)
 class IndependentHyperConnections(ProductionHyperConnections):
-    """iHC: streams that are never mixed. Starts within about `weight_std` * `scale_init` of the plain residual.
+    """iHC: streams that are never mixed. Starts near the plain residual.
+
+    At the start the logits of the weights deviate by about `scale_init` * `weight_std` * sqrt(num_streams * dim), 0.003
+    at width 768.
 
     magnitude       the write weights lie between 0 and this number
     gate_eps        the constant added to every read and write weight

@@ -1,6 +1,7 @@
 """MUDD, multiway dynamic dense connections (arXiv 2502.12170): averages over depth per token, for q, k, v and r.
 
-    X_q, X_k, X_v, X_r = sum_j w_c[j] X_j,   w = W_2 gelu(W_1 rms(X_i)) + a,   X_{i+1} = MLP(attention(...) + X_r)
+    X_q, X_k, X_v, X_r = sum_j w_c[j] X_j,   w = W_2 gelu(W_1 rms(X_i)) + a
+    z = attention(...) + X_r,   X_{i+1} = z + MLP(norm(z))
 
 Block i of attention and MLP reads X_0 (the embedding) to X_i, the outputs of all blocks so far. Attention takes its
 queries, keys and values from three averages, and its output is added to the fourth, the residual r. The trimmed form
@@ -60,7 +61,7 @@ class MultiwayDynamicDense(BlocksScheme):
                      paper needs this for deep and narrow models
     hidden_multiple  the hidden width is the smallest multiple of this number above ways times sources; with 1, it is
                      ways times sources
-    readout_multiple  factor on the hidden width of the readout, which has one way
+    readout_multiple  factor on the weights of the readout, which has one way, before its hidden width is rounded up
     """
 
     title = "MUDD connections"
