@@ -1,7 +1,7 @@
 """The page of a study: one file, inert, sorted by a click, with every run behind a row."""
 
 from residua.lab.study.report import TEMPLATE, page, payload
-from support.planted_study import changed, planted, records
+from support.planted_study import changed, planted, records, searched
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & \u2028 ]]>"
 
@@ -33,6 +33,15 @@ def test_the_table_sorts_and_a_row_shows_its_runs(open_page, tmp_path):
     assert opened.locator("#detail svg polygon").count() == 1
     opened.keyboard.press("Enter")
     assert opened.locator("#detail tbody tr").count() == 0
+
+
+def test_every_point_of_a_search_over_all_seeds_is_listed_with_the_share_that_copies(open_page, tmp_path):
+    assert open_page(written(tmp_path)).locator("#points").inner_text() == ""
+    runs, tuning = searched()
+    opened = open_page(written(tmp_path, planted(runs, [], tuning=tuning)))
+    listed = [row.inner_text() for row in opened.locator("#points tbody tr").all()]
+    assert len(listed) == 4
+    assert sum("lr 0.004" in text and "1 of 3, step 60" in text for text in listed) == 2
 
 
 def test_marks_whose_intervals_exclude_zero_are_filled_as_in_the_picture(open_page, tmp_path):

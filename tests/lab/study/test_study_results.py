@@ -23,6 +23,7 @@ from support.planted_study import (
     planted,
     record,
     records,
+    searched,
     study,
     without,
 )
@@ -42,19 +43,7 @@ def test_differences_are_paired_by_seed_and_have_the_interval_of_students_t():
 
 
 def test_the_point_is_chosen_over_all_seeds_and_the_report_shows_the_other_points_and_which_runs_copy():
-    """One run of the lower rate copies, so that its mean of all labels is the best; the others are worse."""
-    rates = {0.004: (4.2, [3.9, 2.0, 3.9]), 0.008: (4.0, [3.8, 3.8, 3.8])}
-    runs = [
-        {
-            **record(scheme, "report", seed, loss, lr=rate),
-            "split": [[100, 3.5, other]],
-            "transition": 60.0 if loss < 3 else None,
-        }
-        for scheme in ("residual", "ddl")
-        for rate, (other, losses) in rates.items()
-        for seed, loss in zip((1, 2, 3), losses)
-    ]
-    tuning = {"over": {"train.lr": [0.004, 0.008]}, "rule": "all seeds", "runs": 2, "baseline_runs": 2}
+    runs, tuning = searched()
     found = planted(runs, [], tuning=tuning)
     row = row_of(found)
     assert (row.point, row.tuning_runs, row.edges, row.whole) == ({"train.lr": 0.008}, 2, ["train.lr"], True)

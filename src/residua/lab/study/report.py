@@ -59,11 +59,9 @@ def markdown(results: Results) -> str:
     study, shown = results.study, columns(results)
     lines = [f"# {markdown_text(study.title)}", "", *map(markdown_text, _setting(results)), ""]
     for size in study.sizes:
-        rows = [row for row in results.rows if row.size == size]
-        if not rows:
+        if not (rows := _best_first(results, size)):
             continue
         lines += [f"## {markdown_text(size)}", "", *map(markdown_text, _noise(results, size)), ""]
-        rows.sort(key=lambda row: row.loss.mean if row.loss else math.inf)
         cells = [[text(row) for text in shown.values()] for row in rows]
         lines += [Table(list(shown), cells).markdown(), ""]
         if points := points_table(rows):
@@ -78,6 +76,12 @@ def markdown(results: Results) -> str:
             for part in (f"### {markdown_text(asked.ask)}", *tables, *map(markdown_text, asked.remarks)):
                 lines += [part, ""]
     return "\n".join([*lines, "## How to read this", "", *map(markdown_text, _reading(results, shown)), ""])
+
+
+def _best_first(results: Results, size: str) -> list[SchemeRow]:
+    """Return the rows of a size, those without a loss last."""
+    rows = [row for row in results.rows if row.size == size]
+    return sorted(rows, key=lambda row: row.loss.mean if row.loss else math.inf)
 
 
 EVERY_POINT = (
@@ -536,6 +540,8 @@ def payload(results: Results) -> dict[str, Any]:
             _plain_row(row) | {"curves": results.curves(row), "cells": [text(row) for text in shown.values()]}
             for row in results.rows
         ],
+        "points": {size: points_table(_best_first(results, size)) for size in study.sizes},
+        "points_note": EVERY_POINT,
         "primary": primary_table(results) if results.corrected else None,
         "primary_note": BOTH_INTERVALS if _over_documents(results) else None,
         "filled": FILLED if results.corrected else None,
