@@ -320,7 +320,10 @@ def million() -> dict[str, Any]:
     assert rows["residual"].transitions == [None] * 3
     assert rows["residual"].point["train.lr"] == 0.032
     assert all(each.mean < 0 for each in (planned["lambdas+tc", "lambdas"].estimate,))
-    leads, plain = leads_on_plain("residual+tc"), baselines_at_rates()["residual"]
+    leads, (plain, scales_at) = leads_on_plain("residual+tc"), baselines_at_rates().values()
+    high, own = ({seed: run for seed, run in scales_at[rate].items() if seed in SEEDS} for rate in (0.016, 0.008))
+    assert [*high] == [211]
+    assert high[211]["transition"] > max(run["transition"] for run in own.values())
     whole = [rate for rate, some in plain.items() if {*SEEDS} <= some.keys()]
     assert whole == [*plain] == [0.032, 0.016, 0.008, 0.004, 0.002]
     runs = {(rate, seed): run for rate, some in plain.items() for seed, run in some.items()}
@@ -392,6 +395,8 @@ def million() -> dict[str, Any]:
         "million_lambdas_planned": interval(planned["lambdas", "residual"].estimate, 3).removeprefix("-"),
         "million_tc_transitions": span(share_of_runs("residual+tc"), 0),
         "million_lambdas_transitions": span(share_of_runs("lambdas"), 0),
+        "million_lambdas_higher": f"{high[211]['transition']:,.0f}",
+        "million_lambdas_worse": f"{high[211]['val_loss'] - own[211]['val_loss']:.2f}",
         "million_steps": f"{rows['residual'].steps:,}",
         "million_writing_tc": f"{columns['residual+tc'][0]:.2f}",
         "million_writing_scales": f"{columns['lambdas+tc'][0]:.2f}",
