@@ -8,6 +8,7 @@ the norm of the gradient in float64. A model of 8 layers of width 64 and random 
 
 import json
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -42,12 +43,12 @@ def error(scheme: str, seed: int) -> float:
 
 
 def main() -> None:
-    with RECORD.open("w", encoding="utf-8") as record:
-        for scheme in SCHEMES:
-            for seed in SEEDS:
-                line = {"scheme": scheme, "seed": seed, "error": error(scheme, seed), "model": MODEL}
-                record.write(json.dumps(line | circumstances(torch.device("cpu"))) + "\n")
-                print(f"{scheme:10} {seed} {line['error']:.4f}", flush=True)
+    here = circumstances(torch.device("cpu"))  # before the record changes, which would make the commit a dirty one
+    lines = []
+    for scheme, seed in product(SCHEMES, SEEDS):
+        lines.append({"scheme": scheme, "seed": seed, "error": error(scheme, seed), "model": MODEL} | here)
+        print(f"{scheme:10} {seed} {lines[-1]['error']:.4f}", flush=True)
+    RECORD.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
