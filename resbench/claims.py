@@ -430,7 +430,10 @@ def rivals() -> dict[str, Any]:
     assert [side(tc[0]), side(tc[2]), side(scales[0])] == ["ahead", "ahead", "level"]
     assert scales[0].mean > 0
     rates = by_rate("rivals-1M")["mhc"]
-    assert [*rates] == [0.008]
+    assert rates.keys() == {0.008, 0.016}
+    ((seed, higher),) = rates[0.016].items()
+    assert (seed, higher["transition"]) == (211, None)
+    worse = [high - low for high, low in zip(ends(higher), ends(rates[0.008][seed]))]
     mhc, scaled = {seed: ends(run) for seed, run in rates[0.008].items()}, split_losses("1M")["lambdas+tc"]
     to_look = contrasts(mhc, {seed: ends(run) for seed, run in look.items()}, SEEDS)
     to_tc = contrasts(scaled, mhc, SEEDS)
@@ -461,6 +464,8 @@ def rivals() -> dict[str, Any]:
         "mhc_smear": interval(to_look[0], 3),
         "mhc_tc": interval(to_tc[0], 3).removeprefix("-"),
         "mhc_tc_others": interval(to_tc[2], 3).removeprefix("-"),
+        "mhc_higher": f"{worse[0]:.2f}",
+        "mhc_higher_others": f"{worse[2]:.2f}",
         "mhc_steps": span((run["transition"] for run in rates[0.008].values()), 0),
         "mhc_time": f"{times['mhc'] / times['lambdas+tc']:.2f}",
         "smear_lambdas": interval(scales[0], 3).removeprefix("+"),
