@@ -529,8 +529,11 @@ def test_inputs_that_do_not_fit_give_a_one_line_error():
     scheme = dialects.scheme(model.config)
     with pytest.raises(ValueError, match=r"hy_v4 must have .*layers\.3\.attn_hc\.fn.* in the state_dict, found none"):
         dialects.load(scheme.build(16, 2 * LAYERS + 2), state, "hy_v4")
-    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+    with pytest.raises(RuntimeError, match=r"^layers\.0\.attn_hc\..* must have the shape \(8,.*\), got \(6,"):
         dialects.load(dialects.IndependentHyperConnections().build(16, 2 * LAYERS), state, "hy_v4")
+    turned = {name: x.mT.contiguous() if name.endswith("attn_hc.fn") else x for name, x in state.items()}
+    with pytest.raises(RuntimeError, match=r"attn_hc\.fn must have the shape \(6, 48\), got \(48, 6\)$"):
+        dialects.load(scheme.build(16, 2 * LAYERS), turned, "hy_v4")
     with pytest.raises(
         ValueError, match=r"must have one parameter 'layers\.0\.attn_hc\.scale' in the state_dict, got 0"
     ):

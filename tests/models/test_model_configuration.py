@@ -66,6 +66,7 @@ def test_a_saved_configuration_can_be_opened_with_another_scheme(change, tmp_pat
     ("options", "words"),
     [
         ({"vocab_size": 0}, ["vocab_size", "at least 1", "0"]),
+        ({"vocab_size": None}, ["vocab_size", "at least 1", "None"]),
         ({"hidden_size": 16.0}, ["hidden_size", "whole number", "16.0"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers", "at least 1"]),
         ({"hidden_size": 16, "num_attention_heads": 3}, ["num_attention_heads", "divisor of hidden_size (16)", "3"]),
@@ -126,7 +127,10 @@ def test_a_wrong_scheme_set_later_is_refused():
         config.connection = {"preset": "frac", "num_fractions": 5}
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("qk_norm", "postrope"), ("rope_theta", -1.0), ("rope_theta", 10**400)])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("qk_norm", "postrope"), ("rope_theta", -1.0), ("rope_theta", 10**400), ("vocab_size", None)],
+)
 def test_a_wrong_value_set_later_is_refused(name, wrong):
     """`from_pretrained(folder, qk_norm=...)` sets values in this way."""
     config = tiny_config()

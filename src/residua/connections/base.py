@@ -226,8 +226,9 @@ class WideParts(nn.Module):
     def float32_parameters(self) -> list[str]:
         """Return the names of the parameters that must stay in float32 if a model is narrowed or quantised.
 
-        They belong to gates, mappings and filters. All other parameters belong to the norms before the sublayers, and
-        to linear maps that compute in the dtype of their weights, as sublayers do.
+        They belong to gates, mappings and filters, and to further norms of keys and values. All other parameters belong
+        to the norms before the sublayers, and to linear maps that compute in the dtype of their weights, as sublayers
+        do.
         """
         norms = {id(part) for c in self.connections for part in getattr(c, "norm", nn.Identity()).modules()}
         names = []
@@ -340,7 +341,9 @@ def counted(name: str, value: Any, least: int) -> int:
         number = operator.index(value)
     except TypeError:
         number = -1
-    require(number >= least, name, "a positive integer" if least else "an integer, such as len(sublayers)", value)
+    require(
+        number >= least, name, "a positive integer" if least else "an integer from 0, such as len(sublayers)", value
+    )
     return number
 
 
@@ -435,7 +438,8 @@ class Scheme(ABC):
         norm_eps: also the eps of the norms inside the connections.
 
         Raises:
-            ValueError: `dim` or `num_sublayers` is not a positive integer, or the options do not fit this width.
+            ValueError: `dim` is no positive integer, `num_sublayers` is no integer from 0, or the options do not fit
+                this width.
             TypeError: `norm` is not callable.
         """
         dim, num_sublayers = counted("dim", dim, 1), counted("num_sublayers", num_sublayers, 0)

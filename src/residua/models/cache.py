@@ -415,7 +415,7 @@ def _of_full_attention(mask: Any) -> Any:
 
 
 def documents_apart(input_ids: Tensor, end_of_text: int | None) -> dict[str, Any]:
-    """Return the forward arguments that keep the documents of a row separate: {"position_ids": positions}, or {}.
+    """Return the forward arguments that keep the documents of a row separate: positions and no cache, or {}.
 
     input_ids: int64 (batch, seq). Positions (batch, seq) start again at every `end_of_text`, if it is not None: this
     token begins the next document, whose first token is therefore predicted only from it.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from residua.connections import Scheme, describe, resolve
-from residua.errors import InputError, check_types, did_you_mean, extra, types_of
+from residua.errors import InputError, check_types, did_you_mean, extra, require, types_of
 from residua.model_fields import MOST_LAYERS, ModelFields
 
 with extra("lab"):
@@ -81,9 +81,9 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class ResiduaConfig(PreTrainedConfig, ModelFields):
     """Configuration of `ResiduaModel` and `ResiduaForCausalLM`: the fields of `residua.model_fields.ModelFields`.
 
-    `connection` may also be a `Scheme`; the configuration stores a mapping with all its options. If a size is None, the
-    configuration stores the derived size. Raises ValueError for a value of the wrong type or out of range, TypeError
-    for an unknown argument.
+    `connection` may also be a `Scheme`; the configuration stores a mapping with all its options. If `head_dim` or
+    `intermediate_size` is None, the configuration stores the derived size. Raises ValueError for a value of the wrong
+    type or out of range, TypeError for an unknown argument.
     """
 
     model_type = "residua"
@@ -95,6 +95,7 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
     def __post_init__(self, **kwargs: Any):
         scheme = self._describe_connection()
         ModelFields.__post_init__(self)
+        self._expect_vocabulary()
         expect_fit(scheme, self.hidden_size, self.num_hidden_layers)
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 8 * self.hidden_size // 3
@@ -116,9 +117,14 @@ class ResiduaConfig(PreTrainedConfig, ModelFields):
         if name in types_of(ModelFields) and "base_model_tp_plan" in vars(self):
             scheme = self._describe_connection() if name in ("connection", "num_hidden_layers") else None
             check_types(self, ModelFields)
+            self._expect_vocabulary()
             if scheme is not None:
                 expect_fit(scheme, self.hidden_size, self.num_hidden_layers)
             vars(self)["base_model_tp_plan"] = self._tensor_parallel_plan()
+
+    def _expect_vocabulary(self) -> None:
+        """Raise InputError for a vocabulary of unknown size, which only the configuration of a run may have."""
+        require(self.vocab_size is not None, "vocab_size", "a whole number of at least 1", None)
 
     def _describe_connection(self) -> Scheme:
         """Store the scheme as a mapping with all its options. Return the scheme."""

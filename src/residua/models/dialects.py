@@ -214,10 +214,15 @@ def load(stream: Stream, state_dict: Mapping[str, Tensor], model_type: str) -> N
     missing = [trunks[0] + theirs for theirs in places.values() if trunks[0] + theirs not in state_dict]
     if missing:
         raise ValueError(f"{model_type} must have {', '.join(missing)} in the state_dict, found none")
-    parameters = stream.state_dict()
-    stream.load_state_dict(
-        {ours: state_dict[trunks[0] + theirs].reshape(parameters[ours].shape) for ours, theirs in places.items()}
-    )
+    parameters, tensors = stream.state_dict(), {}
+    for ours, theirs in places.items():
+        tensor, shape = state_dict[trunks[0] + theirs], parameters[ours].shape
+        if tensor.dim() < len(shape) and tensor.numel() == shape.numel():
+            tensor = tensor.reshape(shape)  # `export` flattens some
+        if tensor.shape != shape:
+            raise RuntimeError(f"{trunks[0]}{theirs} must have the shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        tensors[ours] = tensor
+    stream.load_state_dict(tensors)
 
 
 def export(stream: Stream, model_type: str, *, trunk: str = "model.") -> dict[str, Tensor]:

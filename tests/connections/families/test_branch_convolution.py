@@ -11,6 +11,7 @@ from residua import Stream
 from residua.connections import resolve
 from residua.connections.families.convolved import BranchConnection, CompressingScheme
 from residua.connections.parts.ends import TokenConv
+from residua.models.cache import memories
 from support.stream_cases import DIM, built
 from support.tolerances import assert_close
 from support.variants import bare_sublayers, every, normal, perturbed
@@ -73,6 +74,24 @@ def test_streams_and_penalty_are_those_of_the_inner_connection(preset):
         streams, expected = connection.streams(state), alone.streams(state)
         assert streams is expected is None or torch.equal(streams, expected)
         assert connection.penalty(carry.coefficients) is alone.penalty(carry.coefficients.inner) is None
+
+
+@pytest.mark.parametrize("preset", ["ddl", "gated-delta"])
+def test_the_shortcut_convolves_neither_over_padding_nor_across_documents(preset):
+    ours, _ = beside_plain(resolve(f"{preset}:branch=conv"), noise=0.3)
+    connection, y, tokens = with_branch(ours)[0], normal(1, 5, DIM), normal(1, 5, DIM)
+    documents, padding = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[False, False, True, True, True]])
+
+    def shortcut(x: Tensor, y: Tensor, **given: Tensor | None) -> list[Tensor]:
+        (memory,) = memories([connection], None, given.get("padding"), given.get("documents"), num_layers=1)
+        _, carry = connection.read(ours.expand(x), memory)
+        found = connection.shortcut(ours.expand(x), carry, y)
+        return [part for part in found if isinstance(part, Tensor) and part.dim() > 1]
+
+    alone = shortcut(tokens[:, 2:], y[:, 2:])
+    for given in ({"documents": documents}, {"padding": padding}):
+        for part, expected in zip(shortcut(tokens, y, **given), alone, strict=True):
+            assert_close(part[:, 2:], expected)
 
 
 def test_the_option_may_name_some_sublayers():

@@ -212,6 +212,19 @@ def test_a_piece_with_a_different_number_of_sequences_is_refused(name):
 
 @torch.no_grad()
 @each_way_to_look_back
+def test_the_memory_of_one_sequence_serves_several_only_if_it_is_repeated(name):
+    stream, x, memory = build(name), normal(3, 6, DIM), StreamMemory()
+    x[1:, :3] = x[:1, :3]
+    stream(x[:1, :3], SUB, memory=memory)
+    for end in (4, 6):
+        with pytest.raises(ValueError, match=r"^memory must have .*, got 1 and 3; "):
+            stream(x[:, 3:end], SUB, memory=copy.deepcopy(memory))
+    memory.reorder(torch.zeros(3, dtype=torch.long))
+    assert_close(stream(x[:, 3:], SUB, memory=memory), stream(x, SUB)[:, 3:])
+
+
+@torch.no_grad()
+@each_way_to_look_back
 def test_beams_are_reordered(name):
     stream, x, memory = build(name), normal(3, 5, DIM), StreamMemory()
     stream(x[:, :3], SUB, memory=memory)
@@ -428,3 +441,4 @@ def test_padding_and_documents_may_lie_on_another_device_than_a_part(name):
         read, carry = connection.read(state, memory)
         state = connection.write(read, carry)
     assert stream.collapse(state, others[-1]).shape == x.shape
+    assert stream(x, SUB, attention_mask=padding).shape == x.shape

@@ -36,7 +36,7 @@ class Memory(Protocol):
         """
 
     def recall(self, like: Tensor) -> Tensor | None:
-        """Return the last row that was kept, (batch, 1, ...) with the axes and dtype of `like`.
+        """Return the last row that was kept, (batch, 1, ...) with the axes of `like`, in the dtype that it was kept in.
 
         Before the first token the result is None, or zeros.
         """
@@ -188,7 +188,7 @@ class StreamMemory:
     def _earlier(self, number: Any, batch: int) -> Tensor | None:
         """Return the rows of a part. Raises ValueError if they belong to a different number of sequences."""
         rows = self._rows.get(number)
-        if rows is not None and rows.shape[0] != 1 and rows.shape[0] != batch:  # `in` would break a compiled graph
+        if rows is not None and rows.shape[0] != batch:
             raise ValueError(
                 f"memory must have as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
                 "memory.reorder(indices), or begin with a new StreamMemory()"
@@ -310,6 +310,11 @@ def whole_sequence(part: nn.Module) -> Memory | None:
     return _PartMemory(None, None, None, None) if window_of(part) else None
 
 
+def of_this_call(memory: Memory | None) -> Memory | None:
+    """Return a memory with the padding and the documents of `memory`, which keeps nothing and has no earlier tokens."""
+    return None if memory is None else _PartMemory(None, None, memory.padding, memory.documents)
+
+
 def expect_memory(part: nn.Module, memory: object, x: Tensor) -> None:
     """Raise ValueError if x is a single token, (batch, 1, dim), and `part` needs earlier tokens but has no memory.
 
@@ -377,8 +382,8 @@ def seen(mask: Tensor) -> Tensor:
     """Return, as booleans, which entries of a mask are visible to attention. The mask is boolean or is added to scores.
 
     An entry is hidden if it is at least 100 below the largest entry, or at least 100 below 0 if the largest is
-    positive: softmax gives it less than 1e-43. All other entries are biases. If no entry is above -5000, all entries
-    are hidden.
+    positive: softmax gives it less than 1e-43. All other entries are biases. Entries of -5100 and below are always
+    hidden.
 
     Raises:
         ValueError: the mask holds NaN.
@@ -456,7 +461,7 @@ def finite_at_padding(x: Tensor, mask: Tensor) -> Tensor:
 
     0 times NaN is NaN, so NaN would reach the gradients of tokens. mask: in any form that `tokens_of` takes.
     """
-    padding = ~tokens_of(mask)
+    padding = ~tokens_of(mask).to(x.device)
     expect_shape("attention_mask", padding, x.shape[:2], "(batch, seq) of this call")
     return torch.where(padding.unsqueeze(-1) & ~x.isfinite(), 0, x)
 
