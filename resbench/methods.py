@@ -23,7 +23,7 @@ from tables import (
 )
 
 from residua.connections import resolve
-from residua.lab.records.statistics import Contrast, Estimate, welch
+from residua.lab.records.statistics import Contrast, detects, welch
 from residua.lab.study.definition import load_study
 from residua.lab.study.results import FAILED
 
@@ -185,7 +185,8 @@ def about_the_noise() -> dict[str, Any]:
         **{f"noise_{name}": f"{noise.deviation:.3f}" for name, noise in noises.items()},
         **{f"half_{name}": f"{half:.3f}" for name, half in halves.items()},
         "sees_deviation": f"{math.sqrt(2) * noises['four'].deviation:.3f}",
-        **{f"sees_{NUMBERS[count]}": f"{Estimate(0.0, 1.0, count).detectable:.2g}" for count in (2, 3, 5)},
+        **{f"sees_{NUMBERS[count]}": f"{detects(count, 4):.1f}" for count in (2, 3, 5)},
+        "sees_own": f"{detects(3):.1f}",
     }
 
 

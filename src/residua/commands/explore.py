@@ -29,8 +29,8 @@ def explore(
 
     Args:
         paths (RUN|TRACE|HF_DIR): folders of runs, folders of models (with --prompt), and traces. The trace of a run is
-            saved in its folder and used again, unless an option below says what to read. Without paths, the page has
-            only simulations
+            saved in its folder unless prompt, tokens or data says what to read, and used again if no option below is
+            given. Without paths, the page has only simulations
         out (FILE.html): the page to write (default: explorer.html, or none with --json)
         no_page: print tables, and write no page
         json: print JSON instead of a table

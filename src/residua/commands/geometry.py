@@ -8,7 +8,7 @@ from residua.commands.signature import Output
 from residua.errors import Count, at_most, between
 
 NOT_QUICK = ("hc", "edelta-stream")
-"""Models that `quick` trains only if they are named, because they are not in the publication."""
+"""Models that `quick` trains only if they are named."""
 FULL_MODELS = (
     "edelta-sequence",
     "residual",
@@ -91,14 +91,15 @@ def quick(
         residua study geometry quick --full --device cuda --out runs/full
 
     Args:
-        models (SCHEME): schemes, and controls (default: those of the publication; an unknown name lists all)
+        models (SCHEME): schemes, and controls (default: all but hc and edelta-stream, with --full the published ones
+            and two controls; an unknown name lists all)
         tasks: tasks to train on (default: all, with --full those on sequences; an unknown name lists them)
         full: the published sizes and steps, which need a GPU; the first seed of all models runs first
         device: auto is cuda if available
         seeds (N): seeds of weights and batches (default: 42 123, with --full also 456)
         steps: steps of each run (default: as in the recipe)
         out (DIR): a new folder, or one to resume (default: runs/geometry/quick, or full with --full)
-        processes: runs at the same time (default: one per core)
+        processes: runs at the same time (default: one per core, on a GPU four at most)
     """
     from residua.lab.geometry.experiment import run_experiment
     from residua.lab.geometry.models import MODELS, own_name

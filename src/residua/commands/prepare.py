@@ -45,8 +45,8 @@ def prepare(
         validation_fraction: share of the text held out (default: 0.05; of fineweb-edu about 100 million tokens)
 
     Rarely:
-        split: documents: hold out each document by its own hash; share: hold out exactly the share (default: documents,
-            if it comes close)
+        split: documents: hold out each document by its own hash; share: hold out the share to within 5 %, if need be by
+            cutting a document (default: documents, if it comes close)
         longest_document: the longest document in characters; longer ones are cut, 0 cuts none (default: 8192 in text
             files, elsewhere 0)
         shard_tokens: tokens in a file

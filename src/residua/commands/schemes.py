@@ -20,10 +20,11 @@ RESULTS = Path(__file__).with_name("results.csv")
 WRAP = TextWrapper(75, break_on_hyphens=False)
 OURS = """
 ours, ResBench: validation loss of language models of 0.1 and 0.3 million
-parameters, tuned under the same budget, and the difference to two baselines
-(*: clear after the correction for the number of comparisons); step time
-relative to residual; -deep and -wide: eight and two layers in place of four;
--muon: trained with Muon
+parameters, tuned under the same budget (baselines under a larger one), and
+the difference to two baselines (*: clear after the correction for the number
+of comparisons); step time relative to residual; -deep and -wide: eight and
+two layers in place of four; -long: three times the tokens; -muon: trained
+with Muon
 """
 
 

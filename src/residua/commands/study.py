@@ -27,8 +27,8 @@ def run(
 ) -> Output:
     """Run a study that a file describes, such as ResBench.
 
-    Tunes every scheme with the same budget, trains seeds that were not used for tuning, measures costs, and writes
-    tables with intervals. If the command is killed, the same command continues.
+    Tunes every scheme with the same budget and baselines with at least that, trains seeds that were not used for
+    tuning, measures costs, and writes tables with intervals. If the command is killed, the same command continues.
 
     Examples:
         residua study run resbench --data data/resbench --out runs/resbench --dry-run

@@ -46,7 +46,7 @@ residua must be installed; otherwise transformers raises an error that names res
 def export(
     run: str | Path, folder: str | Path, *, checkpoint: int | Literal["best"] | None = None, remote_code: bool = False
 ) -> Path:
-    """Write the model of a run into a new or empty folder, completely or not at all.
+    """Write the model of a run into a new or empty folder; a new one appears only when it is complete.
 
     The folder holds model.safetensors, config.json, generation_config.json, the tokenizer and README.md, the model
     card. With `remote_code` it also holds code, so that
@@ -54,7 +54,8 @@ def export(
     residua must be installed. Without `remote_code`, `residua.load(folder)` opens the model.
 
     Raises:
-        InputError: `run` is not a run or has no such checkpoint; `folder` is not empty or is the working directory.
+        InputError: `run` is not a run or has no such checkpoint; `folder` is not empty; or, with `remote_code`, the
+            scheme is of another package.
         RunError: the folder cannot be written.
     """
     place = new_folder(folder)

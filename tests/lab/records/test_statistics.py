@@ -5,7 +5,17 @@ import numpy
 import pytest
 from scipy.stats import nct, t, ttest_1samp, ttest_ind, ttest_rel
 
-from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, paired, t95, welch
+from residua.lab.records.statistics import (
+    Contrast,
+    Estimate,
+    Noise,
+    detects,
+    holm,
+    over_documents,
+    paired,
+    t95,
+    welch,
+)
 
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
 
@@ -64,6 +74,21 @@ def test_a_detectable_mean_is_found_in_four_of_five_samples():
         assert alone.detectable == pytest.approx(standard_errors)
     assert Estimate(0.0, None, 1).detectable is None
     assert Estimate(0.0, 10.0, 10_001).detectable == pytest.approx(0.1 * (1.960 + 0.8416), rel=1e-3)
+
+
+@pytest.mark.parametrize(("seeds", "schemes"), [(2, 4), (3, 4), (5, 12), (2, None), (3, None), (5, None)])
+def test_a_study_finds_what_it_detects_in_four_of_five_repetitions(seeds, schemes):
+    """By the tests that its report uses: the noise of all schemes, or that of two schemes of their own."""
+    draws, found = numpy.random.default_rng(0), []
+    for _ in range(2000):
+        runs = draws.normal(size=(schemes or 2, seeds)) / math.sqrt(2)  # the difference of two has the deviation 1
+        runs[0] -= detects(seeds, schemes)
+        losses = [dict(enumerate(row)) for row in runs]
+        noise = Noise.of(losses)
+        contrast = welch(runs[0], runs[1]) if schemes is None else noise.contrast(runs[0], runs[1])
+        found.append(contrast.mean + contrast.half_width < 0)
+    assert statistics.mean(found) == pytest.approx(0.8, abs=0.04)
+    assert detects(1, 4) is detects(3, 1) is detects(1) is None
 
 
 def test_for_documents_of_one_length_the_error_is_that_of_their_mean():

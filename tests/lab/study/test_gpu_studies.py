@@ -3,7 +3,6 @@
 import pytest
 
 from residua.lab.data import PreparedData
-from residua.lab.records.statistics import Estimate
 from residua.lab.study.definition import load_study
 from residua.lab.study.engine import forecast
 from residua.lab.study.plan import Plan
@@ -114,8 +113,3 @@ class Every(dict):
 
     def get(self, key):
         return {"key": key, "steps": 1, "val_loss": 4.0, "split": [[1, 3.0, 4.0]]}
-
-
-@pytest.mark.parametrize(("seeds", "deviations"), [(5, 1.7), (3, 3.3), (2, 11.5)])
-def test_the_seeds_can_resolve_the_expected_differences(seeds, deviations):
-    assert round(Estimate(0.0, 1.0, seeds).detectable, 1) == deviations

@@ -206,6 +206,10 @@ def test_a_tuned_key_that_does_not_exist_is_refused_before_anything_is_measured(
     [
         ({"set": {"train.batchsize": 8}}, "set: unknown key train.batchsize; did you mean train.batch_size"),
         ({"tuning": {**DOCUMENT["tuning"], "over": {"train.lrr": [0.1]}}}, "tuning.over: unknown key train.lrr"),
+        (
+            {"tuning": {**DOCUMENT["tuning"], "factors": {"train.conection_lr_factor": 4}}},
+            "tuning.factors must be some of train.connection_lr_factor, train.lr, got 'train.conection_lr_factor'",
+        ),
         ({"schemes": {"residual": {}, "lamdas+smear": {}}}, "schemes.lamdas+smear: no preset is called"),
         ({"schemes": {"residual": {"model.width": 8}}}, "schemes.residual: unknown key model.width"),
         ({"set": {"train.batch_size": "eight"}}, "set: train.batch_size must be a whole number, got 'eight'"),

@@ -297,3 +297,11 @@ def test_rows_are_also_logged_to_weights_and_biases(tmp_path, fit, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(InputError, match=r'pip install "\.\[wandb\]"'):
         fit(tmp_path / "third", wandb="mine")
+
+
+def test_progress_is_called_with_the_step_at_which_a_run_begins_or_resumes_and_with_each_logged_step(fit, tmp_path):
+    """From the first of these the time left is computed: steps before it were done by an earlier process."""
+    begun, resumed = [], []
+    fit(tmp_path / "run", steps=8, log_every=4, checkpoint_every=8, progress=begun.append)
+    fit(tmp_path / "run", steps=12, log_every=4, checkpoint_every=4, resume=True, progress=resumed.append)
+    assert (begun, resumed) == ([0, 4, 8], [8, 12])

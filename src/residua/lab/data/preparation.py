@@ -85,11 +85,11 @@ def prepare(
         text_column: the column or key of rows and data sets that holds the text; "meta.text" is nested.
         sample: the sample of a named data set; of fineweb-edu "10BT" (default), "100BT" or "350BT".
         split: "documents" assigns each document by its own hash. "share" holds out the documents with the smallest
-            hashes until their bytes are the requested fraction, and cuts the document that would exceed it. The default
-            is "documents" for the hub, for more than a million documents, and if the held-out part comes within a
-            quarter of the fraction; otherwise "share".
-        longest_document: the longest document, in characters; a longer one is cut at a blank line or a line end. 0 cuts
-            none. By default 8192 in text files, and 0 elsewhere.
+            hashes until their bytes are the requested fraction to within 5 %, and cuts a document if need be. The
+            default is "documents" for the hub, for more than a million documents, and if the held-out part comes within
+            a quarter of the fraction; otherwise "share".
+        longest_document: the longest document, in characters; a longer one is cut at a blank line, else at a line end,
+            else inside a line. 0 cuts none. By default 8192 in text files, and 0 elsewhere.
         progress: report progress on standard error.
 
     Raises:

@@ -99,7 +99,7 @@ def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[
     """Return the traces of run folders, trace files and model folders, and the comparison of the runs, or None.
 
     A run is traced if it has no trace of its newest checkpoint, or if `reading` has any option. A new trace is saved in
-    the run if it reads the beginning of the run's validation data. Two or more runs are compared.
+    the run unless `reading` has a prompt, tokens or data. Two or more runs are compared.
 
     Raises:
         InputError: a path is not a run folder, a model or a trace; a trace has another version; a model is given

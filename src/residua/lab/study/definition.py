@@ -372,6 +372,8 @@ def load_study(source: str) -> Study:
 def _checked(study: Study) -> Study:
     """Return the study with canonical names of presets. Raises InputError for a name or key that does not exist."""
     check_keys(study.tuning.over, "tuning.over")
+    tuned = {*study.tuning.over}.union(*(size.over or () for size in study.sizes.values()))
+    check_names("tuning.factors", study.tuning.factors, sorted(tuned))
     for place, keys in {
         "set": study.set,
         **{f"sizes.{name}": size.keys for name, size in study.sizes.items()},

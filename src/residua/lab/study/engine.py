@@ -31,7 +31,7 @@ from residua.lab.records import jsonlines
 from residua.lab.records.folder import RunFolder, read_object, refuse_changes, writable
 from residua.lab.records.jsonlines import finite
 from residua.lab.records.progress import say
-from residua.lab.records.statistics import Estimate
+from residua.lab.records.statistics import detects
 from residua.lab.records.table import Table, cell
 from residua.lab.study.definition import Study, read_folder
 from residua.lab.study.forms import Cost, CostRecord, read_records
@@ -111,7 +111,8 @@ class Forecast(NamedTuple):
     flops    the FLOPs of the matrix products of all runs and of their evaluations on the study's held-out text
     hours    the hours of all runs, one after the other
     detects  the smallest difference that the study would detect four times in five, before a correction for several
-             comparisons, in standard deviations of the difference between two runs with the same seed
+             comparisons, in standard deviations of the difference between two runs with the same seed; with the noise
+             of all schemes of the size, or with that of both where each has its own
     """
 
     size: str
@@ -143,6 +144,7 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Fore
         )
         base = configs[plan.study.baselines[0]]
         speed = flops_per_second or rate(base, plan.model(base))
+        shared = len(configs) if plan.study.sizes[size].noise == "pooled" else None
         yield Forecast(
             size,
             len(configs),
@@ -150,7 +152,7 @@ def forecast(plan: Plan, flops_per_second: float | None = None) -> Iterator[Fore
             plan.steps[size] * plan.step_tokens[size],
             flops,
             flops / speed / 3600,
-            Estimate(0.0, 1.0, len(plan.study.seeds_at(size))).detectable if size in plan.sizes else None,
+            detects(len(plan.study.seeds_at(size)), shared) if size in plan.sizes else None,
         )
 
 

@@ -52,6 +52,8 @@ class RunLog:
             stack.callback(self._events.close)
         name = run.path.resolve().name
         self._bar = stack.enter_context(Progress(name, config.steps, done=step, enabled=progress is True))
+        if self._report is not None:
+            self._report(step)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row of numbers, and show it."""

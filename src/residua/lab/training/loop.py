@@ -81,8 +81,9 @@ def train(
             resume.
         parent: metadata of the model from whose weights the run begins, for facts.json.
         end_of_text: the token before each document, for document masks; `model` then also gets `documents_apart`.
-        progress: whether to show the progress, or a function that is called with each logged step instead; the caller
-            then has to tell the user how to resume an interrupted run.
+        progress: whether to show the progress, or a function that is called with the step at which the run begins or
+            resumes, and with each logged step, instead; the caller then has to tell the user how to resume an
+            interrupted run.
 
     Returns:
         The row of the last step (step, tokens, loss, lr, grad_norm, tokens_per_second, seconds, results of
