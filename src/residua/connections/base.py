@@ -147,7 +147,8 @@ class Connection(SelfStarting, ABC):
 
         Raises:
             TypeError, ValueError: the sublayer does not return a tensor of this shape, or takes fewer inputs than
-                `read` returns, or a single token arrives without the memory that this scheme needs.
+                `read` returns; a single token arrives without the memory that this scheme needs; or the mask, the
+                documents or the memory do not fit x or the scheme.
         """
         expect_callable("sublayer", sublayer)
         x, carry = within(self, "read")(state, memory_of(self, memory, attention_mask, documents))

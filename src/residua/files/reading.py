@@ -138,7 +138,7 @@ def _expect_shallow(value: Any, source: object) -> None:
 def parse_yaml(text: str, source: object) -> Any:
     """Return the value of a YAML document of plain values.
 
-    Numbers are as in YAML 1.2: 3e-4 is a number. Dates are text, and so is 1:30, which is 90 in YAML 1.1.
+    3e-4 is a number, as in YAML 1.2. Dates are text, and so are 1:30, 010 and 0o17.
 
     Raises:
         InputError: the text is not YAML, has a language-specific tag or a duplicate key, or is too long or too deep.

@@ -258,6 +258,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
 
         Raises:
             TypeError: a keyword is unknown.
+            ValueError: both or neither of `input_ids` and `inputs_embeds` are given, or the mask, the cache or the
+                documents do not fit them.
         """
         keywords = PAGED if any(name in kwargs for name in PAGES) else PACKED
         for name in kwargs:

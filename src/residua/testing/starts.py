@@ -7,7 +7,8 @@ from torch import Tensor
 
 SEEDS = (1, 2, 3, 4)
 FEW, ENOUGH = 16, 64
-"""Numbers from which a spread is compared at all, and from which it is known well enough to be compared within 60 %."""
+"""Numbers from which a spread is compared at all, and from which it is known well enough to be compared to a factor of
+0.6 to 1.6."""
 
 
 def drawn(tensors: Sequence[Tensor]) -> Tensor:
@@ -19,7 +20,7 @@ def different_draws(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> str |
     """Describe how entries that `expected` draws differ in mean or spread from ours; None if they do not.
 
     ours, expected: the same parameter, started with several seeds each. A start with fixed random numbers is allowed.
-    The means may differ by five standard errors and the spreads by 60 %, by more if entries are few.
+    The means may differ by five standard errors and the spreads by a factor of 0.6 to 1.6, by more if entries are few.
     """
     random = drawn(expected)
     if not random.any():

@@ -18,7 +18,7 @@ class Document(NamedTuple):
 class Corpus:
     """Documents that can be read repeatedly. Iterating skips documents without a visible character.
 
-    size: the number of bytes to read, the unit of progress (estimated for parquet and the hub, 0 if unknown).
+    size: the number of bytes to read, the unit of progress (estimated if compressed or on the hub, 0 if unknown).
     read: starts a pass over all documents, including blank ones. identity: changes whenever the text changes.
     facts: recorded with a run. local: False if reading means downloading. validation_fraction: the default fraction to
     hold out.

@@ -26,7 +26,8 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     (.gz, .zst).
 
     A file of a folder is left out, and named in `left_out`, if its suffix is not known, if it is one of `SIDE_FILES`
-    without the column, if it is a text file that is not UTF-8, or if it is a pipe, a device or a link to a folder.
+    without the column, if it is a text file that is not UTF-8, or if it is a pipe, a device or a link to a folder. If
+    no file is left then, none is left out for its column or encoding.
     """
     if not path.exists():
         raise InputError(

@@ -93,7 +93,9 @@ def is_text(file: Path) -> bool:
 
 
 def pieces(stream: TextIO, longest: int) -> Iterator[str]:
-    """Yield a text in pieces of at most `longest` characters, cut at a blank line or a line end; 0 for one piece."""
+    """Yield a text in pieces of at most `longest` characters, cut at a blank line, else at a line end, else inside
+    a line; 0 for one piece.
+    """
     text = ""
     while block := stream.read(longest or -1):
         text += block

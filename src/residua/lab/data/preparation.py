@@ -67,10 +67,10 @@ def prepare(
 ) -> PreparedData:
     """Tokenize the text of `source` into the new folder `out`.
 
-    The same arguments and text give the same bytes. `out` appears only when it is complete. If a long preparation ends
-    early, even by a kill, complete shards stay in a folder next to `out`, and the same call continues from there: it
-    reads the text again from the start (a data set of the hub is downloaded again) and tokenizes the rest. Memory does
-    not grow with the text.
+    The same arguments and text give the same bytes. A new `out` appears only when it is complete. If a long preparation
+    ends early, even by a kill, complete shards stay in a folder next to `out`, and the same call continues from there:
+    it reads the text again from the start (a data set of the hub is downloaded again) and tokenizes the rest. Memory
+    does not grow with the text.
 
     Args:
         source: "stdlib" (the documentation inside this Python, about 2 MB), a path, "fineweb-edu" or a data set of the

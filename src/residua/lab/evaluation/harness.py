@@ -125,7 +125,8 @@ def score(
         bfloat16: compute under autocast, as in bfloat16 training.
 
     Raises:
-        InputError: a task is unknown, has no metric or is named twice, or the folder does not exist. In these cases
+        InputError: a task is unknown, cannot be loaded or has no metric, two names are of one task, a task writes more
+            tokens than the context holds, or the folder does not exist. In these cases
             nothing has been computed.
     """
     names = [task for given in tasks for task in (PAPER_TASKS if given == PAPER else [given])]

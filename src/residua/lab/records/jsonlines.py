@@ -16,7 +16,7 @@ from residua.files.reading import parse_json, regular
 from residua.lab.records.folder import writable
 
 LONGEST_LINE = 2**26
-"""The longest line that is read, in bytes; no longer lines are written."""
+"""The longest line that is read, in bytes."""
 OVERFLOWS = 2.0**128
 """A finite measured number must be smaller: means are taken of them, and it is the first that no float32 holds."""
 
