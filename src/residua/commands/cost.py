@@ -1,6 +1,5 @@
 """Count the cost of a run, or measure its step."""
 
-import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import count as counter
@@ -63,7 +62,7 @@ def step(
     config = configuration.load(needed="which run's step to measure")
     if config is None:
         return None
-    from residua.lab.cost.steps import BASELINE, WARMUP, measure_schemes, table
+    from residua.lab.cost.steps import WARMUP, measure_schemes, measured, table
     from residua.lab.records.jsonlines import JsonLines
     from residua.lab.records.progress import Progress
 
@@ -72,11 +71,8 @@ def step(
         if out is not None:
             lines = stack.enter_context(JsonLines(out.resolve()))  # raises before minutes of measuring
         names = names or [config.model.connection]
-        measured = {
-            BASELINE,
-            *(name if isinstance(name, str) else json.dumps(name) for name in names if name is not None),
-        }
-        bar = stack.enter_context(Progress("time and memory", len(measured) * (rounds + WARMUP), measuring=True))
+        turns = len(measured(names)) * (rounds + WARMUP)
+        bar = stack.enter_context(Progress("time and memory", turns, measuring=True))
         done = counter(1)
         records = measure_schemes(config, names, rounds=rounds, peak=peak, advance=lambda: bar.update(next(done), ""))
         for record in records if lines else ():

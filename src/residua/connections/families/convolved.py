@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from residua.connections.base import Carry, Connection, Scheme, State, Stream
 from residua.connections.parts.ends import Collapse, Copies, Same, Smear, TokenCompress, TokenConv
 from residua.connections.parts.facts import Mixing, RankOne
-from residua.connections.parts.memory import Memory, of_this_call, whole_sequence, window_of
+from residua.connections.parts.memory import Memory, whole_sequence, window_of
 from residua.connections.parts.options import OnlyIf, Taps, only_with, require_option
 from residua.connections.parts.phases import SharedModule
 
@@ -176,8 +176,8 @@ class BranchConnection(CompressingConnection):
     def shortcut(self, state: State, carry: Carry, y: Tensor) -> RankOne | Mixing | None:
         """Return the shortcut of the inner connection, for y of this call: `memory` would store y a second time."""
         coefficients, memory = carry.coefficients
-        again = whole_sequence(self) if memory is None else of_this_call(memory)
-        return self.inner.shortcut(state, Carry(carry.residual, coefficients), self.convolution(y, again))
+        y = self.convolution(y, whole_sequence(self, memory))
+        return self.inner.shortcut(state, Carry(carry.residual, coefficients), y)
 
     def streams(self, state: State) -> Tensor | None:
         return self.inner.streams(state)

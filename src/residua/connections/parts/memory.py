@@ -305,14 +305,13 @@ def reads_other_tokens(part: nn.Module) -> bool:
     return window_of(part) > 0 or not getattr(part, "causal", True)
 
 
-def whole_sequence(part: nn.Module) -> Memory | None:
-    """Return the memory of `part` for a call with the whole sequence, even of one token; None if it needs none."""
-    return _PartMemory(None, None, None, None) if window_of(part) else None
+def whole_sequence(part: nn.Module, call: Memory | None = None) -> Memory | None:
+    """Return the memory of `part` for a call with the whole sequence, even of one token; None if it needs none.
 
-
-def of_this_call(memory: Memory | None) -> Memory | None:
-    """Return a memory with the padding and the documents of `memory`, which keeps nothing and has no earlier tokens."""
-    return None if memory is None else _PartMemory(None, None, memory.padding, memory.documents)
+    It keeps nothing. call: has the padding and the documents of the call; None without any.
+    """
+    padding, documents = (None, None) if call is None else (call.padding, call.documents)
+    return _PartMemory(None, None, padding, documents) if window_of(part) else None
 
 
 def expect_memory(part: nn.Module, memory: object, x: Tensor) -> None:

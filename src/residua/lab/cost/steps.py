@@ -133,6 +133,12 @@ def _flops_per_token(config: RunConfig, model: PreTrainedConfig) -> dict[str, fl
     return {"products": products_of_run(config, model), "elementwise": others}
 
 
+def measured(schemes: Sequence[str | dict[str, Any] | None]) -> dict[str, str | dict[str, Any]]:
+    """Return what `measure_schemes` measures, by name: the plain residual and each scheme once; None is the base."""
+    named = (BASELINE, *(scheme for scheme in schemes if scheme is not None))
+    return {scheme if isinstance(scheme, str) else json.dumps(scheme): scheme for scheme in named}
+
+
 def measure_schemes(
     config: RunConfig,
     schemes: Sequence[str | dict[str, Any]],
@@ -151,9 +157,9 @@ def measure_schemes(
         RunError: a step runs out of memory.
     """
     configs = {}
-    for scheme in (BASELINE, *(scheme for scheme in schemes if scheme is not None)):  # None: the base as it is
+    for name, scheme in measured(schemes).items():
         run = replace(config, model=replace(config.model, connection=scheme))
-        configs[scheme if isinstance(scheme, str) else json.dumps(scheme)] = run, _configured(run)
+        configs[name] = run, _configured(run)
     records = measure(configs, BASELINE, rounds=rounds, peak=peak, advance=advance)
     train = config.train
     for record in records:
