@@ -189,3 +189,28 @@ def test_a_hook_that_changes_the_state_is_applied_once(name, kind, place):
         torch.testing.assert_close(stream(x, sublayers), expected)
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("name", ["residual", "residual:compress=token", "ddl-tc", "ddl-cc", "altup"])
+def test_a_hook_that_records_sees_each_connection_once_and_its_state(name):
+    stream, sublayers, x = perturbed(residua.build(name, 8, 4)), bare_sublayers(8, 4), torch.randn(2, 5, 8)
+    states, seen = [stream.expand(x)], []
+    for connection, sublayer in zip(stream.connections, sublayers):
+        states.append(connection(states[-1], sublayer))
+    for connection in stream.connections:
+        connection.register_forward_pre_hook(lambda module, args: seen.append((module, args[0])))
+        connection.register_forward_hook(lambda module, args, out: seen.append((module, out)))
+    stream(x, sublayers)
+    expected = [(c, state) for i, c in enumerate(stream.connections) for state in states[i : i + 2]]
+    assert [module for module, _ in seen] == [module for module, _ in expected]
+    torch.testing.assert_close([state for _, state in seen], [state for _, state in expected])
+
+
+def test_data_parallel_copies_are_refused_where_connections_share_a_part():
+    """A copy would run the original's part, on another device."""
+    for name in ("ddl-tc", "residual:compress=token", "altup"):
+        with pytest.raises(ValueError, match=r"^nn.DataParallel must .*torchrun"):
+            residua.build(name, 8, 4).connections[1]._replicate_for_data_parallel()
+    for name in ("ddl", "residual:branch=conv", "ddl-tc:compress_sharing=separate"):
+        for connection in residua.build(name, 8, 4).connections:
+            connection._replicate_for_data_parallel()

@@ -32,6 +32,7 @@ from residua.connections.parts.memory import (
     Place,
     StreamMemory,
     expect_memory,
+    expect_once,
     finite_at_padding,
     give_places,
     memory_of,
@@ -42,7 +43,7 @@ from residua.connections.parts.memory import (
 )
 from residua.connections.parts.norm import RMSNorm
 from residua.connections.parts.options import DIVIDES_WIDTH, check_options, require_option
-from residua.connections.parts.phases import as_call, open_to_phases, within
+from residua.connections.parts.phases import as_call, expect_own_parts, open_to_phases, within
 from residua.connections.parts.projection import LINEAR_MAPS, WideProjection
 from residua.connections.parts.sharded import SelfStarting
 from residua.connections.parts.spec import TensorSpec
@@ -86,6 +87,10 @@ class Connection(SelfStarting, ABC):
                 setattr(cls, name, as_call(name, method))
         if "forward" in vars(cls):
             cls.forward = open_to_phases(cls.forward)  # type: ignore[method-assign]
+
+    def _replicate_for_data_parallel(self) -> Any:
+        expect_own_parts(self)
+        return super()._replicate_for_data_parallel()
 
     @abstractmethod
     def read(self, state: State, memory: Memory | None = None) -> tuple[Any, Carry]:
@@ -327,6 +332,8 @@ class Stream(WideParts):
             raise ValueError(no_sequence(tuple(x.shape)))
         if documents is None:
             expect_memory(self.expand, memory, x)
+        if memory is not None:
+            expect_once(self.parts)
         if attention_mask is not None and any(map(window_of, self.parts)):
             x = finite_at_padding(x, attention_mask)
         with whole_piece(memory):

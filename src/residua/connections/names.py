@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from residua.connections.parts.options import named, parsed
+from residua.connections.parts.options import listed, named, parsed
 from residua.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -217,8 +217,8 @@ def canonical(text: str) -> str:
         forget()
         if all(point.name != name for point in entry_points()):
             raise unknown("preset", name, registered or PRESETS)
-    given = {option.partition("=")[0] for option in options.split(",")}  # override the options of an alias
-    parts = [option for option in implied.split(",") if option.partition("=")[0] not in given] if implied else []
+    given = {option.partition("=")[0] for option in listed(options)}  # override the options of an alias
+    parts = [option for option in listed(implied) if option.partition("=")[0] not in given] if implied else []
     parts += [options] if options else []
     return _respelled(f"{name}:{','.join(parts)}") if parts else name
 
@@ -258,8 +258,8 @@ def today(connection: Any) -> Any:
 
 
 def _respelled(text: str, *, back: bool = False) -> str:
-    name, colon, listed = text.partition(":")
-    parts = [part.partition("=") for part in listed.split(",")] if colon else []
+    name, colon, options = text.partition(":")
+    parts = [part.partition("=") for part in listed(options)] if colon else []
     if not parts or not all(equals for _, equals, _ in parts) or len({part[0] for part in parts}) < len(parts):
         return text  # `named` raises the error
     options = renamed(_scheme_of(name), {option: value for option, _, value in parts}, back=back)

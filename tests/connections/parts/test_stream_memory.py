@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
@@ -151,9 +152,31 @@ def test_a_part_that_missed_a_piece_or_gets_one_twice_is_refused():
     assert_close(early(x[:, 3:], SUB[:2], memory=memory.copy()), early(x, SUB[:2])[:, 3:])
     with pytest.raises(ValueError, match=r"^memory: .*got 5 tokens .* 2 in"):
         stream(x[:, 3:], SUB, memory=memory)
-    tied = residua.Stream(stream.expand, [stream.connections[0]] * 2, stream.collapse)
-    with pytest.raises(ValueError, match=r"^memory: .*got 10 tokens .* 5 in"):
-        tied(x, SUB[:2], memory=StreamMemory())
+    for name in ("ddl-tc", "pooled-householder", "ddl:beta_input=conv", "residual:branch=conv"):
+        stream = perturbed(residua.build(name, DIM, SUBLAYERS)).double()
+        tied = residua.Stream(stream.expand, [*stream.connections[:2]] * 2, stream.collapse)
+        assert tied(x, [*SUB[:2]] * 2).isfinite().all()
+        with pytest.raises(ValueError, match=r"^memory must be None .* stands twice"):
+            tied(x, [*SUB[:2]] * 2, memory=StreamMemory())
+
+
+@torch.no_grad()
+def test_a_piece_of_another_number_of_sequences_is_refused_with_a_mask_too():
+    stream, x = build("ddl-tc"), normal(3, 5, DIM)
+    masks = (None, torch.ones(3, 3), torch.tensor([[0, 1, 1]] * 3))
+    for first, second in itertools.product(masks, (None, torch.ones(2, 2))):
+        memory = StreamMemory()
+        stream(x[:, :3], SUB, memory=memory, attention_mask=first)
+        with pytest.raises(ValueError, match=r"^memory must have as many sequences as x, got 3 and 2"):
+            stream(x[:2, 3:], SUB, memory=memory, attention_mask=second)
+
+
+@pytest.mark.parametrize("given", ["attention_mask", "documents"])
+def test_lists_as_a_tokenizer_returns_them_are_refused_in_one_line(given):
+    stream, x = build("ddl-tc"), normal(1, 3, DIM)
+    for call in (stream, lambda x, sublayers, **rows: stream.connections[0](stream.expand(x), sublayers[0], **rows)):
+        with pytest.raises(TypeError, match=rf"^{given} must be a tensor \(batch, seq\), got \[\[0, 1, 1\]\]; write"):
+            call(x, SUB, **{given: [[0, 1, 1]]})
 
 
 @torch.no_grad()

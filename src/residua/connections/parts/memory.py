@@ -107,7 +107,8 @@ class StreamMemory:
     copied together with its stream, it continues with the copied stream. A pickle holds the last rows and no weights.
     The memory raises ValueError for another stream, such as a copy with other weights, and for a part that missed a
     piece or gets one twice. If a call of the stream raises, the memory is unchanged: pass the same piece again. In your
-    own loop, return to an earlier `copy` instead.
+    own loop, return to an earlier `copy` instead, and call each part once for a piece: a second call is taken for the
+    next piece.
     """
 
     def __init__(self) -> None:
@@ -187,13 +188,7 @@ class StreamMemory:
 
     def _earlier(self, number: Any, batch: int) -> Tensor | None:
         """Return the rows of a part. Raises ValueError if they belong to a different number of sequences."""
-        rows = self._rows.get(number)
-        if rows is not None and rows.shape[0] != batch:
-            raise ValueError(
-                f"memory must have as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
-                "memory.reorder(indices), or begin with a new StreamMemory()"
-            )
-        return rows
+        return _of_batch(self._rows.get(number), batch)
 
     def _expect_no_gap(self, number: Any, tokens: Tensor | None) -> None:
         """Raise ValueError if a row has padding between its tokens, within this piece or since earlier pieces."""
@@ -202,11 +197,22 @@ class StreamMemory:
             if before is None:
                 return
             tokens = before.new_ones(before.shape[0], 1)
+        before = _of_batch(before, tokens.shape[0])
         if before is None:
-            before = tokens.new_full((tokens.shape[0], 2), number in self._rows)
+            before = tokens.new_full((tokens.shape[0], 2), self._earlier(number, tokens.shape[0]) is not None)
         tokens = torch.cat([before, tokens], 1)
         expect_no_gap(tokens)
         self._ends[number] = torch.stack([tokens.any(1), tokens[:, -1]], 1)
+
+
+def _of_batch(rows: Tensor | None, batch: int) -> Tensor | None:
+    """Return rows of a memory. Raises ValueError if they belong to a different number of sequences."""
+    if rows is not None and rows.shape[0] != batch:
+        raise ValueError(
+            f"memory must have as many sequences as x, got {rows.shape[0]} and {batch}; choose sequences with "
+            "memory.reorder(indices), or begin with a new StreamMemory()"
+        )
+    return rows
 
 
 @contextmanager
@@ -269,7 +275,7 @@ def memory_of(
     them.
 
     Raises:
-        TypeError: `memory` is neither None nor an instance of StreamMemory.
+        TypeError: `memory` is neither None nor an instance of StreamMemory, or the mask or `documents` is no tensor.
         ValueError: there is padding between tokens; documents are passed together with a memory, or to a part that
             cannot separate them; or padding or a memory is passed to a part that reads the whole sequence.
     """
@@ -327,6 +333,17 @@ def expect_memory(part: nn.Module, memory: object, x: Tensor) -> None:
         )
 
 
+def expect_once(parts: Sequence[nn.Module]) -> None:
+    """Raise ValueError if a part that reads earlier tokens stands twice in a stream: a memory keeps one set of rows."""
+    reading = [id(part) for part in parts if window_of(part)]
+    if len(set(reading)) < len(reading):
+        raise ValueError(
+            "memory must be None for a stream in which a connection that reads earlier tokens stands twice, got a "
+            "memory, which has one place for each connection; pass whole sequences, or build a connection for each "
+            "sublayer"
+        )
+
+
 def expect_separable(part: nn.Module) -> None:
     """Raise ValueError if `part` would read earlier tokens across the borders of packed documents."""
     causal = getattr(part, "causal", True)
@@ -358,6 +375,7 @@ def tokens_of(mask: Tensor) -> Tensor:
     and is read by `seen`.
 
     Raises:
+        TypeError: the mask is no tensor.
         ValueError: the mask is not (batch, seq), or it is 0.0 everywhere, which is ambiguous: all padding if the
             numbers mark tokens, all tokens if they are biases on scores.
     """
@@ -395,7 +413,9 @@ def seen(mask: Tensor) -> Tensor:
 
 
 def expect_rows(name: str, x: Tensor) -> Tensor:
-    """Return x; raise ValueError unless it has the axes (batch, seq)."""
+    """Return x; raise TypeError unless it is a tensor, and ValueError unless it has the axes (batch, seq)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor (batch, seq), got {shown(x)}; write torch.tensor(...)")
     if x.dim() != 2:
         raise ValueError(f"{name} must be (batch, seq), got {tuple(x.shape)}")
     return x

@@ -28,9 +28,9 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
     A value is read as JSON if possible, otherwise as text: 4, 0.5, true, null, token. Raises ValueError for any other
     form.
     """
-    name, colon, listed = text.partition(":")
+    name, colon, given = text.partition(":")
     options = {}
-    for part in re.split(r",(?![^\[]*\])", listed) if colon else []:  # a comma in brackets separates no options
+    for part in listed(given) if colon else []:
         option, equals, value = part.partition("=")
         if not equals or not option:
             raise ValueError(f"{text} must be NAME:OPTION=VALUE,OPTION=VALUE, got {part!r}")
@@ -38,6 +38,11 @@ def named(text: str) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{text} must have every option once, got {option} twice")
         options[option] = parsed(value)
     return name, options
+
+
+def listed(options: str) -> list[str]:
+    """Return the parts of "option=value,option=value". A comma in brackets separates none."""
+    return re.split(r",(?![^\[]*\])", options)
 
 
 def parsed(value: Any) -> Any:

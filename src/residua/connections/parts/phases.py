@@ -99,8 +99,8 @@ def open_to_phases(forward: Callable[..., Any]) -> Callable[..., Any]:
 class SharedModule:
     """A module that belongs to another connection, the owner; only the owner registers its parameters.
 
-    It runs inside a call of the owner, whose hooks may gather or load them. If these hooks change the input or the
-    result, the change is ignored here, except for the input's dtype and device.
+    If they are elsewhere, in shards or offloaded, it runs inside a call of the owner, whose hooks gather or load them.
+    If these hooks change the input or the result, the change is ignored here, except for the input's dtype and device.
     """
 
     def __init__(self, owner: Any, name: str):
@@ -111,6 +111,8 @@ class SharedModule:
         return getattr(self.owner, self.name)
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
+        if all(_is_at_hand(parameter, x) for parameter in self.module.parameters()):
+            return self.module(x, *args)  # no hook of the owner sees this call, which is not the owner's
         result: Any = None
 
         def run(_: Any, hooked: Tensor) -> Any:
@@ -120,3 +122,21 @@ class SharedModule:
 
         self.owner(x, Phase(run))  # hooks of the owner get a tensor, as around its sublayer
         return result
+
+
+def _is_at_hand(parameter: Tensor, x: Tensor) -> bool:
+    """Return whether a parameter is whole and on the device of x; FSDP shards it, ZeRO-3 empties it."""
+    return parameter.device == x.device and parameter.numel() > 0 and not hasattr(parameter, "device_mesh")
+
+
+def expect_own_parts(connection: Any) -> None:
+    """Raise ValueError if a connection runs a part of another one, before `nn.DataParallel` copies it.
+
+    Its copy would run the original part, which is on another device.
+    """
+    own = {*connection.modules()}
+    if any(isinstance(value, SharedModule) and value.owner not in own for value in vars(connection).values()):
+        raise ValueError(
+            "nn.DataParallel must get a model whose connections share no part, got two that share one; start one "
+            "process for each GPU, with torchrun, or let this process see one GPU: CUDA_VISIBLE_DEVICES=0"
+        )
