@@ -4,18 +4,18 @@ import copy
 
 import pytest
 import torch
-from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig, StableLmConfig
+from transformers import CohereConfig, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, LlamaConfig, StableLmConfig
 
 import residua
 from residua.connections import PRESETS
 from residua.errors import InputError
 from residua.lab.data.tokenizer import byte_tokenizer
 from residua.lab.experiment import OpenModel, trace_model
-from residua.lab.inspection import boundaries, logit_lens, pieces, warnings
+from residua.lab.inspection import boundaries, gate_quantiles, logit_lens, pieces, trace, warnings
 from residua.lab.inspection.subject import Subject
 from residua.models.cache import CACHE
 from support.converted_models import IDS, converted, model_of
-from support.tiny_models import prompt, tiny_model
+from support.tiny_models import VOCAB, prompt, tiny_model
 
 
 def logits(model, ids=None):
@@ -196,3 +196,59 @@ def test_gradients_through_a_written_value_are_right_or_refused(name):
             weight -= 2 * change
             below = loss()
     torch.testing.assert_close((above - below) / 2, (weight.grad * change).sum(), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model("ddl-tc"), lambda: converted("hc").eval()])
+def test_hooks_stay_while_the_model_is_traced_and_seen_through_the_lens(make):
+    model, ids = make(), IDS[0]
+    plain = logits(model, ids[None])
+    with boundaries(model) as points:
+        point = list(points.values())[2]
+        point.register_forward_hook(lambda _, arguments, x: x + 0.5)
+        patched = logits(model, ids[None])
+        assert (patched - plain).abs().max() > 1e-3
+        found, lens = trace(model, ids), logit_lens(model, ids)
+        gate_quantiles(model, ids[None])
+        assert torch.equal(logits(model, ids[None]), patched)
+    chances = patched[0].float().log_softmax(-1)
+    assert torch.equal(lens.probability[-1], chances.topk(5).values.exp())
+    following = -chances[:-1].gather(-1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(found.values["token_loss"][:-1], following, rtol=1e-5, atol=1e-5)
+    assert not hasattr(model, "boundaries")
+    assert torch.equal(logits(model, ids[None]), plain)
+
+
+@pytest.mark.parametrize("measure", [trace, logit_lens])
+def test_tokens_that_are_not_one_text_of_the_model_give_a_one_line_error(measure):
+    model, ids = tiny_model("ddl-tc"), prompt(9)
+    for wrong, message in [
+        ([], "the number of tokens must be 1 to 64, the model's context, got 0"),
+        (ids.repeat(8)[:65], "the number of tokens must be 1 to 64, the model's context, got 65"),
+        (ids.repeat(2, 1), r"tokens must be the ids of one text, \(T\) or \(1, T\), got \[2, 9\]"),
+        (ids.double(), "tokens must be the ids of a text, integers, got torch.float64"),
+        ([1, VOCAB], rf"the smallest and largest token id must be from 0 to {VOCAB - 1}, got \[1, {VOCAB}\]"),
+        ([-1, 1], r"the smallest and largest token id must be .*, got \[-1, 1\]"),
+    ]:
+        with pytest.raises(InputError, match=f"^{message}"):
+            measure(model, wrong)
+    as_tokenized, one = measure(model, ids[None]), measure(model, ids)
+    for name in ("loss", "tokens") if measure is logit_lens else ("values",):
+        torch.testing.assert_close(getattr(as_tokenized, name), getattr(one, name), equal_nan=True)
+    with pytest.raises(InputError, match=r"^top must be 1 to .*, got 0"):
+        logit_lens(model, ids, top=0)
+    with pytest.raises(InputError, match=r"^the number of texts must be 9"):
+        trace(model, ids, text=["a"])
+
+
+def test_dropout_is_off_while_a_model_in_training_is_measured():
+    config = GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    torch.manual_seed(0)
+    model, ids = residua.convert(GPT2LMHeadModel(config).eval(), "ihc"), prompt(9) % 50
+    expected = trace(model, ids), logit_lens(model, ids)
+    model.train()
+    random = torch.get_rng_state()
+    for _ in range(2):
+        torch.testing.assert_close(trace(model, ids).values, expected[0].values, equal_nan=True)
+        assert torch.equal(logit_lens(model, ids).probability, expected[1].probability)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random)

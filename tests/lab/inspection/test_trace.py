@@ -13,7 +13,7 @@ from residua.lab.inspection import Trace, trace
 from residua.lab.inspection.measure import measured, norm
 from residua.lab.inspection.watch import watching
 from residua.ops import delta_operator, delta_write, hyper_mix, hyper_write
-from support.tiny_models import VOCAB, passages, prompt, tiny_model
+from support.tiny_models import passages, prompt, tiny_model
 from support.tolerances import assert_close
 from support.variants import ALL, DEEP_DELTA, PRESETS
 
@@ -305,21 +305,6 @@ def test_regimes_have_thresholds_and_need_a_beta():
     assert trace(tiny_model(PooledHouseholder()), prompt(4)).regimes().shape == (4, 4)
     with pytest.raises(InputError, match="beta, got "):
         trace(tiny_model("hc"), prompt(4)).regimes()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ([], "1 to 64 tokens, the model's context, got 0"),
-        (list(range(65)), "1 to 64 tokens, the model's context, got 65"),
-        ([VOCAB], f"from 0 to {VOCAB - 1}, got {VOCAB}"),
-        ([-1], "got -1"),
-    ],
-)
-def test_tokens_that_do_not_fit_are_refused(tokens, message):
-    with pytest.raises(InputError) as error:
-        trace(tiny_model(), tokens)
-    assert message in str(error.value)
 
 
 def test_an_unsupported_model_is_refused():

@@ -24,8 +24,9 @@ from residua.connections.parts.memory import whole_sequence, window_of
 from residua.conversion.flow import Flow, layer_streams
 from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject
-from residua.lab.inspection.watch import StandIn, as_written, replaced
+from residua.lab.inspection.watch import StandIn, as_written, holding, replaced
 from residua.models.cache import CACHE_NAMES, attention_mask_of, documents_of, padding_of
+from residua.models.evaluating import evaluating
 
 LOGITS = 2**26
 """The largest number of logits that are computed at a time."""
@@ -47,16 +48,21 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
     same, bit for bit. A module without hooks costs nothing.
 
     Values can be written back under `torch.no_grad()`; with gradients only if the state itself is the readout. While
-    the `with` block runs, the modules are also the submodule `boundaries` of the model.
+    the `with` block runs, the modules are also the submodule `boundaries` of the model. A block inside another one for
+    the same model yields the same modules, so that `logit_lens` reads what hooks have written.
 
     Raises:
         InputError: the model is neither a residua model nor converted. In a forward pass: the readout reads earlier
             tokens and rows are padded, packed or continued from a cache; or no state near the current one has the
             wanted readout.
     """
+    active = model._modules.get("boundaries")
+    if isinstance(active, _Points):
+        yield active
+        return
     subject = Subject.of(model)
     names = [name.replace(".", " ") for name in ("embedding", *subject.sublayers)]
-    points = nn.ModuleDict({name: nn.Identity() for name in names})
+    points = _Points({name: nn.Identity() for name in names})
     collapse = subject.stream.collapse
 
     def check(module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
@@ -73,12 +79,15 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
         stack.enter_context(as_written(model))
         stack.enter_context(replaced(_stand_ins(subject.stream.connections, places, ends, collapse)))
         for layer, end in zip(layers, ends):
-            vars(layer)["output_of"] = partial(_output_of, layer.output_of, places[end], collapse)
-            stack.callback(vars(layer).pop, "output_of")
+            output_of = partial(_output_of, layer.output_of, places[end], collapse)
+            stack.enter_context(holding(vars(layer), output_of=output_of))
         stack.callback(model.register_forward_pre_hook(check, with_kwargs=True).remove)
-        model.add_module("boundaries", points)
-        stack.callback(delattr, model, "boundaries")
+        stack.enter_context(holding(model._modules, boundaries=points))
         yield points
+
+
+class _Points(nn.ModuleDict):
+    """The modules that `boundaries` yields."""
 
 
 def _whole_rows(given: dict[str, Any]) -> bool:
@@ -226,22 +235,33 @@ def logit_lens(model: nn.Module, tokens: Sequence[int] | Tensor, *, top: int = 5
     """Return the logit lens of a text: the predictions of the model's last norm and head from every boundary's readout.
 
     At the last boundary these are the model's own predictions. Raises InputError for a model that is
-    neither ours nor converted, or has no head.
+    neither ours nor converted, or has no head; and for tokens that do not fit it.
     """
     subject = Subject.of(model)
     require(subject.head, "the model of a lens", "one with a language-model head", type(model).__name__)
-    ids = torch.as_tensor(tokens).to(model.get_input_embeddings().weight.device)  # type: ignore[operator]
-    readouts: list[Tensor] = []
-    with torch.no_grad(), boundaries(model) as points:
+    require(1 <= top <= subject.vocabulary, "top", f"1 to {subject.vocabulary}, the tokens of the vocabulary", top)
+    ids = subject.token_ids(tokens)
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        points = stack.enter_context(boundaries(model))
+        readouts: list[Tensor] = []
         for point in points.values():
-            point.register_forward_hook(lambda module, arguments, x: readouts.append(x))
+            record = point.register_forward_hook(lambda module, arguments, x: readouts.append(x))
+            stack.callback(record.remove)
         model(input_ids=ids[None], use_cache=False)
+        for point in points.values():  # visits no boundary below, where the readout is replaced
+            stack.enter_context(holding(vars(point), _forward_hooks={}, _forward_pre_hooks={}))
+        return _lens(subject, ids, tuple(points), torch.cat(readouts), top)
+
+
+def _lens(subject: Subject, ids: Tensor, names: tuple[str, ...], readouts: Tensor, top: int) -> Lens:
+    """Return the predictions from the readouts (B, T, dim), with as many at a time as `LOGITS` allows."""
     kept = []
-    for some in torch.cat(readouts).split(max(1, LOGITS // (len(ids) * subject.vocabulary))):
+    for some in readouts.split(max(1, LOGITS // (len(ids) * subject.vocabulary))):
         handle = subject.stream.collapse.register_forward_hook(lambda *_, some=some: some)
         try:
-            with torch.no_grad(), as_written(model):
-                logits = model(input_ids=ids[None], use_cache=False).logits
+            with as_written(subject.model):
+                logits = subject.model(input_ids=ids[None], use_cache=False).logits
         finally:
             handle.remove()
         chances = logits.float().log_softmax(-1)
@@ -250,4 +270,4 @@ def logit_lens(model: nn.Module, tokens: Sequence[int] | Tensor, *, top: int = 5
         loss = torch.cat([-chances[:, :-1].gather(-1, following)[..., 0], nan], -1)
         kept.append((loss, *chances.topk(top)))
     loss, values, indices = map(torch.cat, zip(*kept))
-    return Lens(tuple(points), loss.cpu(), indices.cpu(), values.exp().cpu())
+    return Lens(names, loss.cpu(), indices.cpu(), values.exp().cpu())

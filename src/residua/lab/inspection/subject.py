@@ -1,7 +1,7 @@
 """One interface for the analysis of residua language models and of converted models."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from residua.connections import Scheme, Stream
 from residua.conversion.configuration import conversion_of
 from residua.conversion.rebuild import is_converted, stream_of
-from residua.errors import InputError
+from residua.errors import InputError, require
 from residua.lab.inspection.watch import ConnectionRecord, as_written, watching
 from residua.lab.opening import context_of
 from residua.models import ResiduaForCausalLM, ResiduaModel
@@ -70,6 +70,23 @@ class Subject:
             config.vocab_size,
             head,
         )
+
+    def token_ids(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Return T token ids as a tensor (T) on the device of the embedding; tokens may be a batch of one text, (1, T).
+
+        Raises InputError for other shapes, for numbers that are not ids, and for more than the model's context.
+        """
+        ids = torch.as_tensor(tokens)
+        if ids.dim() == 2 and len(ids) == 1:  # as a tokenizer returns it
+            ids = ids[0]
+        require(ids.dim() == 1, "tokens", "the ids of one text, (T) or (1, T)", tuple(ids.shape))
+        longest, last = self.context or len(ids), self.vocabulary - 1
+        require(0 < len(ids) <= longest, "the number of tokens", f"1 to {longest}, the model's context", len(ids))
+        whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+        require(whole, "tokens", "the ids of a text, integers", ids.dtype)
+        ends = ids.min().item(), ids.max().item()
+        require(0 <= ends[0] <= ends[1] <= last, "the smallest and largest token id", f"from 0 to {last}", ends)
+        return ids.long().to(self.model.get_input_embeddings().weight.device)  # type: ignore[operator]
 
     def run(self, ids: Tensor, record: TakeRecord, *, logits_to_keep: int = 0, **options: Any) -> Any:
         """Run the model on token ids (rows, T), and call `record` after every write. Return the model's output.

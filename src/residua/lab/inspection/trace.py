@@ -24,6 +24,7 @@ from residua.lab.inspection.subject import Subject
 from residua.lab.inspection.watch import ConnectionRecord
 from residua.lab.records.progress import say
 from residua.lab.records.provenance import circumstances
+from residua.models.evaluating import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -253,10 +254,13 @@ def trace(
 ) -> Trace:
     """Run the model once over `tokens` and measure its connections. The model is not changed.
 
+    Within `boundaries`, what a hook changes counts in all values behind its boundary; the norm of the state at the
+    boundary itself may be that before the change.
+
     Args:
         model: one of ours or a converted one, in any mode and dtype and on any device. Without a language-model head
             there are no losses.
-        tokens: T token ids.
+        tokens: T token ids, or a batch of one text, (1, T).
         text: the text of each token; None for the token ids as text.
         sample: number of evenly spaced tokens for values that are large or slow to compute.
         facts: further metadata for `Trace.facts`, such as run and checkpoint.
@@ -265,13 +269,14 @@ def trace(
         InputError: the model is neither a residua model nor converted, or the tokens do not fit the model.
     """
     subject = Subject.of(model)
-    ids = _token_ids(tokens, subject)
-    shown = [str(i) for i in ids.tolist()] if text is None else list(text)
+    ids = subject.token_ids(tokens)
+    texts = [str(i) for i in ids.tolist()] if text is None else list(text)
+    require(len(texts) == len(ids), "the number of texts", f"{len(ids)}, one per token", len(texts))
     sampled = torch.linspace(0, len(ids) - 1, min(sample, len(ids)), dtype=torch.float64).round().long()
     scheme = subject.scheme
     recorder = _Recorder(sampled)
-    ids = ids.to(model.get_input_embeddings().weight.device)
-    losses = subject.losses(ids, recorder.add)
+    with evaluating(model):
+        losses = subject.losses(ids, recorder.add)
     values = {"token_ids": ids, "token_loss": losses, **recorder.values()}
     counted = losses[:-1]
     process = circumstances(ids.device)
@@ -296,7 +301,7 @@ def trace(
         "loss": counted.mean().item() if len(counted) and counted.isfinite().all() else None,
     }
     narrow = {name: x.cpu() if name == "token_ids" else x.to("cpu", torch.float32) for name, x in values.items()}
-    return Trace(model_facts | dict(facts or {}), shown, narrow)
+    return Trace(model_facts | dict(facts or {}), texts, narrow)
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> list[str]:
@@ -368,13 +373,3 @@ def _stacked(sublayers: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Stack the values that every sublayer has, with the axis of sublayers first."""
     names = [name for name in sublayers[0] if all(name in values for values in sublayers)] if sublayers else []
     return {name: torch.stack([values[name] for values in sublayers]) for name in names}
-
-
-def _token_ids(tokens: Sequence[int] | Tensor, subject: Subject) -> Tensor:
-    ids = torch.as_tensor(tokens)
-    longest, size = subject.context or len(ids), subject.vocabulary
-    if not 0 < len(ids) <= longest:
-        raise InputError(f"trace needs 1 to {longest} tokens, the model's context, got {len(ids)}")
-    if not 0 <= ids.min() <= ids.max() < size:
-        raise InputError(f"trace needs token ids from 0 to {size - 1}, got {ids.min()} to {ids.max()}")
-    return ids.long()

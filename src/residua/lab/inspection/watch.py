@@ -46,14 +46,23 @@ class StandIn:
 @contextmanager
 def replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
     """Use the stand-ins in place of their connections while the `with` block runs, in any model."""
-    try:
+    with ExitStack() as stack:
         for stand_in in stand_ins:
-            vars(stand_in.connection).update(read=stand_in.read, write=stand_in.write)
+            stack.enter_context(holding(vars(stand_in.connection), read=stand_in.read, write=stand_in.write))
+        yield
+
+
+@contextmanager
+def holding(entries: dict[str, Any], **values: Any) -> Iterator[None]:
+    """Set entries while the `with` block runs, and then restore the earlier ones: such blocks can be nested."""
+    before = {name: entries[name] for name in values if name in entries}
+    entries.update(values)
+    try:
         yield
     finally:
-        for stand_in in stand_ins:
-            for name in ("read", "write"):
-                vars(stand_in.connection).pop(name, None)
+        for name in values:
+            del entries[name]
+        entries.update(before)
 
 
 class Watched(StandIn):
