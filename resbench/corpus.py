@@ -159,7 +159,7 @@ def documents(folder: Path) -> Iterator[list[tuple[str, bytes]]]:
     for path in files(folder):
         try:
             yield [(part, key(part)) for part in paragraphs(path.name, path.read_bytes()) if prose(part)]
-        except (OSError, EOFError, ValueError, AssertionError):
+        except (OSError, EOFError, ValueError, AssertionError, zlib.error):
             continue
 
 
@@ -320,6 +320,8 @@ def main() -> None:
             recorded = recorded_versions().get(name, package.version)
             other = "" if recorded == package.version else f" (the records have {recorded})"
             print(f"{name} {package.version}{other}: {characters:,} characters, {size:,} in all", flush=True)
+    if not size:
+        raise SystemExit("no text was found: apt-get must be able to download packages (run apt-get update)")
     record = {
         "characters": size,
         "sha256": lines.hexdigest(),

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MptConfi
 
 from residua.conversion.probe import change, outputs
 from residua.errors import InputError
-from residua.lab.opening import context_of, read_model
+from residua.lab.data.tokenizer import byte_tokenizer
+from residua.lab.opening import context_of, prompt_tokens, read_model
 from support.converted_models import converted, llama, save_base, whisper
 
 
@@ -49,3 +50,8 @@ def test_a_configuration_with_too_many_layers_is_refused(kind, tmp_path):
     file.write_text(json.dumps(settings))
     with pytest.raises(InputError, match=f"num_hidden_layers must be at most 16384, got {10**30}"):
         read_model(tmp_path)
+
+
+def test_a_prompt_whose_bytes_are_not_utf8_is_refused():
+    with pytest.raises(InputError, match=r"^prompt must be Unicode text, in UTF-8, got 'caf\\udce9'"):
+        prompt_tokens(byte_tokenizer(), b"caf\xe9".decode(errors="surrogateescape"))

@@ -13,7 +13,7 @@ from residua.conversion.configuration import (  # registers converted models
     expect_stored,
     expect_weights,
 )
-from residua.errors import InputError, extra, first_line, without_panics
+from residua.errors import InputError, extra, first_line, shown, without_panics
 from residua.files.reading import expect_regular, read_json
 from residua.files.tensors import undamaged_weights
 from residua.models.configuration import usable
@@ -110,8 +110,12 @@ def fill_no_cache(config: PreTrainedConfig) -> None:
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Return the tokens of a prompt; the end-of-text token for an empty one.
 
-    Raises InputError if the prompt is empty and the tokenizer has no such token.
+    Raises InputError if the prompt is not Unicode text, or is empty and the tokenizer has no such token.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes that are not UTF-8 arrive as halves of surrogate pairs
+        raise InputError(f"prompt must be Unicode text, in UTF-8, got {shown(prompt)}") from error
     tokens = tokenizer.encode(prompt, add_special_tokens=False)
     if not tokens and tokenizer.eos_token_id is None:
         raise InputError("prompt must not be empty, since this tokenizer has no end-of-text token to start from")

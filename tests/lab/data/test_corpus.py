@@ -204,6 +204,8 @@ NOT_UTF8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 3, 6], "<i4"
         ("a.docx", b"text\none\n", r"a.docx must be a file, or hold files, ending in .txt .md .jsonl .*, found \.docx"),
         ("a.csv", b'text\n"one\n', "a.csv:2: not a readable table"),
         ("a.csv", b"content\none\n", 'a.csv must have .* "text" .*, got .*content'),
+        ("a.csv", b"id,text\n1,one\n2,two, or three\n", "a.csv:3 must have the 2 cells .* quotes .*',', got 3 cells"),
+        ("a.tsv", b"text\none\ttwo\n", "a.tsv:2 must have the 1 cells .*, got 2 cells"),
         ("a.json", b'[{"text": "one"}', "a.json must be an array of JSON objects"),
         ("a.json", b'[{"text": 5}]', "a.json: row 1 must be one JSON object"),
         ("a.arrow", b"not arrow at all", "a.arrow: not a readable arrow file"),
@@ -424,3 +426,22 @@ def test_the_split_of_a_document_does_not_depend_on_the_others():
 def test_a_split_holds_out_about_the_requested_fraction():
     sides = [split for split, _ in split_documents(documents(*(f"text {n}" for n in range(20_000))), 0.05)]
     assert sides.count("validation") == pytest.approx(1000, abs=100)
+
+
+def test_caches_that_datasets_writes_beside_its_data_are_left_out_and_named(tmp_path):
+    """Results of `map`: near-copies of the texts would get into both splits."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["One", "Two"]}).save_to_disk(tmp_path / "set")
+    datasets.load_from_disk(tmp_path / "set").map(lambda row: {"text": row["text"].lower()})
+    (cache,) = (tmp_path / "set").glob("cache-*.arrow")
+    corpus = open_corpus(tmp_path / "set")
+    assert [document.text for document in corpus.read()] == ["One", "Two"]
+    assert f"{cache.name} (a cache of datasets)" in corpus.left_out
+    for state in ("{", "[]", '{"_data_files": [1]}', "{}"):  # of something else
+        (tmp_path / "set" / "state.json").write_text(state)
+        assert len(list(open_corpus(tmp_path / "set").read())) == 4
+
+
+def test_empty_cells_at_the_end_of_a_row_are_no_text(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1,one,,\n2,two\n")
+    assert texts(tmp_path / "a.csv") == ["one", "two"]

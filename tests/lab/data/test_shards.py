@@ -381,3 +381,10 @@ def test_many_shards_need_few_open_files(source, tmp_path, monkeypatch):
     whole = [data.train.window(start, 100) for start in range(0, len(data.train) - 100, 100)]
     assert len(whole) > 40
     assert len(data.train._mapped) == 8
+
+
+def test_data_that_were_opened_by_a_relative_path_stay_open_in_another_working_directory(prepared, monkeypatch):
+    monkeypatch.chdir(prepared.folder.parent)
+    data = PreparedData.open(prepared.folder.name)
+    monkeypatch.chdir("/")
+    assert torch.equal(torch.as_tensor(data.train.window(0, 8)), torch.as_tensor(prepared.train.window(0, 8)))

@@ -3,11 +3,13 @@
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
 from residua.errors import InputError, require
+from residua.files.reading import read_json
 from residua.lab.data.corpus import Corpus
 from residua.lab.data.formats import PIECE, PROSE, SUFFIXES, file_documents, file_size, has_column, is_text, kind
 
@@ -26,8 +28,9 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     (.gz, .zst).
 
     A file of a folder is left out, and named in `left_out`, if its suffix is not known, if it is one of `SIDE_FILES`
-    without the column, if it is a text file that is not UTF-8, or if it is a pipe, a device or a link to a folder. If
-    no file is left then, none is left out for its column or encoding.
+    without the column, if it is a text file that is not UTF-8, if it is a cache that `datasets` wrote beside its data,
+    or if it is a pipe, a device or a link to a folder. If no file is left then, none is left out for its column or
+    encoding.
     """
     if not path.exists():
         raise InputError(
@@ -36,7 +39,8 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
     paths = sorted(_walk(path), key=lambda file: file.relative_to(path).parts) if path.is_dir() else [path]
     # A pipe is read only if the user names it: reading could wait for ever, and a device may have no end.
     irregular = {file for file in paths if path.is_dir() and file.exists() and not file.is_file()}
-    files = [file for file in paths if kind(file) in SUFFIXES and file not in irregular]
+    caches = set(_caches(paths)) if path.is_dir() else set()
+    files = [file for file in paths if kind(file) in SUFFIXES and file not in irregular | caches]
     if len(files) > 1:
         files = [file for file in files if _is_usable(file, text_column)] or files
     if not files:
@@ -57,10 +61,7 @@ def open_files(path: Path, text_column: str = "text", longest_document: int = PI
         identity={"files": _listing_hash(path, files), "text_column": text_column},
         facts={"files": len(files), "skipped_files": len(paths) - len(files)},
         left_out=tuple(
-            _name(file.relative_to(path))
-            + (_why_irregular(file) if file in irregular else " (not UTF-8 text)" if kind(file) in PROSE else "")
-            for file in paths
-            if file not in read
+            _name(file.relative_to(path)) + _why_left_out(file, irregular, caches) for file in paths if file not in read
         ),
     )
 
@@ -71,8 +72,21 @@ def _is_usable(file: Path, text_column: str) -> bool:
     return kind(file) not in PROSE or is_text(file)
 
 
-def _why_irregular(path: Path) -> str:
-    return " (a link to a folder)" if path.is_dir() else " (a pipe or a device)"
+def _caches(paths: list[Path]) -> Iterator[Path]:
+    """Yield the Arrow files that are no data of the `datasets` folder that they are in, such as results of `map`."""
+    for state in (file for file in paths if file.name == "state.json" and file.is_file()):
+        with suppress(InputError, KeyError, TypeError):
+            data = {entry["filename"] for entry in read_json(state)["_data_files"]}
+            beside = (file for file in paths if file.parent == state.parent and file.suffix == ".arrow")
+            yield from (file for file in beside if file.name not in data)
+
+
+def _why_left_out(file: Path, irregular: set[Path], caches: set[Path]) -> str:
+    if file in caches:
+        return " (a cache of datasets)"
+    if file in irregular:
+        return " (a link to a folder)" if file.is_dir() else " (a pipe or a device)"
+    return " (not UTF-8 text)" if kind(file) in PROSE else ""
 
 
 def _name(path: Path) -> str:

@@ -224,7 +224,11 @@ def _table(delimiter: str) -> Callable[[Path, TextIO], Iterator[TextRow]]:
                 if names is None:
                     names = cells
                 elif cells:
-                    yield TextRow(f"{file}:{table.line_num}", dict(zip(names, cells)))
+                    place = f"{file}:{table.line_num}"
+                    if any(cells[len(names) :]):
+                        expected = f"the {len(names)} cells of the header, with quotes around cells that contain"
+                        raise InputError(f"{place} must have {expected} {delimiter!r}, got {len(cells)} cells")
+                    yield TextRow(place, dict(zip(names, cells)))
         except csv.Error as error:
             raise InputError(f"{file}:{table.line_num}: not a readable table: {first_line(error)}") from error
 

@@ -158,6 +158,7 @@ class PreparedData:
         InputError if a file is missing, truncated, edited or of another format.
         """
         folder = Path(folder)
+        place = Path(os.path.abspath(folder))  # shards are opened later, when the working directory may be another one
         with undamaged(folder / "index.json", "an index of prepared data", "prepare the data again"):
             index = _read_index(folder)
             vocab_size, eos_token_id = index["vocab_size"], index["eos_token_id"]
@@ -181,8 +182,8 @@ class PreparedData:
                 eos_token_id=eos_token_id,
                 fingerprint=fingerprints["fingerprint"],
                 facts=index["facts"] | fingerprints,
-                train=Tokens(folder, splits["train"].shards, TOKEN_DTYPES[index["dtype"]], vocab_size),
-                validation=Tokens(folder, splits["validation"].shards, TOKEN_DTYPES[index["dtype"]], vocab_size),
+                train=Tokens(place, splits["train"].shards, TOKEN_DTYPES[index["dtype"]], vocab_size),
+                validation=Tokens(place, splits["validation"].shards, TOKEN_DTYPES[index["dtype"]], vocab_size),
                 validation_bytes=splits["validation"].bytes,
             )
         files = data._files()
