@@ -248,3 +248,14 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_no_folder(size, trained, 
     assert "cannot write the model: " in line
     assert "File too large" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_the_card_of_a_checkpoint_between_evaluations_says_of_which_step_its_losses_are(tmp_path):
+    folder = tmp_path / "run"
+    config = run_config(options(prepare_texts(tmp_path), steps=6, evaluate_every=4, checkpoint_every=5, log_every=4))
+    run(config, folder, progress=False)
+    rows = {row["step"]: row for row in map(json.loads, (folder / "metrics.jsonl").open())}
+    for step, evaluated, when in ((5, 4, " after step 4"), (6, 6, "")):
+        card = (export(folder, tmp_path / f"step-{step}", checkpoint=step) / "README.md").read_text()
+        assert f"| tokens seen | {rows[6]['tokens'] * step // 6:,} |" in card
+        assert f"| validation loss{when} | {rows[evaluated]['val_loss']:.4f} nats per token |" in card

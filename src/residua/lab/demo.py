@@ -78,18 +78,18 @@ def train_side_by_side(out: Path, steps: int | None = None) -> list[Path]:
             steps_there = begun[name].get("train.steps")
             expected = f"{steps_there}, as in {place_of(out, name) / 'config.yaml'}, unless --out is a new folder"
             require(config.train.steps == steps_there, "--steps", expected, config.train.steps)
-        jobs.append(Job(name, _train, (config, place_of(out, name)), config.train.steps))
+        jobs.append(Job(name, _train, (name, config, place_of(out, name)), config.train.steps))
     say(f"training {len(jobs)} models side by side: {', '.join(configs)}")
     with tempfile.TemporaryDirectory() as folder, Records(Path(folder) / "runs.jsonl", lambda row: row["run"]) as runs:
         run_jobs(jobs, runs, processes=len(jobs))
     return [place_of(out, name) for name in configs]
 
 
-def _train(config: RunConfig, folder: Path, *, place: Any, report: Callable[[int], None]) -> dict[str, Any]:
+def _train(name: str, config: RunConfig, folder: Path, *, place: Any, report: Callable[[int], None]) -> dict[str, Any]:
     """Train one run to its end, or until the demonstration is interrupted."""
     if "signal" in run(config, folder, resume=(folder / "config.yaml").is_file(), progress=report):
         raise KeyboardInterrupt
-    return {"run": folder.name}
+    return {"run": name}
 
 
 def _texts(out: Path) -> Iterator[tuple[str, str]]:

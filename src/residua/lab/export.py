@@ -159,7 +159,7 @@ def model_card(opened: OpenRun, run: Path, *, name: str, remote_code: bool) -> s
         ("size", f"{parameters:,} parameters, {config.num_hidden_layers} layers, width {config.hidden_size}"),
         ("context", f"{context or 'any number of'} tokens, vocabulary {config.vocab_size}"),
         ("trained", f"{opened.step:,} of {opened.config.train.steps:,} steps"),
-        *_measured(run, opened.step),
+        *_measured(run, opened),
         *((f"data: {key}", cell(value)) for key, value in data.items()),
         *((key, cell(facts[key])) for key in ("date", "device", "commit", "torch", "transformers") if facts.get(key)),
     ]
@@ -278,20 +278,23 @@ def _connection(opened: OpenRun) -> str:
     return connection if isinstance(connection, str) else json.dumps(connection)
 
 
-def _measured(run: Path, step: int) -> Iterator[tuple[str, str]]:
-    """Yield names and values of the tokens, seconds and last validation up to `step`, from metrics.jsonl."""
-    rows = [row for row in jsonlines.read_metrics(run / "metrics.jsonl") if row["step"] <= step]
-    latest = {key: value for row in rows for key, value in row.items()}
+def _measured(run: Path, opened: OpenRun) -> Iterator[tuple[str, str]]:
+    """Yield names and values of tokens, seconds and the last validation up to the checkpoint, which may be earlier."""
+    train = opened.config.train
+    tokens = opened.step * train.batch_size * train.gradient_accumulation * train.sequence_length
+    yield "tokens seen", f"{tokens:,}"
+    rows = jsonlines.read_metrics(run / "metrics.jsonl")
+    evaluated = next((row for row in reversed(rows) if "val_loss" in row and row["step"] <= opened.step), {})
+    when = "" if evaluated.get("step") == opened.step else f" after step {evaluated.get('step')}"
     names = {
-        "tokens": ("tokens seen", "{:,}"),
         "val_loss": ("validation loss", "{:.4f} nats per token"),
         "perplexity": ("perplexity", "{:.2f}"),
         "bits_per_byte": ("bits per byte", "{:.4f}"),
-        "seconds": ("seconds of training", "{:,.0f}"),
     }
     for key, (label, template) in names.items():
-        if latest.get(key) is not None:
-            yield label, template.format(latest[key])
+        if evaluated.get(key) is not None:
+            yield f"{label}{when}", template.format(evaluated[key])
+    yield "seconds of training", f"{opened.checkpoint.seconds:,.0f}"
 
 
 def _file(module: str) -> str:

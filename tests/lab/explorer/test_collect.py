@@ -110,3 +110,18 @@ def test_a_run_that_was_stopped_in_the_middle_of_a_row_can_be_explored(run):
     (run / "connections.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"ste')
     _, arrays = page_of(*collect([run]))
     np.testing.assert_array_equal(arrays["0.training.beta.mean"], [[1, 1], [1, np.nan]])
+
+
+def test_a_damaged_trace_of_a_run_is_made_again_and_that_of_a_named_file_is_refused(run, capsys):
+    assert main(["explore", str(run), "--no-page"]) == 0
+    first = capsys.readouterr().out
+    (kept,) = (run / "analysis").glob("trace-*.safetensors")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2])
+    assert main(["explore", str(kept), "--no-page"]) == 2
+    assert "must be a trace" in capsys.readouterr().err
+    assert main(["explore", str(run), "--no-page"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == first
+    assert "makes the trace again" in captured.err
+    assert len(kept.read_bytes()) == len(whole)

@@ -127,3 +127,13 @@ def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="pipe cannot be used as a file"):
         JsonLines(tmp_path / "pipe")
+
+
+def test_a_perplexity_that_overflows_is_read_as_null_and_any_other_number_is_refused(tmp_path):
+    """Earlier versions wrote it for a loss above 88 nats, as in a sweep with a rate that is too high."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 4, "val_loss": 98.6, "perplexity": 6.33e+42, "further_perplexity": 1e39}\n')
+    assert read_metrics(path) == [{"step": 4, "val_loss": 98.6, "perplexity": None, "further_perplexity": None}]
+    path.write_text('{"step": 4, "val_loss": 1e39}\n')
+    with pytest.raises(InputError, match="val_loss must be below 2"):
+        read_metrics(path)

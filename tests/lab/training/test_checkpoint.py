@@ -267,3 +267,17 @@ def test_a_state_of_the_optimizer_that_does_not_fit_its_weight_is_refused(forge,
     with pytest.raises(InputError, match=named):
         load_checkpoint(open_checkpoint(path), model, optimizer)
     assert not optimizer.state or "random" in named
+
+
+def test_a_run_with_a_transposed_weight_resumes_with_the_same_numbers(tmp_path, fit):
+    """A fused optimizer reads weight and state in one order of bytes, whatever their strides."""
+
+    def model():
+        made = ToyModel()
+        made.hidden.weight = nn.Parameter(made.hidden.weight.detach().t().contiguous().t())
+        return made
+
+    whole = fit(tmp_path / "whole", model=model())
+    assert whole["loss"] == pytest.approx(fit(tmp_path / "contiguous")["loss"], rel=1e-5)
+    fit(tmp_path / "run", model=model(), batches=ToyBatches(signals={6: signal.SIGINT}))
+    assert fit(tmp_path / "run", model=model(), resume=True)["loss"] == whole["loss"]

@@ -122,6 +122,15 @@ def test_a_signal_finishes_the_step_saves_and_prints_how_to_resume(number, tmp_p
     assert rows(folder) == rows(tmp_path / "undisturbed")
 
 
+def test_a_first_sigterm_after_another_signal_does_not_lose_the_checkpoint(tmp_path, fit):
+    """Slurm warns by SIGUSR1 and sends SIGTERM at the limit; a lost terminal sends SIGHUP first."""
+    for first in (signal.SIGUSR1, signal.SIGHUP):
+        folder = tmp_path / first.name
+        batches = ToyBatches(signals={12: first, 13: signal.SIGTERM})
+        result = fit(folder, batches=batches, gradient_accumulation=2)
+        assert (result["step"], result["checkpoint"]) == (7, str(folder / "checkpoints" / "step-7"))
+
+
 def test_a_signal_in_the_last_step_interrupts_nothing_and_is_told(tmp_path, fit, capsys):
     result = fit(tmp_path / "run", batches=ToyBatches(signals={11: signal.SIGTERM}))
     assert (result["step"], result["interrupted"], result["signal"]) == (12, False, signal.SIGTERM)

@@ -147,3 +147,22 @@ def test_an_update_of_muon_is_as_large_as_one_of_adamw():
     optimizer.step()
     rms = (model.hidden.weight - before).square().mean().sqrt() / 0.01
     assert 0.2 * 0.5 < rms < 0.2 * 1.5
+
+
+def test_a_weight_with_gaps_in_memory_is_refused():
+    """A fused optimizer would write into the gaps, which belong to the rest of a larger tensor."""
+    model = ToyModel()
+    model.hidden.weight = nn.Parameter(torch.randn(8, 16)[:, :8])
+    with pytest.raises(InputError, match=r"^the parameter hidden.weight must be without gaps .*, got \[16, 1\]"):
+        make_optimizer(model, toy_config())
+    model.hidden.weight.requires_grad_(False)
+    make_optimizer(model, toy_config())
+
+
+def test_the_matrices_of_torchs_own_attention_decay_and_go_to_muon():
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    matrices = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
+    assert names_of(layer, hidden_matrices(layer)) == matrices
+    assert names_of(layer, parameter_groups(layer, 0.1)[0]["params"]) == matrices
+    apart = nn.MultiheadAttention(8, 2, kdim=4, vdim=4)
+    assert names_of(apart, hidden_matrices(apart)) == {f"{x}_proj_weight" for x in "qkv"} | {"out_proj.weight"}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from residua.errors import InputError
+from residua.lab.records.jsonlines import OVERFLOWS
 from residua.models.cache import documents_apart
 from residua.models.evaluating import evaluating
 
@@ -172,8 +173,5 @@ def _total(numbers: Sequence[float]) -> float:
 
 
 def _exponential(loss: float) -> float:
-    """Return exp(loss), or infinity if float64 overflows, so that a diverged run still reports a number."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    """Return exp(loss), or infinity if it is too large for the records of a run, so that a diverged run has one."""
+    return math.inf if loss >= math.log(OVERFLOWS) else math.exp(loss)

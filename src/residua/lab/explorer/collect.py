@@ -112,7 +112,7 @@ def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[
     runs = [path for path in paths if not (path.is_file() or is_model_folder(path))]
     # Read everything first, so that a mistake in the last path is found before the slow part.
     comparison = comparison_payload(runs) if len(runs) > 1 else None
-    traces = [file and Trace.load(file) for file in files]
+    traces = [file and _loaded(path, file) for path, file in zip(paths, files)]
     return [
         _measured(path, reading) if trace is None else Source(_name(path, trace), trace, path, file)
         for path, file, trace in zip(paths, files, traces)
@@ -164,6 +164,17 @@ def _kept_trace(path: Path, reading: Reading) -> Path | None:
     newest = None if reading.again else latest_checkpoint(path)
     kept = newest and trace_file(path, newest.step)
     return kept if kept and kept.is_file() else None
+
+
+def _loaded(path: Path, file: Path) -> Trace | None:
+    """Return the trace in a file; None, after a line that says so, if that of a run must be made again."""
+    try:
+        return Trace.load(file)
+    except InputError as error:
+        if path == file:  # which the user named
+            raise
+        say(f"explore: makes the trace again: {one_line(str(error))}")
+        return None
 
 
 def _measured(folder: Path, reading: Reading) -> Source:

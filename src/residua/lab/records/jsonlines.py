@@ -35,6 +35,8 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the rows of a run: each has its step, and numbers or null under other names.
 
+    A perplexity that overflows, as earlier versions wrote it for a loss above 88 nats, is read as null.
+
     Raises:
         InputError: a row has no step or a value of another type, or `read` raises this error.
     """
@@ -44,6 +46,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         for name, value in row.items():
             require(fits(value, float | None), f"{path}: {name}", "a number or null", value)
             small = value is None or not OVERFLOWS <= abs(value) < math.inf
+            if not small and name.endswith("perplexity"):
+                row[name] = None
+                continue
             require(small, f"{path}: {name}", "below 2^128, as a larger number overflows in a mean", value)
     return rows
 

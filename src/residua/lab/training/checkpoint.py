@@ -265,7 +265,8 @@ def _restore_optimizer(stored: Any, weights: Mapping[str, Tensor], optimizer: to
             if (value.shape, value.dtype) != (like.shape, like.dtype):
                 expected, found = (f"{tuple(x.shape)} of {x.dtype}" for x in (like, value))
                 raise ValueError(f"{full_name} must be {expected}, got {found}")
-            state.setdefault(name, {})[key] = value.to(weight.device, copy=True)
+            # In the weight's layout, as the optimizer itself makes it: fused ones read the bytes of both in one order.
+            state.setdefault(name, {})[key] = torch.empty_like(like, device=weight.device).copy_(value)
     for name, values in state.items():
         if set(values) not in STATES:
             raise ValueError(f"optimizer.{name} must have {' or '.join(map(str, STATES))}, got {set(values)}")

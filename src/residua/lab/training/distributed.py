@@ -203,7 +203,10 @@ def parallelize(model: nn.Module, config: "TrainConfig", ranks: Ranks, device: t
     if not ranks.joined:
         return torch.compile(model) if config.compile else model
     if config.compile:
-        for layer in layers_of(model) or [model]:
+        layers = layers_of(model) or [model]
+        # A layer's code is compiled once for every structure of the state, which grows with depth in some schemes.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(layers))
+        for layer in layers:
             layer.compile()
     devices = [torch.cuda.current_device()] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)

@@ -202,7 +202,7 @@ def _stop_signals(*, twice: bool) -> Iterator[list[int]]:
 
     def request(number: int, frame: Any) -> None:
         stop.append(number)
-        if twice:
+        if twice and number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -67,9 +67,11 @@ def connection_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of a linear map, an embedding, GPT-2's Conv1D, or stacked experts; [] for other modules."""
+    """Return the weights of linear maps, embeddings and stacked experts that a module itself holds."""
     if isinstance(module, (*LINEAR_MAPS, nn.Embedding, Conv1D)):
         return [module.weight]
+    if isinstance(module, nn.MultiheadAttention):
+        return [weight for name, weight in module.named_parameters(recurse=False) if name.endswith("_proj_weight")]
     experts = type(module).__name__.endswith("Experts")
     return [x for x in module.parameters(recurse=False) if x.dim() == 3] if experts else []
 
@@ -77,7 +79,7 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the trainable weights for Muon: the matrices of attention, MLP and similar sublayers.
 
-    Embeddings, the head, the connections' own parameters and stacks of experts are excluded.
+    Embeddings, the head of a language model, the connections' own parameters and stacks of experts are excluded.
     """
     excluded = {id(parameter) for parameter in connection_parameters(model)}
     for module in model.modules():
@@ -93,8 +95,13 @@ def make_optimizer(model: nn.Module, config: "TrainConfig") -> torch.optim.Optim
     """Return the optimizer of a run. `initial_lr` of each group is its peak learning rate, `lr` times its factor.
 
     Raises:
-        InputError: the optimizer is Muon, and the model has muP.
+        InputError: the optimizer is Muon, and the model has muP; or a parameter is a part of a larger tensor with gaps
+            in memory, which a fused optimizer would fill.
     """
+    for name, parameter in model.named_parameters():
+        dense = parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        expected = "without gaps in memory (write p.data = p.data.contiguous())"
+        require(dense or not parameter.requires_grad, f"the parameter {name}", expected, parameter.stride())
     mup = any(getattr(getattr(part, "config", None), "mup", False) is True for part in model.modules())
     muon = config.optimizer == "muon"
     require(not (mup and muon), "train.optimizer", "adamw with model.mup, whose rates are for Adam", "muon")
