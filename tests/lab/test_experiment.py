@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -16,10 +17,13 @@ from residua.connections.parts.ends import Same
 from residua.errors import InputError
 from residua.files.durable import remove
 from residua.lab.data import PreparedData, byte_tokenizer, prepare
+from residua.lab.data.model_text import open_text
 from residua.lab.evaluation.runs import Run
-from residua.lab.experiment import build_model, evaluate, open_run, resolved, run, trace_model
+from residua.lab.experiment import build_model, evaluate, evaluate_on, open_model, open_run, resolved, run, trace_model
 from residua.lab.export import export
+from residua.lab.opening import prompt_tokens
 from residua.lab.training import DataConfig, load_config
+from support.converted_models import save_base
 from support.tiny_runs import beginning, options, prepare_texts, run_config, write_texts
 
 STEPS = 6
@@ -365,3 +369,29 @@ def test_a_run_with_a_different_rule_for_weight_decay_does_not_resume(prepared, 
     manifest.write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"optimizer\.weight_decay was absent, is \[0\.2\]"):
         run(config, tmp_path / "moved", resume=True, progress=False)
+
+
+def test_a_model_reads_a_text_after_the_tokens_that_its_tokenizer_puts_first(tmp_path):
+    """As in its training: without the token for the beginning, the numbers of some models mean nothing."""
+    save_base(tmp_path / "model", max_position_embeddings=40)
+    tokenizer = beginning(byte_tokenizer())
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("One text of a few words, and another one; then the end comes.")
+    opened = open_model(tmp_path / "model", device="cpu")
+    text = open_text(tmp_path / "text.txt", opened.tokenizer, tmp_path / "model")
+    ids = torch.tensor(text.tokens.window(0, len(text.tokens)))
+    total = 0.0
+    for start in range(0, len(ids) - 1, 39):
+        window = torch.cat([torch.tensor([tokenizer.eos_token_id]), ids[start : start + 40]])
+        with torch.no_grad():
+            logits = opened.model(input_ids=window[None, :-1]).logits[0]
+        total += torch.nn.functional.cross_entropy(logits[1:].float(), window[2:], reduction="sum").item()
+    found = evaluate_on(opened, text)
+    assert found["val_loss"] == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert found["tokens"] == len(ids) - 1
+    assert prompt_tokens(tokenizer, "Text") == [tokenizer.eos_token_id, *b"Text"] == tokenizer("Text").input_ids
+    assert prompt_tokens(byte_tokenizer(), "Text") == [*b"Text"]
+    ending = beginning(byte_tokenizer())
+    added = [(ending.eos_token, ending.eos_token_id)]
+    ending.backend_tokenizer.post_processor = TemplateProcessing(single=f"$A {ending.eos_token}", special_tokens=added)
+    assert prompt_tokens(ending, "Text") == [*b"Text"], "an end would end the continuation"

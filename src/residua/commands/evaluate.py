@@ -148,7 +148,9 @@ def _on_text(opened: "OpenModel", run: str, data: str, text_column: str) -> Outp
         own = "the run's own text, training part included"
     elif text.own is None:
         own = "perhaps the run's own text, cut into other documents"
-    lines = [f"{own}: {one_line(text.name)}, in windows of {opened.evaluation[0]} tokens"]
+    first = opened.tokenizer.convert_ids_to_tokens(opened.first)
+    after = f", each after {one_line(' '.join(first))}" if first else ""
+    lines = [f"{own}: {one_line(text.name)}, in windows of {opened.evaluation[0]} tokens{after}"]
     step = {} if opened.step is None else {"step": opened.step}
     return _losses(run, {**step, **evaluate_on(opened, text)}, lines)
 

@@ -34,7 +34,7 @@ from residua.lab.evaluation.loss import document_losses, held_out_loss, shard_ba
 from residua.lab.inspection import Trace, gate_quantiles, has_gates, logit_lens, pieces, trace
 from residua.lab.inspection.subject import Subject
 from residua.lab.jobs.pool import threads
-from residua.lab.opening import context_of, fill_no_cache, prompt_tokens, read_model
+from residua.lab.opening import context_of, fill_no_cache, first_tokens, prompt_tokens, read_model
 from residua.lab.records.folder import not_a_run, read_facts, writable
 from residua.lab.records.progress import say
 from residua.lab.training import (
@@ -97,7 +97,12 @@ class OpenModel:
     @property
     def evaluation(self) -> tuple[int, int, bool]:
         """The settings for the loss on a text: tokens per window, rows per batch, and whether documents are masked."""
-        return min(context_of(self.model) or LONGEST_WINDOW, LONGEST_WINDOW), 8, False
+        return min(context_of(self.model) or LONGEST_WINDOW, LONGEST_WINDOW) - len(self.first), 8, False
+
+    @property
+    def first(self) -> list[int]:
+        """The tokens that each window of a text begins with, as in training: for most models there are none."""
+        return first_tokens(self.tokenizer)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -135,6 +140,10 @@ class OpenRun(OpenModel):
     def evaluation(self) -> tuple[int, int, bool]:
         train = self.config.train
         return train.sequence_length, train.batch_size, train.document_masks
+
+    @property
+    def first(self) -> list[int]:
+        return []
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -571,7 +580,7 @@ def evaluate(opened: OpenRun) -> dict[str, float]:
 def evaluate_on(opened: OpenModel, text: Text) -> dict[str, float]:
     """Return the losses of an opened model on a text, in windows of `opened.evaluation`, as `evaluate` does."""
     window, batch_size, masks = opened.evaluation
-    batches = HeldOutBatches(text.tokens, batch_size, window)
+    batches = HeldOutBatches(text.tokens, batch_size, window, opened.first)
     end_of_text = opened.tokenizer.eos_token_id if masks else None
     with opened.precision():
         return held_out_loss(opened.model, batches, bytes=text.bytes, end_of_text=end_of_text)

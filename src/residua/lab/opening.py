@@ -108,18 +108,25 @@ def fill_no_cache(config: PreTrainedConfig) -> None:
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the tokens of a prompt; the end-of-text token for an empty one.
+    """Return the tokens of a prompt, after those that the tokenizer puts before a text; end-of-text if there are none.
 
-    Raises InputError if the prompt is not Unicode text, or is empty and the tokenizer has no such token.
+    Raises InputError if the prompt is not Unicode text, or is empty and there is no token to start from.
     """
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # bytes that are not UTF-8 arrive as halves of surrogate pairs
         raise InputError(f"prompt must be Unicode text, in UTF-8, got {shown(prompt)}") from error
-    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    tokens = [*first_tokens(tokenizer), *tokenizer.encode(prompt, add_special_tokens=False)]
     if not tokens and tokenizer.eos_token_id is None:
         raise InputError("prompt must not be empty, since this tokenizer has no end-of-text token to start from")
     return tokens or [tokenizer.eos_token_id]
+
+
+def first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer puts before a text, such as the one for its beginning; most put none."""
+    plain, whole = (tokenizer.encode("text", add_special_tokens=added) for added in (False, True))
+    places = range(1 + len(whole) - len(plain))
+    return whole[: next((place for place in places if whole[place : place + len(plain)] == plain), 0)]
 
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")

@@ -445,3 +445,12 @@ def test_caches_that_datasets_writes_beside_its_data_are_left_out_and_named(tmp_
 def test_empty_cells_at_the_end_of_a_row_are_no_text(tmp_path):
     (tmp_path / "a.csv").write_text("id,text\n1,one,,\n2,two\n")
     assert texts(tmp_path / "a.csv") == ["one", "two"]
+
+
+def test_documents_with_special_tokens_in_their_text_are_counted_and_told(tmp_path, capsys):
+    texts = [f"<|endoftext|>user {n}" if n % 4 == 0 else f"user {n} <|endoftext" for n in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = prepare(tmp_path, tmp_path / "out", tokenizer="byte")
+    assert data.facts["documents_with_special_tokens"] == 25
+    said = "25 documents hold the text of a special token (<|endoftext|>, ...), which is read as plain text"
+    assert said in capsys.readouterr().err

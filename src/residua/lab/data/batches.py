@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from residua.errors import InputError, extra
@@ -73,11 +73,14 @@ class HeldOutBatches:
 
     Each iteration yields (inputs, labels), int64 tensors (rows, sequence_length) with rows = batch_size except in the
     last batch. The end of the last window is padded with inputs 0 and labels -100, which a loss ignores.
+
+    first: tokens that every window begins with, in addition to sequence_length; they are no labels.
     """
 
     tokens: Tokens
     batch_size: int
     sequence_length: int
+    first: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._windows = -(-(len(self.tokens) - 1) // self.sequence_length)
@@ -94,7 +97,9 @@ class HeldOutBatches:
                 window = self.tokens.window(start, min(self.sequence_length + 1, len(self.tokens) - start))
                 block[row, : len(window)] = window
             inputs, labels = _aligned(block)
-            yield inputs.masked_fill_(labels == -100, 0), labels
+            inputs.masked_fill_(labels == -100, 0)
+            first = torch.tensor(self.first, dtype=torch.int64).expand(rows, -1)
+            yield torch.cat([first, inputs], 1), torch.cat([torch.full_like(first, -100), labels], 1)
 
 
 def shuffled(positions: np.ndarray, size: int, keys: list[int]) -> np.ndarray:

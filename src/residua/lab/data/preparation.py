@@ -27,6 +27,7 @@ from residua.lab.data.tokenizer import (
     check_vocab_size,
     load_tokenizer,
     save_tokenizer,
+    special_tokens,
     tokenizer_hash,
     train_bpe,
     vocabulary,
@@ -179,6 +180,9 @@ def _remarks(data: PreparedData, corpus: Corpus) -> Iterator[str]:
         yield f"left out {len(corpus.left_out):,} files: {listed}{more if len(corpus.left_out) > MOST_NAMED else ''}"
     if blank := facts.get("blank_documents"):
         yield f"left out {blank:,} rows or documents without text"
+    if written := facts.get("documents_with_special_tokens"):
+        found = ", ".join(special_tokens(data.tokenizer())[:3])
+        yield f"{written:,} documents hold the text of a special token ({found}, ...), which is read as plain text"
     asked, held_out = facts["validation_fraction"], facts["validation_tokens"] / facts["tokens"]
     if abs(held_out - asked) > NOTABLE * asked:
         advice = "; --split share comes closer" if facts["split"] == "documents" and corpus.local else ""

@@ -159,6 +159,11 @@ def without_additions(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizer
     return _with_end_of_text(backend, tokenizer.eos_token)
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the special tokens as text, such as "<|im_start|>". In a text to train on they are read as plain text."""
+    return [token.content for token in tokenizer.backend_tokenizer.get_added_tokens_decoder().values() if token.special]
+
+
 def same_tokens(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
     """Return whether two tokenizers read a text as the same tokens, and end it with the same one.
 

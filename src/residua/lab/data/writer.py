@@ -1,6 +1,7 @@
 """Write a corpus into shards, document by document, and continue where an earlier call ended."""
 
 import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from residua.files.durable import file_sha256
 from residua.lab.data.encode import Encoded, Encoder
 from residua.lab.data.shards import Shard
 from residua.lab.data.split import HeldOutShare, split_documents
+from residua.lab.data.tokenizer import special_tokens
 
 with extra("lab"):
     import numpy as np
@@ -182,8 +184,9 @@ def write_shards(
         lossless: whether the tokenizer is known to lose nothing.
 
     Returns:
-        The splits, and facts about the text: its `sha256`, the `lost_share` of its bytes, and the number of
-        `blank_documents` that were left out, if any.
+        The splits, and facts about the text: its `sha256`, the `lost_share` of its bytes, and, if there are any, the
+        numbers of `blank_documents`, which were left out, and of `documents_with_special_tokens`, written out in their
+        text and read as plain text.
 
     Raises:
         InputError: the text cannot be used, or a saved shard is missing or truncated.
@@ -195,8 +198,8 @@ def write_shards(
     }
     shards = sum(len(writer.shards) for writer in writers.values())
     text, skipped_size, unsaved_bytes = hashlib.sha256(), 0, 0
-    blank = Counter[str]()
-    remaining = hashed(_with_text(corpus, blank), text)
+    counts = Counter[str]()
+    remaining = hashed(_with_text(corpus, special_tokens(tokenizer), counts), text)
     for skipped in islice(remaining, sum(writer.documents for writer in writers.values())):
         skipped_size += skipped.size
     with text_progress("tokens", remaining, corpus.size, skipped_size, progress) as documents:
@@ -216,16 +219,18 @@ def write_shards(
                 stage.save({name: writer.state() for name, writer in writers.items()})
     splits = {name: writer.close() for name, writer in writers.items()}
     whole = sum(split.bytes for split in splits.values())
-    return splits, {"sha256": text.hexdigest(), **blank, "lost_share": stage.lost / max(1, whole)}
+    return splits, {"sha256": text.hexdigest(), **counts, "lost_share": stage.lost / max(1, whole)}
 
 
-def _with_text(corpus: Corpus, blank: Counter[str]) -> Iterator[Document]:
-    """Yield the documents of a corpus, and count the blank ones."""
+def _with_text(corpus: Corpus, special: list[str], counts: Counter[str]) -> Iterator[Document]:
+    """Yield the documents of a corpus with text; count the others, and those with the text of a special token."""
+    written = re.compile("|".join(map(re.escape, special)) or "(?!)")
     for document in corpus.read():
-        if document.text.strip():
-            yield document
-        else:
-            blank["blank_documents"] += 1
+        if not document.text.strip():
+            counts["blank_documents"] += 1
+            continue
+        counts.update(["documents_with_special_tokens"] if written.search(document.text) else [])
+        yield document
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[bytes]]:

@@ -41,7 +41,8 @@ def complete(
     Args:
         model: a transformers causal language model.
         tokenizer: the tokenizer that the model was trained with.
-        prompt: the text to continue; "" starts a new document, after an end-of-text token.
+        prompt: the text to continue, after the tokens that the tokenizer puts before a text; "" starts a new document,
+            after these tokens or an end-of-text token.
         max_new_tokens: the upper limit; None for 200, or fewer if the model's context is shorter.
         min_new_tokens: number of tokens before the end-of-text token is allowed.
         temperature: divides the logits, above 0; lower is more predictable.
