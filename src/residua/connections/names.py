@@ -258,8 +258,8 @@ def today(connection: Any) -> Any:
 
 
 def _respelled(text: str, *, back: bool = False) -> str:
-    name, colon, options = text.partition(":")
-    parts = [part.partition("=") for part in listed(options)] if colon else []
+    name, colon, typed = text.partition(":")
+    parts = [part.partition("=") for part in listed(typed)] if colon else []
     if not parts or not all(equals for _, equals, _ in parts) or len({part[0] for part in parts}) < len(parts):
         return text  # `named` raises the error
     options = renamed(_scheme_of(name), {option: value for option, _, value in parts}, back=back)
