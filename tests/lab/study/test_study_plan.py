@@ -111,6 +111,20 @@ def test_losses_that_are_not_measured_alike_are_refused(data):
         Plan(study(tuning={**DOCUMENT["tuning"], "over": over, "runs": 2, "baseline_runs": 2}), data)
 
 
+def test_runs_with_other_tokens_in_a_step_are_refused(data):
+    """All runs of a size have equal steps, which are equal tokens only if the steps are equal."""
+    wide = {**DOCUMENT["schemes"], "wide": {"connection": "residual", "train.batch_size": 8}}
+    with pytest.raises(InputError, match=r"schemes\.wide: the tokens of a step at small must be 32, .* got 128"):
+        Plan(study(schemes=wide), data)
+    split = {"connection": "residual", "train.batch_size": 1, "train.gradient_accumulation": 2}
+    Plan(study(schemes={**DOCUMENT["schemes"], "split": split}), data)
+    Plan(study(sizes={"small": {**DOCUMENT["sizes"]["small"], "train.batch_size": 4}}), data)
+    for key in ("train.batch_size", "train.gradient_accumulation"):
+        over = {"train.lr": [0.004], key: [2, 4]}
+        with pytest.raises(InputError, match=rf"tuning\.over must have no key .* tokens of a step.* got {key}"):
+            Plan(study(tuning={**DOCUMENT["tuning"], "over": over, "runs": 2, "baseline_runs": 2}), data)
+
+
 def test_a_scheme_whose_runs_all_diverge_is_not_reported(data):
     runs = walked(Plan(study(), data), lambda run: None if run.scheme == "ddl" else 1.0)
     assert of(runs, "ddl", "tune")
@@ -312,6 +326,8 @@ OVER = {"train.lr": [0.1]}
     [
         ("", {"seed": [1]}, "unknown key seed; did you mean seeds?"),
         ("", {"seeds": [1, 1]}, "seeds must be at least 2 different ones"),
+        ("", {"seeds": [-1, 2]}, "seeds must be whole numbers from 0 to 9223372036854775807, got [-1, 2]"),
+        ("", {"seeds": [1, 2**63]}, "seeds must be whole numbers from 0 to 9223372036854775807, got"),
         ("", {"seeds": None}, "seeds must be a list, each item a whole number, got None"),
         ("", {"baselines": ["mhc"]}, "baselines must be some of residual, ddl, got 'mhc'"),
         ("", {"baselines": "residual"}, "baselines must be a list, each item text, got 'residual'"),
@@ -328,8 +344,25 @@ OVER = {"train.lr": [0.1]}
         (
             "",
             {"primary": {"small": [[["ddl"], "residual"]]}},
-            "primary must be a list of pairs of schemes for each size",
+            "primary must be a list of pairs of two schemes for each size",
         ),
+        ("", {"primary": {"small": [["ddl", "ddl"]]}}, "primary must be a list of pairs of two schemes for each size"),
+        (
+            "",
+            {"questions": {"gain": {"ask": "Is it?", "compare": [["ddl", "ddl"]]}}},
+            "questions.gain.compare must be pairs of two different schemes, got [('ddl', 'ddl')]",
+        ),
+        (
+            "",
+            {"questions": {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [-1]}}},
+            "questions.gain.seeds must be whole numbers from 0",
+        ),
+        (
+            "",
+            {"schemes": {"residual": {"data.path": "other"}}},
+            "schemes.residual: data.path must be left out, because all runs train on the study's data, got 'other'",
+        ),
+        ("sizes", {"a": {"data.vocab_size": 300}}, "sizes.a: data.vocab_size must be left out"),
         ("sizes", {"a": {}, "b": {"tuned": "a", "over": {}}}, "sizes.b.over must be values for at least one key"),
         (
             "sizes",
@@ -354,6 +387,8 @@ OVER = {"train.lr": [0.1]}
         ("tuning", {"finalists": 2}, "tuning.finalists must be 1, as tuning runs are as long"),
         ("tuning", {"finalists": 0, "length": 0.5}, "tuning.finalists must be 1 to tuning.runs"),
         ("tuning", {"final_seeds": [9, 2]}, "seeds must be different from those that tune (0, 2, 9), got [1, 2, 3]"),
+        ("tuning", {"seed": -1}, "tuning.seed must be 0 or more, got -1"),
+        ("tuning", {"final_seeds": [-9]}, "tuning.final_seeds must be whole numbers from 0"),
         ("tuning", {"final_seeds": [9, 9]}, "tuning.final_seeds must be each seed once"),
         ("tuning", {"factors": {"train.lr": 1}}, "tuning.factors must be a number above 1"),
         ("tuning", {"runs": 1}, "tuning.runs must be at least the 2 points of the grid"),

@@ -12,6 +12,7 @@ from residua.connections.names import canonical, today
 from residua.errors import (
     Count,
     InputError,
+    Natural,
     Range,
     check_types,
     decoded,
@@ -31,6 +32,8 @@ Measure = Literal["tokens", "FLOPs", "seconds", "compiled seconds"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 BY_THE_STUDY = ("train.seed", "train.steps", "train.warmup_steps", "train.evaluate_every", "model.connection")
 """The keys of the configuration that a study sets itself."""
+OWN_DATA = "data.further_validation"
+"""The only key of the data that a size or a scheme may set: all runs of a study train on the same data."""
 
 
 def _distinct(least: int, expected: str) -> Range:
@@ -44,13 +47,14 @@ def _are_numbers(values: Any) -> bool:
 
 def _are_pairs(pairs: Any) -> bool:
     def is_pair(pair: Any) -> bool:
-        return fits(pair, list | tuple) and [*map(type, pair)] == [str, str]
+        return fits(pair, list | tuple) and [*map(type, pair)] == [str, str] and pair[0] != pair[1]
 
     listed = fits(pairs, list | tuple) and all(map(is_pair, pairs))
     return listed and len({frozenset(pair) for pair in pairs}) == len(pairs)
 
 
-Seeds = Annotated[tuple[int, ...], _distinct(2, "at least 2 different ones")]
+NATURALS = Range(f"whole numbers from 0 to {2**63 - 1}", lambda seeds: all(0 <= seed < 2**63 for seed in seeds))
+Seeds = Annotated[tuple[int, ...], NATURALS, _distinct(2, "at least 2 different ones")]
 Factors = Annotated[
     tuple[float, ...],
     Range("a list of numbers above 1, 1e6 at most", lambda factors: all(1 < x <= 1e6 for x in factors)),
@@ -140,8 +144,8 @@ class Tuning:
     ] = field(default_factory=dict)
     length: Annotated[float, Range("a number above 0, 1 at most", lambda length: 0 < length <= 1)] = 1.0
     finalists: int = 1
-    seed: int = 0
-    final_seeds: Annotated[tuple[int, ...], _distinct(0, "each seed once")] = ()
+    seed: Natural = 0
+    final_seeds: Annotated[tuple[int, ...], NATURALS, _distinct(0, "each seed once")] = ()
     rule: Literal["one seed", "all seeds"] = "one seed"
 
     @property
@@ -184,9 +188,13 @@ class Question:
 
     name: str
     ask: str
-    compare: Annotated[tuple[tuple[str, str], ...], Range("at least one pair of schemes", bool)]
+    compare: Annotated[
+        tuple[tuple[str, str], ...],
+        Range("at least one pair of schemes", bool),
+        Range("pairs of two different schemes", lambda pairs: all(first != second for first, second in pairs)),
+    ]
     at: Annotated[tuple[Measure, ...], Range(f"some of {', '.join(MEASURES)}", bool)] = ("tokens",)
-    seeds: Annotated[tuple[int, ...], _distinct(0, "different integers")] = ()
+    seeds: Annotated[tuple[int, ...], NATURALS, _distinct(0, "different integers")] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -241,7 +249,7 @@ class Study:
     primary: Annotated[
         Mapping[str, Sequence[Sequence[str]]],
         Range(
-            "a list of pairs of schemes for each size, each pair once, such as [[ddl, residual]]",
+            "a list of pairs of two schemes for each size, each pair once, such as [[ddl, residual]]",
             lambda sizes: all(map(_are_pairs, sizes.values())),
         ),
     ] = field(default_factory=dict)
@@ -258,6 +266,11 @@ class Study:
         parts = (*self.schemes.values(), *self.sizes.values())
         for key in [*self.set, *(key for part in parts for key in part.keys), *self.tuning.over]:
             require(key not in BY_THE_STUDY, key, "a key that a study does not set itself", key)
+        for part in parts:
+            place = f"{'schemes' if isinstance(part, Entry) else 'sizes'}.{part.name}"
+            for key, value in part.keys.items():
+                own = not key.startswith("data.") or key == OWN_DATA
+                require(own, f"{place}: {key}", "left out, because all runs train on the study's data", value)
 
     def _check_questions(self) -> None:
         tuners = self.tuning.own_seeds

@@ -107,12 +107,10 @@ class Plan:
                 config = self.config(size.name, study.baselines[0])
             except InputError as error:
                 raise InputError(f"sizes.{size.name}: {error}") from error
-            train = config.train
-            per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
-            self.step_tokens[size.name] = per_step
+            self.step_tokens[size.name] = per_step = _step_tokens(config)
             self.steps[size.name] = max(1, round(study.tokens_at(size.name) * self._count(config) / per_step))
             longest = max([1.0, *(study.longer_at(size.name) if size.name in self.sizes else ())])
-            needed = round(longest * self.steps[size.name]) * per_step + 2 * train.sequence_length
+            needed = round(longest * self.steps[size.name]) * per_step + 2 * config.train.sequence_length
             if needed > study.epochs * len(self.prepared.train):
                 often = "twice" if study.epochs == 1 else f"more than {study.epochs} times"
                 raise InputError(
@@ -201,22 +199,31 @@ class Plan:
                     yield RunCount(size, scheme, seeds, round(factor * steps), study.evaluations)
 
     def _expect_comparable(self) -> None:
-        """Raise InputError if losses that would be ranked are not measured in the same way."""
+        """Raise InputError if losses that would be ranked are not measured in the same way, or not at equal tokens."""
         overs = {"tuning.over": self.study.tuning.over} | {
             f"sizes.{s.name}.over": s.over for s in self.study.sizes.values()
         }
         for place, over in overs.items():
             for key in filter(decides_measure, over or ()):
                 raise InputError(f"{place} must have no key that decides how a loss is measured, got {key}")
+            for key in filter(("train.batch_size", "train.gradient_accumulation").__contains__, over or ()):
+                raise InputError(
+                    f"{place} must have no key that decides the tokens of a step, because all runs of a size have "
+                    f"equal steps, got {key}; give it under set or a size"
+                )
         for size, scheme in itertools.product(self.study.sizes, self.study.schemes):
             first = self.study.baselines[0]
             if {(size, scheme), (size, first)} & self.misfits.keys():
                 continue
-            ours, theirs = (flatten(asdict(self.config(size, name))) for name in (scheme, first))
+            config = self.config(size, scheme)
+            ours, theirs = (flatten(asdict(each)) for each in (config, self.config(size, first)))
             if reasons := judged(Measurement.of(ours, {}), Measurement.of(theirs, {})).reasons:
                 raise InputError(
                     f"schemes.{scheme} must be comparable with {first} at {size}, but they have {'; '.join(reasons)}"
                 )
+            place = f"schemes.{scheme}: the tokens of a step at {size}"
+            expected = f"{self.step_tokens[size]}, as those of {first}, because both train for equal steps"
+            require(_step_tokens(config) == self.step_tokens[size], place, expected, _step_tokens(config))
 
     def _misfit(self, size: str, scheme: str) -> InputError | None:
         """Return the reason why a scheme cannot be built at a size; None if it can."""
@@ -356,6 +363,11 @@ class Plan:
         wider = ResiduaConfig(**{**plain.to_dict(), "intermediate_size": width + 1})
         counts = [parameters(model)["total"] for model in (plain, wider)]
         return width + round((self._count(other) - counts[0]) / (counts[1] - counts[0]))
+
+
+def _step_tokens(config: RunConfig) -> int:
+    train = config.train
+    return train.batch_size * train.gradient_accumulation * train.sequence_length
 
 
 def _pinned(study: Study) -> Study:
