@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from itertools import chain
 
 import numpy
 import pytest
@@ -89,6 +90,29 @@ def test_a_row_has_no_point_before_every_point_that_the_search_plans_is_trained(
     row = found.row("small", "ddl")
     assert (row and row.point["train.lr"]) == chosen
     assert len(found.corrected) == (chosen is not None)
+
+
+HEADS = "model.num_attention_heads"
+
+
+@pytest.mark.parametrize(("scheme", "heads", "chosen"), [
+    ("ddl", (4, 8), 8),  # 16 heads of 3, and 2 of 24, which is worse than 4 and so no neighbour of the best
+    ("ddl", (4,), None),
+    ("absent", (4, 8), None),  # without its package nobody knows
+])  # fmt: skip
+def test_a_neighbour_that_the_plan_cannot_build_is_not_awaited(scheme, heads, chosen):
+    """Each number of heads fits its key alone, but 16 do not fit the width."""
+    sizes = {"small": {"model.hidden_size": 48, "model.head_dim": None, "model.num_hidden_layers": 1}}
+    tuning = {"over": {HEADS: [4, 8]}, "rule": "all seeds", "runs": 3, "baseline_runs": 3}
+    runs = [
+        changed(
+            every_seed(scheme, {4.0 - number / 100: 4.0 - number / 100}), lambda run, n=number: {"point": {HEADS: n}}
+        )
+        for number in heads
+    ]
+    found = planted([*chain(*runs)], [], sizes=sizes, tuning=tuning, schemes={"residual": {}, scheme: {}})
+    row = found.row("small", scheme)
+    assert (row and row.point[HEADS]) == chosen
 
 
 def test_points_of_another_size_are_not_those_of_a_row():
@@ -187,6 +211,23 @@ def test_a_worth_beyond_the_longest_runs_is_null_in_json(tmp_path):
     assert row_of(planted(beyond)).difference("residual", "tokens").worth == math.inf
     written = json.dumps(payload(planted(beyond)), allow_nan=False)
     assert json.loads(written)["rows"][1]["differences"][0]["tokens_worth"] is None
+
+
+@pytest.mark.parametrize("wide", ["ddl", "residual"])
+def test_costs_of_another_size_of_model_than_tuning_chose_are_left_out_with_the_reason(wide):
+    """All runs have 8,000 parameters; a step was timed with 9,000."""
+    timed = [{**row, "parameters": 9000 if row["scheme"] == wide else 8000} for row in costs()]
+    asked = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "at": ["FLOPs", "seconds"]}}
+    found = planted(timed=timed, questions=asked)
+    assert {difference.measure for difference in row_of(found).differences} == {"tokens"}
+    reason = f"tuning chose another size of model for {wide} than the one that was measured"
+    assert {answer.missing for answer in found.answers} == {reason}
+    said = markdown(found)
+    assert f"than the one that was measured: {wide} at small." in said
+    assert {row.scheme: row.cost is None for row in found.rows} == {"ddl": wide == "ddl", "residual": wide != "ddl"}
+    assert not {"vs residual, equal FLOPs", "vs residual, equal seconds"} & {*payload(found)["columns"]}
+    assert ("step time" in payload(found)["columns"]) is (wide == "ddl")
+    assert row_of(planted(timed=[{**row, "parameters": 8000} for row in costs()])).difference("residual", "FLOPs")
 
 
 def test_without_costs_only_equal_tokens_are_compared():

@@ -136,6 +136,7 @@ class Cost(NamedTuple):
     rounds            the number of these rounds
     session           date, device, processor, baseline and rounds, which are the same for all schemes measured together
     flops_per_token   the FLOPs per token of a training step
+    parameters        the parameters of the measured model; None if the record does not say
     """
 
     ratio: Quartiles
@@ -145,6 +146,7 @@ class Cost(NamedTuple):
     compiled: bool
     flops_per_token: float
     peak_bytes: float | None
+    parameters: int | None
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Cost":
@@ -158,6 +160,7 @@ class Cost(NamedTuple):
             record.get("compiled", False),
             sum(record["flops_per_token"].values()),
             record.get("peak_bytes"),
+            record.get("parameters"),
         )
 
     @property

@@ -21,6 +21,7 @@ from residua.lab.records.jsonlines import finite
 from residua.lab.records.statistics import Contrast, Estimate
 from residua.lab.records.table import Table
 from residua.lab.records.terminal import cell_text, markdown_text, printable
+from residua.lab.study.forms import Cost
 from residua.lab.study.results import (
     ALPHA,
     BELOW,
@@ -166,7 +167,12 @@ def _setting(results: Results) -> list[str]:
             f"- Corpus: {source}, sha256 {digests[0][:16]}, fingerprint {digests[1][:16]}.",
         ]
     lines.append(f"- {primary}")
-    if results.rows and not any(row.costs for row in results.rows):
+    if resized := [f"{row.scheme} at {row.size}" for row in results.rows if row.resized]:
+        lines.append(
+            "- Time, FLOPs and memory are left out where tuning chose another size of model than the one that was "
+            f"measured: {_shortened(resized)}."
+        )
+    elif results.rows and not any(row.costs for row in results.rows):
         lines.append("- Time and memory were not measured; schemes are compared at equal tokens only.")
     if not results.rows:
         lines.append("- Not finished: no run is.")
@@ -393,6 +399,10 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
         flops, theirs = (side and side.cost and side.cost.flops_per_token for side in (row, base))
         return f"{flops / theirs:.3f}" if flops and theirs else "–"
 
+    def time(row: SchemeRow, of: Callable[[SchemeRow], Cost | None]) -> str:
+        base, cost = results.row(row.size, results.study.baselines[0]), of(row)
+        return f"{cost.ratio:.3f}" if cost and not (base and base.resized) else "–"
+
     def peak(row: SchemeRow) -> str:
         return f"{row.cost.peak_bytes / MEBIBYTE:.0f}" if row.cost and row.cost.peak_bytes else "–"
 
@@ -406,8 +416,8 @@ def columns(results: Results) -> dict[str, Callable[[SchemeRow], str]]:
         },
         **{f"vs {name}, worth": partial(_worth_text, baseline=name) for name in results.study.baselines},
         "learned to copy": lambda row: copying(row.reported.runs),
-        "step time": lambda row: f"{row.cost.ratio:.3f}" if row.cost else "–",
-        "compiled step": lambda row: f"{row.compiled.ratio:.3f}" if row.compiled else "–",
+        "step time": lambda row: time(row, lambda row: row.cost),
+        "compiled step": lambda row: time(row, lambda row: row.compiled),
         "FLOPs": flops,
         "peak MiB": peak,
         "parameters": lambda row: f"{row.reported.parameters:,}" if row.reported.parameters else "–",

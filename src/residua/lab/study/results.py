@@ -7,22 +7,24 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from residua.connections.names import today
-from residua.errors import fits, require, shown
+from residua.errors import InputError, fits, require, shown
 from residua.lab.evaluation.comparable import NATS, judged
 from residua.lab.evaluation.runs import Row, Run
 from residua.lab.jobs.pool import Record
 from residua.lab.records.folder import read_object
 from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, welch
 from residua.lab.records.table import grouped
-from residua.lab.study.definition import MEASURES, Question, Study, Tuning, read_folder
+from residua.lab.study.definition import MEASURES, Question, Study, read_folder
 from residua.lab.study.forms import Cost, CostRecord, RunRecord, read_records
-from residua.lab.study.search import Search, at_edge, loss_of, other_loss_of, winners
+from residua.lab.study.search import Search, at_edge, loss_of, other_loss_of, values_of, winners
+from residua.lab.training import load_config
 from residua.lab.training.config import typed_values
 
 BELOW = 0.9
@@ -108,7 +110,9 @@ class SchemeRow:
     reported    the runs at `point` with the study's seeds
     further     the runs with seeds that only a question adds
     longer      the longer runs at `point`; empty if the scheme is not a baseline
-    costs       the costs of a step, in the order of their measurement
+    costs       the costs of a step, in the order of their measurement; only those of a model with as many parameters
+                as that of the reported runs
+    resized     whether costs were left out, because tuning chose another size of the model than the measured one
     noise       the pooled noise of a run at this size; None if this row has its own noise
     failed      whether the losses vary far more than those of other rows
     """
@@ -123,6 +127,7 @@ class SchemeRow:
     further: Row
     longer: Sequence[Run]
     costs: Sequence[Cost]
+    resized: bool = False
     differences: list[Difference] = field(default_factory=list)
     noise: Noise | None = None
     failed: bool = False
@@ -477,6 +482,10 @@ def _row(
     if not reported.keys() & {*seeds}:
         return None
     further = study.further_seeds(size, name)
+    final = Row(name, tuple(reported[seed] for seed in sorted(reported) if seed in seeds))
+    same = [
+        cost for cost in costs if None in (cost.parameters, final.parameters) or cost.parameters == final.parameters
+    ]
     return SchemeRow(
         size,
         name,
@@ -484,10 +493,11 @@ def _row(
         point,
         len(seeds),
         searches,
-        Row(name, tuple(reported[seed] for seed in sorted(reported) if seed in seeds)),
+        final,
         Row(name, tuple(run for seed, run in reported.items() if seed in further)),
         [run for run in chosen if run.kind == "longer" and name in study.baselines],
-        costs,
+        same,
+        len(same) < len(costs),
     )
 
 
@@ -517,13 +527,16 @@ def _answers_of_pair(
     for measure in question.at:
         difference, missing = differences.get(measure), None
         if difference is None:
-            missing = _not_measured(measure, scheme, to)
+            missing = _not_measured(measure, row, base)
         elif difference.estimate is None or difference.estimate.count < len({*row.losses, *further}):
             missing = f"{to} has no runs {difference.cost:.2f} times as long as {scheme}, or one diverged"
         yield Answer(question, size, scheme, to, measure, None if missing else difference, waiting, missing)
 
 
-def _not_measured(measure: str, scheme: str, to: str) -> str:
+def _not_measured(measure: str, row: SchemeRow, base: SchemeRow) -> str:
+    scheme, to = row.scheme, base.scheme
+    if resized := [side.scheme for side in (row, base) if side.resized]:
+        return f"tuning chose another size of model for {' and '.join(resized)} than the one that was measured"
     if measure == "FLOPs":
         return f"{scheme} or {to} has no costs"
     steps, option = ("compiled steps", " --compiled") if measure == COMPILED else ("steps", "")
@@ -554,7 +567,7 @@ def _searched(
     if tuning.every:
         seeds = study.seeds_at(size)
         reports = [run for run in begun if run.kind == "report" and run.seed in seeds]
-        return reports, _best_over_seeds(tuning, study.budget(name), seeds, begins, reports)
+        return reports, _best_over_seeds(study, size, name, begins, reports)
     length = {max(1, round(tuning.length * run.steps)) for run in runs if run.kind == "report"}
     tuned = [run for run in begun if run.kind == "tune" and (not length or run.steps in length)]
     searched = [*tuned, *(run for run in runs if run.kind == "final")]
@@ -563,19 +576,34 @@ def _searched(
 
 
 def _best_over_seeds(
-    tuning: Tuning, budget: int, seeds: Sequence[int], begins: Iterable[Mapping[str, Any]], reports: Sequence[Run]
+    study: Study, size: str, name: str, begins: Iterable[Mapping[str, Any]], reports: Sequence[Run]
 ) -> list[dict[str, Any]]:
     """Return the best point of each search in which all seeds train every point; none of a search that is unfinished.
 
+    A search that seems unfinished may lack only neighbours whose values fit each key, but not the whole configuration.
+    The plan has no runs of these. They are found where the configuration of the scheme can be read.
+
     begins: the keys that a search does not move, one mapping for each search
     """
+    tuning, entry = study.tuning_at(size), study.schemes[name]
+    keys = {**study.set, **study.sizes[size].keys, **entry.keys, "model.connection": entry.connection}
     losses = {(frozenset(run.point.items()), run.seed): other_loss_of(run) for run in reports}
     over = {key: values for key, values in tuning.over.items() if any(key in run.point for run in reports)}
-    read = partial(typed_values, place="tuning.over")
+    alone = partial(typed_values, place="tuning.over")
+    whole = values_of(lambda point: load_config(study.config, {**keys, **point}))
+
+    def best_from(begin: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
+        limits = study.budget(name), tuning.factors
+        search = Search(over, read, begin, *limits, seeds=study.seeds_at(size), every=True)
+        return search.walk(lambda point, seed: (frozenset(point.items()), seed), losses.get)[1]
+
     best = []
     for begin in begins:
-        search = Search(over, read, begin, budget, tuning.factors, seeds=seeds, every=True)
-        best.append(search.walk(lambda point, seed: (frozenset(point.items()), seed), losses.get)[1])
+        point = best_from(begin, alone)
+        if point is None and losses:
+            with suppress(InputError):  # the file of the configuration or the package of the scheme may be missing
+                point = best_from(begin, whole)
+        best.append(point)
     return [point for point in best if point is not None]
 
 
