@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from residua.commands.cli import main
+from residua.connections.names import today
 from residua.errors import InputError
 from residua.files.reading import write_yaml
 from residua.lab.cost import steps as cost
@@ -203,6 +204,14 @@ def test_a_repetition_logs_nowhere_else(data, monkeypatch):
 def test_a_study_keeps_the_baseline_beside_which_steps_were_timed(finished):
     with pytest.raises(InputError, match="baselines must be residual first"):
         grown(finished / "out", baselines=["ddl", "residual"])
+
+
+def test_a_repeated_run_equals_a_record_with_the_former_name_of_an_option():
+    former = "hc:expand=copies"
+    record = {"val_loss": 3.0, "loss": 3.0, "curve": [[1, 3.0]], "point": {}, "tokens": 1, "connection": former}
+    assert today(former) != former
+    for connection, equal in ((today(former), True), ("hc", False)):
+        assert verify.Verified("key", record, {**record, "connection": connection}).equal is equal
 
 
 @pytest.mark.slow

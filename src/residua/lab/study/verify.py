@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from residua.connections.names import today
 from residua.errors import InputError
 from residua.lab.jobs.pool import Record, threads
 from residua.lab.records.jsonlines import finite
@@ -32,10 +33,12 @@ class Verified(NamedTuple):
     @property
     def equal(self) -> bool:
         """Whether the losses of the curve and the reported settings agree to the last bit."""
-        names = ("val_loss", "loss", "curve", "connection", "point", "tokens")
-        parameters = [(run.get("facts") or {}).get("parameters") for run in (self.recorded, self.repeated)]
-        same = all(self.recorded.get(name) == self.repeated.get(name) for name in names)
-        return same and parameters[0] == parameters[1]
+
+        def settled(run: Record) -> list[Any]:
+            numbers = [run.get(name) for name in ("val_loss", "loss", "curve", "point", "tokens")]
+            return [*numbers, today(run.get("connection")), (run.get("facts") or {}).get("parameters")]
+
+        return settled(self.recorded) == settled(self.repeated)
 
     @property
     def elsewhere(self) -> str:
