@@ -142,6 +142,14 @@ def test_the_words_for_nothing_are_null():
         assert load_config("tiny", [f"--data.path={text}", "--data.source=stdlib"]).data.path is None
 
 
+def test_a_base_and_data_of_null_are_none_on_a_command_line_too(tmp_path):
+    """Whether they are there decides which other keys are allowed, and the tokenizer."""
+    config = load_config("retrofit", ["--model.base=models/base", "--data.path=null"])
+    assert config.data.tokenizer == "models/base"
+    assert load_config("tiny", ["--model.base=null"]) == load_config("tiny")
+    assert load_config("tiny", ["--model.base=~", "--model.hidden_size=64"]).model.hidden_size == 64
+
+
 def test_a_recipe_that_does_not_exist_is_refused():
     with pytest.raises(InputError, match=r"must be a recipe \(.*small.*, tiny.*\).*'tinny'; did you mean tiny\?"):
         load_config("tinny")

@@ -310,7 +310,10 @@ def _stacked(
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the winning values by dotted key, and for each key of `SHARES` set by a recipe, that recipe's steps."""
     documents = [pair for name in ([sources] if isinstance(sources, str) else sources or ()) for pair in _chain(name)]
-    given = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    given = dict(overrides if isinstance(overrides, Mapping) else parse_overrides(overrides))
+    for key in ("model.base", "data.path"):  # the keys whose absence decides which others are allowed
+        if isinstance(text := given.get(key), str) and readings(text, key)[0] is None:
+            given[key] = None
     values: dict[str, Any] = {}
     wholes: dict[str, int] = {}
     for source, document in documents:
