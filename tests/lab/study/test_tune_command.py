@@ -11,11 +11,13 @@ from functools import partial
 from itertools import chain
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab import experiment
 from residua.lab.data import prepare
+from residua.lab.data.tokenizer import byte_tokenizer, train_bpe
 from residua.lab.evaluation.comparable import Measurement
 from residua.lab.evaluation.runs import Row, Run
 from residua.lab.jobs.pool import Job
@@ -209,6 +211,43 @@ def test_the_command_writes_a_table_a_picture_and_records_and_resumes(data, caps
     assert main(command[1:]) == 0
     row = jsonlines.read(tmp_path / "best" / "metrics.jsonl")[-1]
     assert row["val_loss"] == found["results"][0]["losses"][0]
+
+
+def test_a_sweep_resumes_whatever_the_order_of_its_keys(data, tmp_path):
+    over = {"model.connection": ("residual",), "train.lr": (1e-3, 2e-3)}
+    train_sweep(sweep_of(data, over), tmp_path / "out", progress=False)
+    before = (tmp_path / "out" / "records.jsonl").read_bytes()
+    again = train_sweep(sweep_of(data, dict(reversed(over.items()))), tmp_path / "out", progress=False)
+    assert (tmp_path / "out" / "records.jsonl").read_bytes() == before
+    assert len(again.rows) == 2
+
+
+def test_bases_with_different_tokenizers_can_be_swept(tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(8):
+        (tmp_path / "text" / f"{i}.txt").write_text(" ".join(f"word{(i * j) % 97}" for j in range(200)))
+    tokenizers = {"bytes": byte_tokenizer(), "pieces": train_bpe(["word1 word2 word3 word4 word5 word6 " * 40], 262)}
+    for name, tokenizer in tokenizers.items():
+        config = LlamaConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            vocab_size=320,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    options = [option for option in OPTIONS if option.startswith("--train.")]
+    options += [f"--data.source={tmp_path / 'text'}", "--model.connection=residual"]
+    bases = tuple(str(tmp_path / name) for name in tokenizers)
+    for order in (bases, bases[::-1]):  # the second finds all runs finished
+        sweep = Sweep(("retrofit",), tuple(options), {"model.base": order})
+        outcome = train_sweep(sweep, tmp_path / "out", progress=False)
+        assert sorted(row.point["model.base"] for row in outcome.rows) == sorted(bases)
+        assert outcome.unit == "bits per byte"
+    assert len(jsonlines.read(tmp_path / "out" / "records.jsonl")) == 2
 
 
 def test_a_resumed_sweep_keeps_the_schedule_of_its_folder():

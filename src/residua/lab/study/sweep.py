@@ -102,7 +102,10 @@ class Sweep:
         """Return the common settings of all runs by dotted key; if train.steps is swept, schedules are shares of it."""
         settings = flatten(asdict(self.config(point)))
         shares = recipe_shares(self.sources, self._values(point)) if STEPS in self.over else {}
-        return {key: value for key, value in (settings | shares).items() if key not in {*self.over, "train.seed"}}
+        left_out = {*self.over, "train.seed"}
+        if "model.base" in self.over and "data.tokenizer" not in self._values(point):
+            left_out.add("data.tokenizer")  # each base has its own
+        return {key: value for key, value in (settings | shares).items() if key not in left_out}
 
     def job(self, point: Mapping[str, Any], seed: int | None, data: str | None = None) -> Job:
         """Return the job for a point and a seed (None or 0 for the first). data: prepared data for all runs."""
@@ -330,16 +333,20 @@ def train_sweep(
         InputError: the configuration or the folder cannot be used, see `jobs.pool.open_runs`.
         RunError: a run failed for a reason other than divergence, or a result could not be written.
     """
+    texts = set()
     for values in itertools.product(*sweep.over.values()):
         point = dict(zip(sweep.over, values))
         base = sweep.config(point)
+        texts.add(base.data)
     settings = sweep.settings(point) | {"over": sorted(sweep.over), "first seed": base.train.seed}
     if base.data.path is not None:
         settings["data"] = PreparedData.open(base.data.path).facts["fingerprint"]
-    with open_runs(out, settings, free=FREE_KEYS, keep=keep) as made:
+    with open_runs(out, settings, free=FREE_KEYS | ({"data.tokenizer"} - settings.keys()), keep=keep) as made:
         check_records(made.rows, made.path, RunRecord, {"point", "val_loss"}, "records of a sweep's runs")
-        shared, swept = None, any(key.startswith("data.") for key in sweep.over)
-        if base.data.path is None and base.data.source is not None and not swept:
+        if made.rows and made.rows[0]["point"].keys() == sweep.over.keys():  # the keys of records have this order
+            sweep = replace(sweep, over={key: sweep.over[key] for key in made.rows[0]["point"]})
+        shared = None
+        if base.data.path is None and base.data.source is not None and len(texts) == 1:
             shared = str(open_or_prepare(base.data, Path(out) / "data", progress=progress).folder)
 
         def jobs(finished: Mapping[Any, Record]) -> list[Job]:
