@@ -1,7 +1,7 @@
 """The page of a study: one file, inert, sorted by a click, with every run behind a row."""
 
 from residua.lab.study.report import TEMPLATE, page, payload
-from support.planted_study import changed, planted, records, searched
+from support.planted_study import changed, copied, planted, records, searched
 
 NASTY = "</script><img src=x onerror=\"document.title='broken'\"><!-- & \u2028 ]]>"
 
@@ -33,6 +33,23 @@ def test_the_table_sorts_and_a_row_shows_its_runs(open_page, tmp_path):
     assert opened.locator("#detail svg polygon").count() == 1
     opened.keyboard.press("Enter")
     assert opened.locator("#detail tbody tr").count() == 0
+
+
+def test_a_worth_beyond_the_longest_runs_sorts_by_its_bound(open_page, tmp_path):
+    found = planted(runs=[*records(), *copied("hc")], schemes={"residual": {}, "ddl": {}, "hc": {}})
+    values = payload(found)
+    place = values["columns"].index("vs residual, worth")
+    for row, worth in zip(values["rows"], ("–", "> 1.5 tokens", "1.10 tokens")):
+        row["cells"][place] = worth
+    path = tmp_path / "index.html"
+    path.write_text(page(values), encoding="utf-8")
+    opened = open_page(path)
+    order = []
+    for _ in range(2):
+        opened.click('[data-key="vs residual, worth"]')
+        rows = opened.locator("#main > .scroll tbody tr")
+        order.append([row.get_attribute("data-scheme") for row in rows.all()])
+    assert sorted(order) == [["ddl", "hc", "residual"], ["hc", "ddl", "residual"]]
 
 
 def test_every_point_of_a_search_over_all_seeds_is_listed_with_the_share_that_copies(open_page, tmp_path):
