@@ -281,3 +281,17 @@ def test_documents_that_attention_would_mix_are_refused():
         model(ids, attention_mask=block)
     named = model(ids, attention_mask=block, seq_idx=SEQ_IDX).logits
     assert_close(named, model(ids, position_ids=POSITIONS).logits)
+
+
+@pytest.mark.parametrize("name", ["residual", "ddl-tc"])
+def test_positions_count_from_the_first_token_under_a_mask_of_queries_and_keys_too(name):
+    model, ids = tiny_model(name), prompt(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    tokens, causal = mask.bool(), torch.ones(9, 9, dtype=torch.bool).tril()
+    square = causal & tokens[:, None, :, None] & tokens[:, None, None, :]
+    with torch.no_grad():
+        by_row, by_pair = (model(ids, attention_mask=given).logits for given in (mask, square))
+        alone = model(ids[:1, 3:]).logits
+    torch.testing.assert_close(by_pair[tokens], by_row[tokens])
+    torch.testing.assert_close(by_pair[:1, 3:], alone)

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -304,3 +304,37 @@ def test_a_first_run_gives_no_deprecation_warning(make, recwarn, caplog):
     generate(model, ids)
     assert not [str(warning.message) for warning in recwarn if "deprecat" in str(warning.message)]
     assert "deprecat" not in caplog.text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ddl-tc", "pooled-householder"])
+def test_a_cache_that_was_reset_takes_a_batch_of_another_size(name):
+    model, ids = tiny_model(name), prompt(3, 7)
+    expected = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    for rows in (1, 3, 2, 2):
+        for piece, start in ((ids[:rows, :5], 0), (ids[:rows, 5:], 5)):
+            found = model(piece, **{CACHE: cache}).logits
+            torch.testing.assert_close(found, expected[:rows, start : start + piece.shape[1]])
+        cache.reset()
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_chosen_by_numbers_or_by_a_mask():
+    model, ids = tiny_model("ddl-tc"), prompt(3, 7)
+    expected = model(ids).logits[1:, 5:]
+    for chosen in (torch.tensor([1, 2]), torch.tensor([False, True, True]), [1, 2]):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :5], **{CACHE: cache})
+        cache.batch_select_indices(chosen)
+        torch.testing.assert_close(model(ids[1:, 5:], **{CACHE: cache}).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["residual", "ddl-tc"])
+def test_a_mask_without_the_tokens_of_a_static_cache_is_one_line(name):
+    model, ids = tiny_model(name), prompt(2, 9)
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    model(ids[:, :5], attention_mask=torch.ones(2, 5), **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"^attention_mask must be \(batch, .*got \(2, 4\)"):
+        model(ids[:, 5:], attention_mask=torch.ones(2, 4), **{CACHE: cache})

@@ -76,3 +76,13 @@ def test_the_gates_get_their_gradient_from_the_penalty():
     model(ids, labels=ids).penalty.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert any("gamma" in name and grad.abs().max() > 0 for name, grad in gradients.items())
+
+
+def test_a_mask_of_one_row_stands_for_the_whole_batch():
+    model, ids = tiny_model("edelta").train(), prompt(4, 6)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
+    expected = model(ids, labels=ids)
+    for mask in (causal.expand(4, 1, 6, 6), causal[None, None], added[None, None], torch.ones(1, 6)):
+        found = model(ids, labels=ids, attention_mask=mask)
+        torch.testing.assert_close((found.penalty, found.loss), (expected.penalty, expected.loss))

@@ -120,8 +120,9 @@ class ConvertedConfig(Swapped):
         base.pop("auto_map", None)  # remote code is not needed: transformers has this type
         if base.get("quantization_config"):
             raise InputError(
-                "config.json must have no quantization_config in base, because quantised models cannot be converted; "
-                "convert the model before it is quantised"
+                "config.json must have no quantization_config in base, because a quantised model cannot be converted, "
+                "nor a converted one saved when it is quantised; save it before, and open its folder with "
+                "quantization_config=..."
             )
         config, unused = CONFIG_MAPPING[kind].from_dict(base, **{**options, "return_unused_kwargs": True})
         converted = with_conversion(config, conversion)

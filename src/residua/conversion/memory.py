@@ -86,6 +86,8 @@ def hand_memories(trunk: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     call = {**dict(zip(names, args)), **kwargs}
     given = (call.get(name) for name in ("input_ids", *INPUTS))
     tokens: Any = next((each for each in given if each is not None), None)
+    if tokens is None:  # which the model refuses
+        return None
     config: Any = trunk.config
     expect_no_pages(call)
     mask = attention_mask_of(call.get("attention_mask"))

@@ -116,7 +116,8 @@ class StreamLayer(LinearAttentionLayer):
             self.conv_states[i] = None if state is None else state.index_select(0, beam_idx.to(state.device))
 
     def batch_select_indices(self, indices: Any) -> None:
-        self.reorder_cache(indices)
+        for i, state in self.conv_states.items():
+            self.conv_states[i] = None if state is None else state[indices, ...]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for i, state in self.conv_states.items():
@@ -125,7 +126,9 @@ class StreamLayer(LinearAttentionLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if not self.record_past:  # a converted model adds the layer only after assisted generation has begun
             raise ValueError(
-                "assisted generation and prompt lookup must be off, since this scheme reads earlier tokens"
+                "assisted generation and prompt lookup must be off, since this scheme reads earlier tokens; a cache to "
+                "crop by hand must record the past before its first token: model.model.make_room(cache), then "
+                "cache.activate_past_recording()"
             )
         super().crop(tokens_to_remove)
 
@@ -205,6 +208,12 @@ class CacheMemory:
     def _append(self, x: Tensor, window: int) -> Tensor:
         """Return the earlier rows in the cache followed by x, and keep the last `window` rows in the cache."""
         rows = x.flatten(2).transpose(1, 2)  # the cache has (batch, channels, seq)
+        if not self.layer.has_previous_state[
+            self.state
+        ]:  # new, or reset: the rows that are there may be of another batch
+            kept = self.layer.conv_states.get(self.state)
+            fits = kept is not None and kept.shape[:-1] == rows.shape[:-1]
+            self.layer.is_conv_states_initialized[self.state] &= fits
         extended = self.layer.update_conv_state(rows, state_idx=self.state, conv_kernel_size=window)
         return extended.transpose(1, 2).unflatten(2, x.shape[2:])
 
@@ -329,6 +338,10 @@ def of_current(x: Tensor, length: int, cache: Cache | None) -> Tensor:
         except ValueError:  # nothing in this cache counts tokens, so it has no fixed length
             past = x.shape[1] - length
     if isinstance(past, Tensor):
+        wrong = (
+            f"attention_mask must be (batch, tokens in the cache and the {length} of this call), got {tuple(x.shape)}"
+        )
+        expect_none(past.to(x.device) + length > x.shape[1], wrong)
         return x.index_select(1, torch.arange(length, device=x.device) + past.to(x.device))
     if x.shape[1] < past + length:
         raise ValueError(

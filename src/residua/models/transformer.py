@@ -311,6 +311,9 @@ class ResiduaModel(ResiduaPreTrainedModel):
         hidden_states[-1] = last = self.norm(self.stream.collapse(state, at_end).to(embeddings.dtype))
 
         tokens = tokens_in(call.mask) if penalties and call.padding is None else call.padding
+        tokens = (
+            None if tokens is None else tokens.expand(embeddings.shape[:2])
+        )  # one row may stand for the whole batch
         selected = tuple(hidden if i in chosen else None for i, hidden in enumerate(hidden_states))
         return ResiduaModelOutput(
             last_hidden_state=last,
@@ -348,7 +351,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
         by_row = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or looks_back else None
         mask: Any = create_causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
-        positions = self._positions(embeddings, attention_mask if by_row else None, cache, position_ids)
+        placed = attention_mask if by_row else tokens_in(attention_mask)
+        positions = self._positions(embeddings, placed, cache, position_ids)
 
         options = {**options, "position_ids": positions}
         attentions: list[Tensor] | None = [] if output_attentions else None
