@@ -44,7 +44,7 @@ def test_a_network_of_another_kind_learns_with_every_scheme(name, words, capsys)
 def test_a_users_module_is_checked(capsys):
     out = printed("check_module.py", capsys)
     wrong, right = out.split("parameters: passed", 1)
-    assert "1 of 8 checks failed (specification 1.5)\n  forward: the mixer is transposed: agrees with H_res^T" in wrong
+    assert "1 of 8 checks failed (specification 1.6)\n  forward: the mixer is transposed: agrees with H_res^T" in wrong
     assert "FAILED" not in right
 
 

@@ -19,8 +19,9 @@ from residua import (
     Scheme,
     Stream,
 )
-from residua.connections import DepthWeights, TensorSpec, register, registry
+from residua.connections import DepthWeights, TensorSpec, register, registry, resolve
 from residua.connections.parts.ends import Same
+from residua.connections.parts.memory import documents_in, padding_in
 from residua.connections.parts.spec import expect_state
 from residua.testing import CONTRACT, CheckFailed, assert_close, check_scheme
 from residua.testing.contract import checks
@@ -71,10 +72,11 @@ def scheme_of(connection: type[Connection], **declared) -> Scheme:
 def test_a_correct_scheme_passes_and_the_report_names_skipped_checks():
     report = check_scheme(scheme_of(Scaled))
     assert report.failed == {}
-    assert list(report.not_checked) == ["preserving_is_the_plain_residual"]
+    of_start = ["preserving_is_the_plain_residual", "every_parameter_learns_from_the_preserving_start"]
+    assert list(report.not_checked) == of_start
     assert set(report.passed) | set(report.not_checked) == set(CONTRACT)
     assert "causal: passed" in str(report)
-    assert str(report).endswith(f"\nchecks: {len(report.passed)} passed, 1 not checked")
+    assert str(report).endswith(f"\nchecks: {len(report.passed)} passed, 2 not checked")
 
 
 class LooksAhead(Scaled):
@@ -304,6 +306,72 @@ class StatePenalty(SeenPenalty):
         return coefficients.state.square().mean(-1)
 
 
+class RowPenalty(SeenPenalty):
+    """A mean over the tokens of each row, and so over padding."""
+
+    def penalty(self, coefficients):
+        return (coefficients.gain * coefficients.state).square().mean((1, 2)).unsqueeze(-1)
+
+
+class CumulativePenalty(SeenPenalty):
+    """A sum over the tokens so far, whether those are padding or not."""
+
+    def penalty(self, coefficients):
+        return (coefficients.gain * coefficients.state).square().mean(-1).cumsum(1)
+
+
+class NarrowGate(Scaled):
+    """A gate of each token in the dtype of the state."""
+
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        return x, Carry(state, Gain(carry.coefficients.gain.to(state.dtype) * state.sigmoid()))
+
+
+class FirstDocuments(Scaled):
+    """x and the token before it, in the same document of the first row."""
+
+    window, separates_documents = 1, True
+
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        extended = x if memory is None else memory.extend(x, 1)
+        before = nn.functional.pad(extended, (0, 0, 1, 0))[:, :-1][:, -x.shape[1] :]
+        documents = documents_in(memory, x)
+        if documents is not None:
+            before = before * nn.functional.pad(documents[:1].diff() == 0, (1, 0)).unsqueeze(-1)
+        return x + before, carry
+
+
+class FirstPadding(Scaled):
+    """A share of the tokens so far, which knows the padding of the first row alone."""
+
+    window = 1
+
+    def read(self, state, memory=None):
+        x, carry = super().read(state)
+        padding = padding_in(memory, x)
+        tokens = x.new_ones(x.shape[:2]) if padding is None else padding[:1].to(x.dtype)
+        return x / tokens.cumsum(1).clamp_min(1).unsqueeze(-1), carry
+
+
+class Dead(Scaled):
+    """Its start is that of the plain residual, on a saddle: a product of two gates that are 0."""
+
+    def __init__(self, norm, dim):
+        super().__init__(norm, dim)
+        self.a, self.b = (nn.Parameter(torch.zeros(dim)) for _ in range(2))
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        for gate in (getattr(self, name) for name in "ab" if hasattr(self, name)):
+            nn.init.zeros_(gate)
+
+    def read(self, state, memory=None):
+        x, (_, (gain,)) = super().read(state)
+        return x, Carry(state, Gain(gain + self.a.to(gain.dtype) * self.b.to(gain.dtype)))
+
+
 class LooksAheadInTraining(Scaled):
     def read(self, state, memory=None):
         x, carry = super().read(state)
@@ -404,6 +472,20 @@ WRONG = [
     ("inputs_are_left_alone", only_last(InPlace), "in place"),
     ("weights_and_state_may_differ_in_dtype", only_last(Widens), "with parameters of"),
     ("penalty_is_of_each_token_or_none", scheme_of(SeenPenalty), "a scalar that depends on the tokens"),
+    ("penalty_is_of_each_token_or_none", scheme_of(RowPenalty), "a later token changes the penalty of earlier ones"),
+    ("penalty_is_of_each_token_or_none", scheme_of(CumulativePenalty), "padding changes the penalty of tokens"),
+    (
+        "a_bfloat16_state_leaves_the_coefficients_in_float32",
+        only_last(NarrowGate),
+        "gain of connection 3 is torch.bfloat16 for a bfloat16 state",
+    ),
+    ("packed_documents_equal_documents_alone", scheme_of(FirstDocuments), "a row of packed documents differs"),
+    ("padding_changes_no_token", scheme_of(FirstPadding), "padding on the left changes the outputs"),
+    (
+        "every_parameter_learns_from_the_preserving_start",
+        scheme_of(Dead, residual_start={}),
+        r"no gradient reaches connections\.0\.a, connections\.0\.b, connections\.1\.a",
+    ),
     (
         "shapes",
         scheme_of(Lazy),
@@ -526,7 +608,16 @@ def test_a_scheme_that_attends_to_earlier_tokens_passes_if_it_asks_which_rows_ar
 
 @pytest.mark.parametrize("connection", [Drops, StatePenalty])
 def test_a_scheme_with_dropout_or_a_penalty_of_its_state_passes(connection):
-    assert check_scheme(scheme_of(connection)).failed == {}
+    assert check_scheme(scheme_of(connection, residual_start={}, activations=("state",))).failed == {}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dim"), [(AttentionResiduals(heads=12), 24), (resolve("mhc:num_streams=3,layout=split"), 9)]
+)
+def test_a_scheme_whose_options_exclude_a_width_passes_at_another(scheme, dim):
+    with pytest.raises(CheckFailed):
+        check_scheme(scheme)
+    assert check_scheme(scheme, dim=dim).failed == {}
 
 
 class FourInputs(Scaled):
@@ -652,7 +743,7 @@ def test_the_plugin_makes_a_test_for_each_check(pytester, monkeypatch):
         def test_contract(residua_check):
             residua_check()
 
-        @pytest.mark.residua_scheme(resolve("wrong-for-the-plugin"), Residual(expand="conv"))
+        @pytest.mark.residua_scheme(resolve("wrong-for-the-plugin"), Residual(expand="conv"), dim=12)
         def test_two(residua_check):
             residua_check()
         """
@@ -668,11 +759,15 @@ def test_the_plugin_makes_a_test_for_each_check(pytester, monkeypatch):
 @pytest.mark.parametrize(
     ("mark", "words"),
     [
-        ("residua_scheme()", "the mark must be residua_scheme(*schemes, expected_failures)"),
+        ("residua_scheme()", "the mark must be residua_scheme(*schemes, expected_failures, dim)"),
         ("residua_module(adapters=[1])", "the mark must be residua_module(*adapters, expected_failures)"),
         ("residua_scheme('mhc')", "needs an instance of a residua.Scheme, got 'mhc'"),
         ("residua_module([1])", "needs a ConnectionAdapter or a StreamAdapter, got [[]1[]]"),
         ("residua_scheme(residua.Residual(), expected_failures={'nothing': 'x'})", "got 'nothing'"),
+        (
+            "residua_scheme(residua.Residual(), expected_failures=['causal'])",
+            "expected_failures must map names of checks to reasons, got [[]'causal'[]]",
+        ),
     ],
 )
 def test_a_mark_without_anything_to_check_is_an_error(pytester, mark, words):

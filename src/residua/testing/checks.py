@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-CheckFunction = Callable[[Any], None]
+CheckFunction = Callable[..., None]
 
-SPECIFICATION = "1.5"
+SPECIFICATION = "1.6"
 """The version of the requirements; it increases whenever a check is added or made stricter."""
 
 
@@ -71,10 +71,10 @@ def seeded(check: CheckFunction) -> CheckFunction:
     """Wrap a check: it runs with its own random seed and with gradients, and restores the caller's state."""
 
     @wraps(check)
-    def run_seeded(subject: Any) -> None:
+    def run_seeded(subject: Any, **options: Any) -> None:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
             torch.default_generator.manual_seed(0)
-            check(subject)
+            check(subject, **options)
 
     return run_seeded
 
@@ -88,7 +88,9 @@ class Suite(dict[str, CheckFunction]):
 
 
 def expect_names(expected_failures: Mapping[str, str], checks: Mapping[str, CheckFunction]) -> None:
-    """Raise ValueError if `expected_failures` names a check that does not exist."""
+    """Raise TypeError unless `expected_failures` is a mapping, and ValueError if it names an unknown check."""
+    if not isinstance(expected_failures, Mapping):
+        raise TypeError(f"expected_failures must map names of checks to reasons, got {expected_failures!r}")
     for name in expected_failures:
         if name not in checks:
             raise ValueError(f"expected_failures must name checks, {', '.join(checks)}, got {name!r}")

@@ -4,16 +4,19 @@
     def test_contract(residua_check):
         residua_check()
 
-`expected_failures={"causal": "the reason"}` in a mark is strict: it is an error if one of these checks passes.
+`expected_failures={"causal": "the reason"}` in a mark is strict: it is an error if one of these checks passes. `dim=48`
+in a mark of schemes is their width.
 
 If residua is installed, pytest has the fixture and the marks without an import. Checks that call a compiler run only
 with `pytest --residua-compile`.
 """
 
+from collections.abc import Callable
+
 import pytest
 
 MARKS = {
-    "residua_scheme": "(*schemes, expected_failures): `residua_check` is each check of the contract of each scheme",
+    "residua_scheme": "(*schemes, expected_failures, dim): `residua_check` is each check of the contract of each",
     "residua_module": "(*adapters, expected_failures): `residua_check` is each check of the module of each adapter",
 }
 
@@ -35,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from residua.testing import contract, module
     from residua.testing.checks import expect_names
 
-    suites = {"residua_scheme": contract.checks, "residua_module": module.checks}
+    suites: dict[str, Callable[..., dict]] = {"residua_scheme": contract.checks, "residua_module": module.checks}
     subjects = {"residua_scheme": contract.expect_scheme, "residua_module": module.expect_adapter}
     where = metafunc.definition.nodeid
     marked = [mark for mark in metafunc.definition.iter_markers() if mark.name in MARKS]
@@ -44,7 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     compiled = metafunc.config.getoption("--residua-compile")
     cases = []
     for mark in marked:
-        if not mark.args or mark.kwargs.keys() - {"expected_failures"}:
+        options = {key: value for key, value in mark.kwargs.items() if key != "expected_failures"}
+        if not mark.args or options.keys() - ({"dim"} if mark.name == "residua_scheme" else set()):
             raise pytest.UsageError(f"{where}: the mark must be {mark.name}{MARKS[mark.name].partition(':')[0]}")
         expected = mark.kwargs.get("expected_failures", {})
         try:
@@ -55,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             raise pytest.UsageError(f"{where}: {error}") from error
         for i, subject in enumerate(mark.args):
             name = type(subject).__name__ + (f"{i + 1}" if len(mark.args) > 1 else "")
-            for check, function in suites[mark.name](compiled=compiled).items():
+            for check, function in suites[mark.name](compiled=compiled, **options).items():
                 strict = [pytest.mark.xfail(reason=expected[check], strict=True)] if check in expected else []
                 cases.append(pytest.param((function, subject), id=f"{name}-{check}", marks=strict))
     metafunc.parametrize("residua_check", cases, indirect=True)
