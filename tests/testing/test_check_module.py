@@ -517,6 +517,18 @@ def test_a_write_that_is_a_third_too_large_fails_in_bfloat16(name, too_far):
         checks()["forward"](Narrow(PRESETS[name], too_far))
 
 
+@pytest.mark.filterwarnings("ignore:the .* parameters of gates and mappings")
+def test_float32_mappings_are_found_with_an_adapter_in_16_bits():
+    ours, *blocks = OurConnection(Block.scheme), Block("bf16 mapping"), Block("autocast mapping")
+    for adapter in (ours, *blocks):
+        adapter.dtype = torch.bfloat16
+    check = checks()["float32_mappings"]
+    check(ours)
+    for block in blocks:
+        with pytest.raises(CheckFailed, match="rounded to 16 bits"):
+            check(block)
+
+
 class Steep(Narrow):
     """Our own stack with a gradient of the embedding that is a fifth too large."""
 
@@ -582,7 +594,7 @@ class DepthStack(nn.Module):
         keys = v if self.bug == "key norm and gain missing" else keys
         if self.bug == "values normalised":
             v = F.rms_norm(v, v.shape[-1:], None, 1e-5)
-        scores = (keys * query).sum(-1)
+        scores = keys.to(query.dtype) @ query if self.bug == "autocast scores" else (keys * query).sum(-1)
         if self.bug == "scaled":
             scores = scores / query.shape[-1] ** 0.5
         return (scores.softmax(-1).unsqueeze(-1) * v).sum(2).to(v.dtype)
@@ -645,6 +657,11 @@ def test_a_bug_of_a_stack_is_named(bug):
     check, words = STACKS[bug]
     with pytest.raises(CheckFailed, match=words):
         checks()[check](Depth(bug))
+
+
+def test_the_mappings_of_a_stack_under_autocast_are_told_from_its_sublayers():
+    with pytest.raises(CheckFailed, match="computed in bfloat16 under autocast"):
+        checks()["float32_mappings"](Depth("autocast scores"))
 
 
 class Streams(StreamAdapter):
@@ -1033,6 +1050,8 @@ def test_an_object_that_is_not_an_adapter_gives_a_one_line_error():
     block.scheme = "mhc"
     with pytest.raises(TypeError, match=r"must be a residua.Scheme, such as residua.resolve\('mhc'\), got 'mhc'"):
         check_module(block)
+    with pytest.raises(TypeError, match=r"must be a residua.Scheme, such as .*, got None"):
+        check_module(type("Without", (Block,), {"scheme": None})())
     block = Block()
     block.index = 4
     with pytest.raises(ValueError, match="index must be 0 to 3, a sublayer, got 4"):
@@ -1107,6 +1126,8 @@ def test_an_expected_failure_that_passes_is_an_error():
 def test_an_expected_failure_of_a_check_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"expected_failures must name checks, parameters, .*, got 'casual'"):
         check_module(Block(), expected_failures={"casual": "no mask"})
+    with pytest.raises(TypeError, match=r"expected_failures must map names of checks to reasons, got \['causal'\]"):
+        check_module(Block(), expected_failures=["causal"])
 
 
 WITHOUT_PACKAGES = """
@@ -1381,3 +1402,193 @@ def test_a_module_may_refuse_a_state_that_is_not_contiguous():
 def test_the_caller_may_be_without_gradients(mode):
     with mode():
         assert not check_module(PlainMine()).failed
+
+
+class OnlyBfloat16(PlainBlock):
+    """A kernel for one dtype."""
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            raise RuntimeError(f"no kernel for {x.dtype}")
+        return super().forward(x, layer)
+
+
+def test_a_module_for_16_bits_alone_has_no_float32_to_compare_with():
+    adapter = PlainMine()
+    adapter.build, adapter.dtype = OnlyBfloat16, torch.bfloat16
+    report = run({"float32_mappings": checks()["float32_mappings"]}, adapter)
+    words = "the module computes only in torch.bfloat16: no kernel for torch.float32"
+    assert report.not_checked == {"float32_mappings": words}
+
+
+class AddsInPlace(PlainBlock):
+    """Adds the residual to the output of the sublayer."""
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        y = layer(F.rms_norm(x, x.shape[-1:], self.gain, 1e-5))
+        return y.add_(x)
+
+
+class AddsToItsCopy(PlainBlock):
+    """Gives the sublayer a copy of the state, to which it adds the output."""
+
+    def __init__(self, dim: int):
+        super().__init__(dim)
+        del self.gain
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        x = x.clone()
+        y = layer(x)
+        return x + y if torch.is_grad_enabled() else x.add_(y)
+
+
+def test_a_module_may_add_in_place_to_what_is_its_own():
+    adapter = PlainMine()
+    adapter.build = AddsInPlace
+    assert not check_module(adapter).failed
+    adapter.build, adapter.owns_norm, adapter.parameters = AddsToItsCopy, False, lambda ours: {}
+    assert not check_module(adapter).failed
+
+
+def test_a_mistake_of_a_module_that_adds_in_place_is_named():
+    class Mixes(HyperBlock):
+        def forward(self, x, layer):
+            return super().forward(x, lambda read: layer(read).mul_(1.0))
+
+    block = Block("factor 2 missing")
+    block.module = Mixes
+    with pytest.raises(CheckFailed, match=r"^the write is 0.5 times H_post y"):
+        checks()["forward"](block)
+
+
+class Multiplies(PlainBlock):
+    """Multiplies the state by a matrix that is always zero."""
+
+    def __init__(self, dim: int, way):
+        super().__init__(dim)
+        self.way = way
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        zero = x.new_zeros(x.shape[-1], x.shape[-1]).to(self.gain.dtype)
+        return (super().forward(x, layer) + self.way(x, zero)).to(x.dtype)
+
+
+WAYS = {
+    "matmul": lambda x, w: x @ w,
+    "einsum": lambda x, w: torch.einsum("bsi,ij->bsj", x, w),
+    "linear": lambda x, w: F.linear(x, w),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_takes_no_mixed_dtypes_is_not_judged_with_a_bfloat16_state(way):
+    adapter = PlainMine()
+    adapter.build = lambda dim: Multiplies(dim, WAYS[way])
+    report = run({"float32_mappings": checks()["float32_mappings"]}, adapter)
+    assert "the module takes no bfloat16 state with float32 parameters" in report.not_checked["float32_mappings"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_casts_to_float32_beside_float64_weights_gets_advice_on_dtype(way):
+    adapter = PlainMine()
+    adapter.build = lambda dim: Multiplies(dim, lambda x, w: WAYS[way](x.float(), w))
+    with pytest.raises(RuntimeError, match=r"if your module casts to float32 inside, set dtype = torch\.float32$"):
+        checks()["forward"](adapter)
+    adapter.dtype = torch.float32
+    checks()["forward"](adapter)
+
+
+def test_a_module_on_another_device_computes_with_values_there():
+    module = PlainBlock(8).to("meta")
+    with holding(module, {"gain": torch.ones(8)}):
+        assert module.gain.is_meta
+
+
+class ExtraState(PlainBlock):
+    """A module with state that is no tensor, as those of Transformer Engine."""
+
+    def get_extra_state(self):
+        return None
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_a_module_may_have_state_that_is_no_tensor():
+    adapter = PlainMine()
+    adapter.build = ExtraState
+    checks()["second_call"](adapter)
+
+
+def test_a_sublayer_that_is_called_in_another_layout_is_named():
+    class SequenceFirst(PlainMine):
+        def connect(self, module, state, sublayer):
+            return module(state.transpose(0, 1), sublayer).transpose(0, 1)
+
+    with pytest.raises(CheckFailed, match=r"^the sublayer got \(6, 2, 16\), expected \(2, 6, 16\)$"):
+        checks()["forward"](SequenceFirst())
+
+
+class Drops(PlainBlock):
+    """Right, and random in training."""
+
+    def __init__(self, dim: int):
+        super().__init__(dim)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, layer) -> Tensor:
+        return super().forward(x, lambda read: self.drop(layer(read)))
+
+
+@pytest.mark.parametrize("training", some([True, False], bool))
+def test_a_module_with_dropout_is_checked_in_evaluation_mode(training):
+    adapter = PlainMine()
+    adapter.build = lambda dim: Drops(dim).train(training)
+    report = check_module(adapter)
+    assert list(report.passed) == list(checks())
+    assert "compared with Residual, in evaluation mode only: in training mode every call" in report.subject
+    checks()["forward"](adapter)  # as the plugin does
+
+
+class NarrowMixing(OurConnection):
+    """Our connection in 16 bits, with other coefficients in its write."""
+
+    dim = 16
+
+    def __init__(self, name: str, dtype: torch.dtype, change):
+        super().__init__(resolve(name))
+        self.dtype, self.change = dtype, change
+
+    def connect(self, module, state, sublayer):
+        x, (residual, coefficients) = module.read(state)
+        return module.write(sublayer(x), residua.Carry(residual, coefficients._replace(**self.change(coefficients))))
+
+
+TURNED = ("the mixer is transposed: agrees with", lambda c: {"h_res": c.h_res.mT})
+UNMIXED = ("the mixer is dropped: agrees with", lambda c: {"h_res": torch.eye(4).expand_as(c.h_res)})
+HALVED = (r"the write is 0\.(5|499\d*) times H_post y", lambda c: {"h_post": c.h_post / 2})
+CONSTANT = (
+    "the mixer is not doubly stochastic|the first difference is in the mixer",
+    lambda c: {"h_res": torch.full_like(c.h_res, 0.25).tril() + 0.1},
+)
+
+
+@pytest.mark.filterwarnings("ignore:the .* parameters of gates and mappings")
+@pytest.mark.parametrize(
+    ("name", "dtype", "mistake"),
+    some(
+        [
+            (name, dtype, mistake)
+            for name in ("mhc", "hc")
+            for dtype in (torch.bfloat16, torch.float16)
+            for mistake in (TURNED, UNMIXED, HALVED, CONSTANT)
+            if mistake is not HALVED
+            or dtype == torch.bfloat16  # rounding the state hides the ratio from float16's tolerance
+        ],
+        lambda case: case[:2] == ("mhc", torch.bfloat16),
+    ),
+)
+def test_a_wrong_mixing_is_diagnosed_in_16_bits(name, dtype, mistake):
+    words, change = mistake
+    with pytest.raises(CheckFailed, match=words):
+        checks()["forward"](NarrowMixing(name, dtype, change))

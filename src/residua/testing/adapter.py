@@ -35,6 +35,7 @@ class Adapter(ABC):
         before that norm.
     norm_eps: the eps of your norms, inside the mappings too.
     dtype: the dtype of both computations; torch.float32 if your module casts to float32 inside.
+    evaluation_only: whether all calls are in evaluation mode; `check_module` sets it for a module with dropout.
     dim: the width of the model. num_sublayers: the number of sublayers in the whole stack.
     """
 
@@ -43,6 +44,7 @@ class Adapter(ABC):
     owns_norm: bool = True
     norm_eps: float = 1e-5
     dtype: torch.dtype = torch.float64
+    evaluation_only: bool = False
     dim: int = 16
     num_sublayers: int = 4
 
@@ -146,8 +148,8 @@ def placed(module: nn.Module, values: Mapping[str, Tensor]) -> dict[int, Tensor]
 def holding(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a module compute with these values, keyed by parameter name, while the `with` block runs.
 
-    Its own values are then restored. Unlike `torch.func.functional_call`, this sets and restores a parameter under all
-    its names, and reaches parts that a connection borrows.
+    They are moved to the module's device, and its own values are then restored. Unlike `torch.func.functional_call`,
+    this sets and restores a parameter under all its names, and reaches parts that a connection borrows.
     """
     held = placed(module, values)
     modules = {*module.modules(), *(inner for _, part in _borrowed(module) for inner in part.modules())}
@@ -155,7 +157,7 @@ def holding(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     places = [(table, name, own) for table in tables for name, own in table.items() if id(own) in held]
     try:
         for table, name, own in places:
-            table[name] = held[id(own)]  # type: ignore[assignment]
+            table[name] = held[id(own)].to(own.device)  # type: ignore[assignment,union-attr]
         yield
     finally:
         for table, name, own in places:
@@ -177,8 +179,14 @@ class Pair:
         perturbed(self.stream, scale=scale)
         self.part: nn.Module = self.stream if self.whole else self.connection
         self.module = built(adapter).to(self.dtype)
+        if adapter.evaluation_only:
+            self.module.eval()
         self.stream.to(self.dtype)
         self.ours = Ours((name, p.detach().clone().requires_grad_()) for name, p in named_once(self.part).items())
+
+    def train(self, mode: bool) -> None:
+        """Set the mode of the module under test."""
+        self.module.train(mode and not self.adapter.evaluation_only)
 
     @property
     def connection(self) -> Connection:
@@ -214,7 +222,12 @@ class Pair:
     def candidate(self, ours: Mapping[str, Tensor], state: Any, sublayer: Any) -> Any:
         call = self.adapter.forward if self.whole else self.adapter.connect  # type: ignore[attr-defined]
         with holding(self.module, self.adapter.parameters(ours)):
-            return call(self.module, state, sublayer)
+            try:
+                return call(self.module, state, sublayer)
+            except RuntimeError as error:
+                if self.dtype == torch.float64 and is_of_dtypes(error):
+                    raise RuntimeError(f"{error}; {FLOAT32_HINT}") from error
+                raise
 
     @cached_property
     @torch.no_grad()
@@ -245,6 +258,14 @@ class Pair:
     def agree(self, actual: Tensor, expected: Tensor) -> bool:
         """Return whether two tensors are equal up to rounding."""
         return self.disagreement(actual, expected) is None
+
+
+FLOAT32_HINT = "if your module casts to float32 inside, set dtype = torch.float32"
+
+
+def is_of_dtypes(error: RuntimeError) -> bool:
+    """Return whether PyTorch raised this error because two tensors have different dtypes."""
+    return any(words in str(error) for words in ("dtype", "scalar type", "should be the same"))
 
 
 ROUNDINGS = 30

@@ -5,7 +5,7 @@ names the first part that differs.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from itertools import combinations
@@ -21,7 +21,7 @@ from residua.connections.families.stream_logits import StreamLogits
 from residua.connections.parts.norm import RMSNorm
 from residua.errors import types_of
 from residua.ops import rms_norm
-from residua.testing.adapter import Adapter, Pair, holding, named_once, with_attributes
+from residua.testing.adapter import FLOAT32_HINT, Adapter, Pair, holding, named_once, with_attributes
 from residua.testing.agreement import TOLERANCES, agree
 from residua.testing.checks import tensors
 from residua.testing.inputs import bare_sublayers, normal, recorded
@@ -338,7 +338,7 @@ def _of_connection(pair: Pair, state: Any, result: Any, reference: Any, actual: 
         wrong.append(_read(pair, connection, state, actual[0], expected[0]))
     # If sublayers return the same for every input, only the write can differ.
     after, still, truth, fixed = (
-        call(pair.ours, state, lambda *_, value=value: value)
+        call(pair.ours, state, lambda *_, value=value: value.clone())
         for value, call in (
             (y, pair.candidate),
             (torch.zeros_like(y), pair.candidate),
@@ -365,26 +365,10 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
     """Describe the mistake of a module in H_res X, which is its result if nothing is written."""
     if pair.agree(still, truth):
         return []
-    nothing = torch.zeros_like(state[..., 0, :])
-    for words, change in MIXING.items():
-        if pair.agree(still, change(m, state, nothing)):
-            return [words]
-    if pair.agree(still, still[..., :1, :].expand_as(still)):
-        return ["all streams leave the connection equal: they are collapsed and expanded again, and do not persist"]
-    declared = getattr(pair.adapter.scheme, "iterations", None)
-    if isinstance(declared, int):
-        for count in range(1, max(101, declared + 1)):
-            other = _reference_with(pair, pair.ours, iterations=count)
-            for words, mixed in (("", other.h_res), (" of the transposed matrix", other.h_res.mT)):
-                if pair.agree(still, mixed @ state):
-                    return [f"Sinkhorn makes {count} iterations{words}, expected {declared}"]
-        n = state.shape[-2]
-        order = [*range(2 * n), *(2 * n + torch.arange(n * n).view(n, n).T.flatten()).tolist()]
-        turned = _reference_with(pair, {**pair.ours, **_reordered(pair, order)}).h_res
-        if pair.agree(still, turned.mT @ state):
-            return ["Sinkhorn divides in the other order: the sums that ours divides by first are exact"]
-        if pair.agree(still, turned @ state):
-            return ["the logits of H_res are transposed, before Sinkhorn"]
+    state, still, truth = (x.to(m.h_res.dtype) for x in (state, still, truth))  # gates may be wider than a state
+    mistake = _closest(pair, still, _mistaken_mixtures(pair, m, state, still))
+    if mistake is not None:
+        return [mistake]
     # With at least as many features as streams, the matrix can be computed from H X = result.
     measured = torch.linalg.lstsq(state.mT, still.mT).solution.mT
     if state.shape[-1] < state.shape[-2] or not pair.agree(measured @ state, still):
@@ -397,6 +381,42 @@ def _mixer(pair: Pair, m: Mixing, state: Tensor, still: Tensor, truth: Tensor) -
             return [f"the mixer is not doubly stochastic: rows sum to 1 up to {rows:.1g}, columns up to {columns:.1g}"]
     gap = (measured - m.h_res).abs().max().item()
     return [PartGap("the mixer", f"by up to {gap:.2g} in an entry of H_res")]
+
+
+def _mistaken_mixtures(pair: Pair, m: Mixing, state: Tensor, still: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield mistakes in words, with H_res X of our connection with this mistake. still: H_res X of the module."""
+    nothing = torch.zeros_like(state[..., 0, :])
+    for words, change in MIXING.items():
+        yield words, change(m, state, nothing)
+    yield (
+        "all streams leave the connection equal: they are collapsed and expanded again, and do not persist",
+        still[..., :1, :].expand_as(still),
+    )
+    declared = getattr(pair.adapter.scheme, "iterations", None)
+    if isinstance(declared, int):
+        for count in range(1, max(101, declared + 1)):
+            other = _reference_with(pair, pair.ours, iterations=count)
+            for words, mixed in (("", other.h_res), (" of the transposed matrix", other.h_res.mT)):
+                yield f"Sinkhorn makes {count} iterations{words}, expected {declared}", mixed @ state
+        n = state.shape[-2]
+        order = [*range(2 * n), *(2 * n + torch.arange(n * n).view(n, n).T.flatten()).tolist()]
+        turned = _reference_with(pair, {**pair.ours, **_reordered(pair, order)}).h_res
+        yield (
+            "Sinkhorn divides in the other order: the sums that ours divides by first are exact",
+            turned.mT @ state,
+        )
+        yield "the logits of H_res are transposed, before Sinkhorn", turned @ state
+
+
+def _closest(pair: Pair, result: Tensor, mistakes: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the mistake that explains a result, in 16 bits the closest of those that agree with it; None if none does.
+
+    mistakes: pairs of the words for a mistake and the result of our module with it.
+    """
+    agreeing = ((words, other) for words, other in mistakes if pair.agree(result, other))
+    if pair.dtype.itemsize > 2:  # one at most agrees
+        return next((words for words, _ in agreeing), None)
+    return min(agreeing, key=lambda one: (result - one[1]).norm().item(), default=(None,))[0]
 
 
 def _reference_with(pair: Pair, ours: Mapping[str, Tensor], **options: Any) -> Mixing:
@@ -412,6 +432,7 @@ def _reference_with(pair: Pair, ours: Mapping[str, Tensor], **options: Any) -> M
 def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> Findings:
     """Describe the mistake of a module in the write h_post y."""
     assert m.h_post is not None
+    y, written = (x.to(m.h_res.dtype) for x in (y, written))
     expected = m.h_post.unsqueeze(-1) * y.unsqueeze(-2)
     if pair.agree(written, expected):
         return []
@@ -423,12 +444,12 @@ def _write(pair: Pair, m: Mixing, y: Tensor, written: Tensor) -> Findings:
         "H_post is dropped": torch.ones_like(m.h_post),
         "H_post is 1 + tanh(z), which is 2 sigmoid(2 z)": 1 + (m.h_post / (2 - m.h_post)).log().tanh(),
     }
-    for words, weights in mistakes.items():
-        if weights is not None and pair.agree(written, weights.unsqueeze(-1) * y.unsqueeze(-2)):
-            return [words]
-    if pair.agree(written, m.h_res @ expected):
-        return ["the mixer acts on the write too: agrees with H_res (X + h_post y)"]
-    return [PartGap("the write", _gap(pair, written, expected))]
+    results = {
+        words: weights.unsqueeze(-1) * y.unsqueeze(-2) for words, weights in mistakes.items() if weights is not None
+    }
+    results["the mixer acts on the write too: agrees with H_res (X + h_post y)"] = m.h_res @ expected
+    mistake = _closest(pair, written, results.items())
+    return [PartGap("the write", _gap(pair, written, expected)) if mistake is None else mistake]
 
 
 def _read(pair: Pair, connection: Connection, state: Any, actual: tuple, expected: tuple) -> str | PartGap:
@@ -490,10 +511,7 @@ def _known_read(pair: Pair, connection: Connection, state: Any, actual: tuple, e
                 mixtures["H_pre is a softmax over the streams, not a sigmoid"] = (shares.unsqueeze(-1) * state).sum(-2)
             if shortcut.h_pre is not None and pair.agree(result, (shortcut.h_pre.unsqueeze(-1) * state).sum(-2)):
                 return "the norm before the sublayer is missing"
-    for words, mixture in mixtures.items():
-        if pair.agree(result, norm(mixture)):
-            return words
-    return None
+    return _closest(pair, result, ((words, norm(mixture)) for words, mixture in mixtures.items()))
 
 
 class Delta:
@@ -725,4 +743,4 @@ def dtype_hint(pair: Pair, result: Any, reference: Any) -> str:
     close = pair.dtype == torch.float64 and all(
         agree(a, b, dtype=torch.float32, factor=0.1) for a, b in zip(tensors(result), tensors(reference))
     )
-    return "; it agrees to float32: if your module casts to float32 inside, set dtype = torch.float32" if close else ""
+    return f"; it agrees to float32: {FLOAT32_HINT}" if close else ""

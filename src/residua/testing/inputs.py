@@ -41,16 +41,16 @@ class _Bare:
         y = torch.tanh(x @ self.weight.to(x.dtype))
         for i, other in enumerate(others, start=1):
             y = y + torch.tanh(other @ self.weight.roll(i, 0).to(x.dtype))
-        return y
+        return y.clone()  # autograd keeps the result of tanh, and a module may add to its sublayer's output in place
 
 
 def recorded(sublayer: Any) -> tuple[Any, list[tuple[Tensor, ...]]]:
-    """Return the sublayer or sublayers wrapped to record their inputs, and the list that receives these inputs."""
+    """Return the sublayer or sublayers wrapped to record their inputs, and the list that receives copies of these."""
     calls: list[tuple[Tensor, ...]] = []
 
     def record(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*inputs: Tensor) -> Tensor:
-            calls.append(inputs)
+            calls.append(tuple(x.clone() for x in inputs))
             return function(*inputs)
 
         return call

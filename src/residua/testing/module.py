@@ -29,6 +29,7 @@ from residua.testing.adapter import (
     SublayerFunction,
     built,
     holding,
+    is_of_dtypes,
     named_once,
     named_parameters,
     placed,
@@ -61,20 +62,23 @@ def check_module(
     """Check that a module computes the same as one of our schemes, and return the report.
 
     The two are compared with random parameters and different streams, because equal streams hide a transposed mixing
-    matrix. If a scheme has several published versions, the one nearest to the module is used; the report names it.
+    matrix. If a scheme has several published versions, the one nearest to the module is used; the report names it. A
+    module with dropout is checked in evaluation mode only, and the report says so.
 
     compiled: also check your module under torch.compile.
     expected_failures: the reason for each check that fails today; it is an error if one of these checks passes.
 
     Raises:
-        TypeError: `adapter` is not an adapter, or its `scheme` is not a scheme.
+        TypeError: `adapter` is not an adapter, its `scheme` is not a scheme, or `expected_failures` is not a mapping.
         ValueError: there is no sublayer `index`, or no check with the name of an expected failure.
         AssertionError: checks failed; the message has a line for each reason, which names the mistake.
     """
     expect_adapter(adapter)
     expect_names(expected_failures or {}, checks(compiled=True))
-    adapter, compared = nearest(adapter)
+    adapter, compared = nearest(settled(adapter))
     subject = f"{type(adapter).__name__}, compared with {version_in_words(adapter.scheme)}"
+    if adapter.evaluation_only:
+        subject += ", in evaluation mode only: in training mode every call gives other numbers"
     return require(replace(run(_suite(compiled, compared), adapter, expected_failures), subject=subject), subject)
 
 
@@ -82,8 +86,9 @@ def expect_adapter(adapter: Any) -> None:
     """Raise TypeError unless `adapter` is an adapter to a scheme, and ValueError if its index is no sublayer."""
     if not isinstance(adapter, (ConnectionAdapter, StreamAdapter)):
         raise TypeError(f"check_module needs a ConnectionAdapter or a StreamAdapter, got {adapter!r}")
-    if not isinstance(adapter.scheme, Scheme):
-        raise TypeError(f"scheme must be a residua.Scheme, such as residua.resolve('mhc'), got {adapter.scheme!r}")
+    scheme = getattr(adapter, "scheme", None)
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme must be a residua.Scheme, such as residua.resolve('mhc'), got {scheme!r}")
     if not 0 <= adapter.index < adapter.num_sublayers:
         raise ValueError(f"index must be 0 to {adapter.num_sublayers - 1}, a sublayer, got {adapter.index}")
 
@@ -109,10 +114,30 @@ def _suite(compiled: bool, compared: "PairedPass | None" = None) -> dict[str, Ch
 def _of_nearest(name: str, check: CheckFunction) -> CheckFunction:
     @wraps(check)
     def judge(adapter: Adapter) -> None:
-        adapter, compared = nearest(adapter)
+        adapter, compared = nearest(settled(adapter))
         _suite(True, compared)[name](adapter)
 
     return judge
+
+
+def settled(adapter: Adapter) -> Adapter:
+    """Return the adapter, with `evaluation_only` if its module draws random numbers in training mode alone."""
+    with torch.random.fork_rng(devices=[]), suppress(Exception):  # the checks report an error
+        pair = Pair(adapter)
+
+        def repeats(seeds: tuple[int, int]) -> bool:
+            results = []
+            for seed in seeds:
+                torch.default_generator.manual_seed(seed)
+                results.append(pair.result(pair.state()))
+            return equal(*results)
+
+        pair.train(True)
+        if not repeats((0, 1)) and repeats((0, 0)):
+            pair.train(False)
+            if repeats((0, 1)):
+                return with_attributes(adapter, evaluation_only=True)
+    return adapter
 
 
 def nearest(adapter: Adapter) -> "tuple[Adapter, PairedPass | None]":
@@ -257,6 +282,9 @@ class PairedPass:
             result = pair.candidate(pair.ours, state, theirs)
         if len(expected) != len(actual):
             raise CheckFailed(f"sublayers were called {len(actual)} times, expected {len(expected)}")
+        for got, wanted in zip(tensors(actual), tensors(expected)):
+            if got.shape != wanted.shape:
+                raise CheckFailed(f"the sublayer got {tuple(got.shape)}, expected {tuple(wanted.shape)}")
         if not same_structure(result, reference):
             raise CheckFailed(f"the result must be {structure(reference)}, got {structure(result)}")
         return cls(pair, state, result, reference, actual, expected)
@@ -331,7 +359,7 @@ def _agrees_in_other_calls(pair: Pair) -> list[str]:
         OtherCall("in evaluation mode, for a second state,", second, training=False),
         OtherCall("in evaluation mode, with other parameters,", state, training=False, factor=1.1),
     ]:
-        pair.module.train(call.training)
+        pair.train(call.training)
         parameters = {name: call.factor * value for name, value in pair.ours.items()}
         with torch.no_grad():
             expected = pair.reference(parameters, call.state, pair.sublayers())
@@ -470,7 +498,7 @@ def _gradients_agree_in_other_calls(pair: Pair) -> None:
     for call in _other_calls(pair):
         if call.where in refused:
             continue
-        pair.module.train(call.training)
+        pair.train(call.training)
         reference = grads_of(pair, pair.reference, call.state)
         if not all(x is None or x.isfinite().all() for x in reference.values()):
             continue
@@ -570,11 +598,16 @@ def rms(x: Tensor) -> float:
 def float32_mappings(adapter: Adapter) -> None:
     """Gates and mappings are computed in float32: under autocast, and with a bfloat16 state and float32 parameters.
 
-    The error is measured against the module's own result in the adapter's dtype, and compared with the error of our
-    module. The check `forward` reports any other difference.
+    The error is measured against the module's own result in the adapter's dtype, or in float32 if that has 16 bits, and
+    compared with the error of our module. The check `forward` reports any other difference.
     """
     agrees_forward(Pair(adapter), dtype=torch.bfloat16)
-    exact = Pair(adapter, scale=0.5)
+    exact = Pair(adapter, dtype=adapter.dtype if adapter.dtype.itemsize > 2 else torch.float32, scale=0.5)
+    if adapter.dtype.itemsize == 2:
+        try:
+            exact.result(exact.state())
+        except RuntimeError as error:
+            raise NotChecked(f"the module computes only in {adapter.dtype}: {error}") from error
     expect(
         not _in_steps(exact), "the mapping, the mixing or the result is rounded to 16 bits, whatever the state's dtype"
     )
@@ -610,17 +643,18 @@ def _exact_and_narrow(side: str, exact: Pair, pair: Pair, narrow: bool) -> list[
         (exact, exact.dtype, nullcontext()),
         (pair, dtype, nullcontext() if narrow else torch.autocast("cpu", torch.bfloat16)),
     ):
-        inputs, sublayer = ([], case.sublayers()) if pair.whole else quiet(start_dtype)
+        sublayers, inputs = recorded([quiet(i, start_dtype) for i in range(pair.adapter.num_sublayers)])
+        sublayer = sublayers if pair.whole else sublayers[0]
         weights = {name: value.detach().to(case.dtype) for name, value in pair.ours.items()}
         start = tree_map(lambda x: x.clone().to(start_dtype), state)  # noqa: B023
         try:
             with cast:
                 results = getattr(case, side)(weights, start, sublayer)
         except RuntimeError as error:
-            if narrow and "dtype" in str(error):
+            if narrow and is_of_dtypes(error):
                 raise NotChecked(f"the module takes no bfloat16 state with float32 parameters: {error}") from error
             raise
-        runs.append([*tensors(results), *inputs])
+        runs.append(tensors([results, inputs]))
     return runs
 
 
@@ -659,15 +693,13 @@ def _flipped(state: Any, length: float) -> Any:
     return tree_map(lambda x: x + length * x.flip(-1), state)
 
 
-def quiet(dtype: torch.dtype) -> tuple[list[Tensor], SublayerFunction]:
-    """Return a sublayer that returns the same vector for every input, and the list that records its inputs."""
-    inputs: list[Tensor] = []
+def quiet(i: int, dtype: torch.dtype) -> SublayerFunction:
+    """Return sublayer `i` of a kind that rounds nothing: it returns the same vector for every input."""
 
     def call(x: Tensor, *others: Tensor) -> Tensor:
-        inputs.extend([x, *others])
-        return torch.linspace(-1, 1, x.shape[-1], dtype=torch.float64).expand(x.shape).to(dtype)
+        return torch.linspace(-1, 1, x.shape[-1], dtype=torch.float64).roll(3 * i).repeat(*x.shape[:-1], 1).to(dtype)
 
-    return inputs, call
+    return call
 
 
 @CHECKS.add
@@ -702,21 +734,28 @@ def streaming(adapter: Adapter) -> None:
             expect(wrong is None, f"token {t} alone differs from token {t} of the sequence: {wrong}")
 
 
+def saved(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module that its `state_dict` has; that may have other objects too."""
+    places = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    own = {name: value.detach() for named in places for name, value in named}
+    return {name: own[name] for name in module.state_dict() if name in own}
+
+
 @CHECKS.add
 def second_call(adapter: Adapter) -> None:
     """A second call gives the same bits, and no call changes the state or the module in place."""
     pair = Pair(adapter)
     state = pair.state()
     copies = tree_map(torch.clone, state)
-    module = {name: value.clone() for name, value in pair.module.state_dict().items()}
+    values, keys = tree_map(torch.clone, saved(pair.module)), pair.module.state_dict().keys()
     with torch.no_grad():
         first, second = (pair.candidate(pair.ours, state, pair.sublayers()) for _ in range(2))
     expect(equal(state, copies), "the state is changed in place")
     expect(equal(first, second), "a second call gives other numbers")
-    after = pair.module.state_dict()
-    changed = [name for name, value in after.items() if name in module and not torch.equal(value, module[name])]
+    after = saved(pair.module)
+    changed = [name for name, value in after.items() if name in values and not torch.equal(value, values[name])]
     expect(not changed, f"forward changes {', '.join(changed)}")
-    added = sorted(after.keys() ^ module.keys())
+    added = sorted(pair.module.state_dict().keys() ^ keys)
     words = "a new module could not load its checkpoint; make them in __init__, or with persistent=False"
     expect(not added, f"forward adds or removes {', '.join(added)} in state_dict: {words}")
 
