@@ -149,8 +149,10 @@ READERS = {
     "model/tokenizer.json": (MODEL,),
     "model/tokenizer_config.json": (MODEL,),
 }
-# Lines that end a file of rows may be torn, and transformers leaves out a broken file of how to generate.
-LEFT_OUT = {"run/metrics.jsonl", "run/connections.jsonl", "model/generation_config.json"}
+# Lines that end a file of rows may be torn, transformers leaves out a broken file of how to generate, and a run is
+# measured again if its trace is damaged.
+TRACE = "run/analysis/trace-step-2.safetensors"
+LEFT_OUT = {"run/metrics.jsonl", "run/connections.jsonl", "model/generation_config.json", TRACE}
 
 
 def arguments(command, place):

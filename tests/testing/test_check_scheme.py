@@ -608,7 +608,7 @@ def test_a_scheme_that_attends_to_earlier_tokens_passes_if_it_asks_which_rows_ar
 
 @pytest.mark.parametrize("connection", [Drops, StatePenalty])
 def test_a_scheme_with_dropout_or_a_penalty_of_its_state_passes(connection):
-    assert check_scheme(scheme_of(connection, residual_start={}, activations=("state",))).failed == {}
+    assert check_scheme(scheme_of(connection, residual_start={})).failed == {}
 
 
 @pytest.mark.parametrize(

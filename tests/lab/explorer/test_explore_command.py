@@ -122,7 +122,7 @@ def test_unusable_input_gives_a_one_line_error_and_writes_nothing(capsys, run, t
         ([*texts[:1], "--tokens", "3"], "got the file of a trace"),
         (texts, "at most 12"),
         ([run, "--checkpoint", "3"], "must hold a checkpoint of step 3, found those of steps 2, 4"),
-        ([run, "--tokens", "33"], "1 to 32 tokens, the model's context, got 33"),
+        ([run, "--tokens", "33"], "the number of tokens must be 1 to 32, the model's context, got 33"),
         ([run, "--tokens", "0"], "tokens must be at least 1, got 0"),
         ([run, "--data", "nowhere"], "must hold prepared data"),
         ([run, "--no-page"], "not allowed with"),
