@@ -254,8 +254,7 @@ def run(
 
 def _say_epochs(config: RunConfig, data: PreparedData) -> None:
     """Print a line if a run will see its text more than once."""
-    train = config.train
-    tokens = train.steps * train.batch_size * train.gradient_accumulation * train.sequence_length
+    tokens = config.train.steps * config.train.tokens_per_step
     if tokens > len(data.train):
         say(f"the run reads its text {tokens / len(data.train):.1f} times: {tokens:,} of {len(data.train):,} tokens")
 

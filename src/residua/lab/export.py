@@ -280,9 +280,7 @@ def _connection(opened: OpenRun) -> str:
 
 def _measured(run: Path, opened: OpenRun) -> Iterator[tuple[str, str]]:
     """Yield names and values of tokens, seconds and the last validation up to the checkpoint, which may be earlier."""
-    train = opened.config.train
-    tokens = opened.step * train.batch_size * train.gradient_accumulation * train.sequence_length
-    yield "tokens seen", f"{tokens:,}"
+    yield "tokens seen", f"{opened.step * opened.config.train.tokens_per_step:,}"
     rows = jsonlines.read_metrics(run / "metrics.jsonl")
     evaluated = next((row for row in reversed(rows) if "val_loss" in row and row["step"] <= opened.step), {})
     when = "" if evaluated.get("step") == opened.step else f" after step {evaluated.get('step')}"

@@ -1,7 +1,7 @@
 """The memory of convolutions and running sums over tokens, as a layer of a transformers cache."""
 
 import warnings
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -111,17 +111,18 @@ class StreamLayer(LinearAttentionLayer):
         super().__init__(number_of_states=number_of_states)
         self.readouts = readouts
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        for i, state in self.conv_states.items():  # those of a model on several devices lie there
-            self.conv_states[i] = None if state is None else state.index_select(0, beam_idx.to(state.device))
+    def _change(self, rows_of: Callable[[Tensor], Tensor]) -> None:
+        for i, state in self.conv_states.items():
+            self.conv_states[i] = None if state is None else rows_of(state)
+
+    def reorder_cache(self, beam_idx: Any) -> None:  # states of a model on several devices lie there
+        self._change(lambda state: state.index_select(0, beam_idx.to(state.device)))
 
     def batch_select_indices(self, indices: Any) -> None:
-        for i, state in self.conv_states.items():
-            self.conv_states[i] = None if state is None else state[indices, ...]
+        self._change(lambda state: state[indices, ...])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for i, state in self.conv_states.items():
-            self.conv_states[i] = None if state is None else state.repeat_interleave(repeats, 0)
+        self._change(lambda state: state.repeat_interleave(repeats, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
         if not self.record_past:  # a converted model adds the layer only after assisted generation has begun

@@ -147,7 +147,7 @@ class Call(NamedTuple):
 
     attentions: a list that collects the attention weights of each layer; None if they are not requested. padding:
     (batch, seq), 0 at padding and 1 at tokens, or None. documents: (batch, seq), the number of each token's document,
-    or None. mask: as it was given.
+    or None. tokens: (1 or batch, seq), which tokens are not padding, or None; `padding` where that is known.
     """
 
     attention: AttentionContext
@@ -155,7 +155,7 @@ class Call(NamedTuple):
     cache: Cache | None
     padding: Tensor | None
     documents: Tensor | None
-    mask: Any
+    tokens: Tensor | None
 
 
 def recomputed(checkpoint: Callable, run: Callable, state: Any, *others: Any) -> Any:
@@ -310,10 +310,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
             hidden_states.append(hidden)
         hidden_states[-1] = last = self.norm(self.stream.collapse(state, at_end).to(embeddings.dtype))
 
-        tokens = tokens_in(call.mask) if penalties and call.padding is None else call.padding
-        tokens = (
-            None if tokens is None else tokens.expand(embeddings.shape[:2])
-        )  # one row may stand for the whole batch
+        # One row may stand for the whole batch.
+        tokens = None if call.tokens is None else call.tokens.expand(embeddings.shape[:2])
         selected = tuple(hidden if i in chosen else None for i, hidden in enumerate(hidden_states))
         return ResiduaModelOutput(
             last_hidden_state=last,
@@ -351,8 +349,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
         by_row = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         padding = padding_of(embeddings, attention_mask, cache, documents) if by_row or looks_back else None
         mask: Any = create_causal_mask(self.config, embeddings, attention_mask, cache, position_ids)
-        placed = attention_mask if by_row else tokens_in(attention_mask)
-        positions = self._positions(embeddings, placed, cache, position_ids)
+        tokens = tokens_in(attention_mask)
+        positions = self._positions(embeddings, attention_mask if by_row else tokens, cache, position_ids)
 
         options = {**options, "position_ids": positions}
         attentions: list[Tensor] | None = [] if output_attentions else None
@@ -368,7 +366,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
             None if attentions is None else attentions.append,
             options,
         )
-        return Call(context, attentions, cache, padding, documents, attention_mask)
+        return Call(context, attentions, cache, padding, documents, tokens if padding is None else padding)
 
     def _expect_told_apart(
         self, mask: Tensor | None, documents: Tensor | None, options: dict[str, Any], *, looks_back: bool

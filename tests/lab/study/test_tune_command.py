@@ -11,7 +11,6 @@ from functools import partial
 from itertools import chain
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from residua.commands.cli import main
 from residua.errors import InputError
@@ -25,6 +24,7 @@ from residua.lab.records import figures, jsonlines
 from residua.lab.study.search import Search, losses_in, values_of
 from residua.lab.study.sweep import Outcome, Sweep, parse_over, train_sweep
 from residua.lab.training import load_config
+from support.converted_models import save_base
 
 OPTIONS = (
     "--model.num_hidden_layers=1",
@@ -228,16 +228,7 @@ def test_bases_with_different_tokenizers_can_be_swept(tmp_path):
         (tmp_path / "text" / f"{i}.txt").write_text(" ".join(f"word{(i * j) % 97}" for j in range(200)))
     tokenizers = {"bytes": byte_tokenizer(), "pieces": train_bpe(["word1 word2 word3 word4 word5 word6 " * 40], 262)}
     for name, tokenizer in tokenizers.items():
-        config = LlamaConfig(
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            vocab_size=320,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+        save_base(tmp_path / name, vocab_size=320)
         tokenizer.save_pretrained(tmp_path / name)
     options = [option for option in OPTIONS if option.startswith("--train.")]
     options += [f"--data.source={tmp_path / 'text'}", "--model.connection=residual"]

@@ -86,14 +86,13 @@ def estimate(config: RunConfig, model: ResiduaConfig, *, gpu: str = "h200", gpus
         bytes_free = capacity - parts["total"] + per_batch
         largest[name] = max(0, math.floor(bytes_free / per_batch * share.rows_here)) * share.members
 
-    tokens_per_step = train.batch_size * train.gradient_accumulation * train.sequence_length
     return CostEstimate(
         parameters=parameter_counts,
         flops_per_token=flops_per_token(model, sequence_length=train.sequence_length),
         memory=memory,
         largest_batch_size=largest,
         gpu_memory=capacity,
-        tokens=tokens_per_step * train.steps,
+        tokens=train.tokens_per_step * train.steps,
         assumptions=_assumptions(train, model, share, gpu, gpus),
     )
 

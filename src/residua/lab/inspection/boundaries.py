@@ -24,7 +24,7 @@ from residua.connections.parts.memory import whole_sequence, window_of
 from residua.conversion.flow import Flow, layer_streams
 from residua.errors import InputError, require
 from residua.lab.inspection.subject import Subject
-from residua.lab.inspection.watch import StandIn, as_written, holding, replaced
+from residua.lab.inspection.watch import StandIn, as_written, replaced, swapped
 from residua.models.cache import CACHE_NAMES, attention_mask_of, documents_of, padding_of
 from residua.models.evaluating import evaluating
 
@@ -80,9 +80,9 @@ def boundaries(model: nn.Module) -> Iterator[nn.ModuleDict]:
         stack.enter_context(replaced(_stand_ins(subject.stream.connections, places, ends, collapse)))
         for layer, end in zip(layers, ends):
             output_of = partial(_output_of, layer.output_of, places[end], collapse)
-            stack.enter_context(holding(vars(layer), output_of=output_of))
+            stack.enter_context(swapped(vars(layer), output_of=output_of))
         stack.callback(model.register_forward_pre_hook(check, with_kwargs=True).remove)
-        stack.enter_context(holding(model._modules, boundaries=points))
+        stack.enter_context(swapped(model._modules, boundaries=points))
         yield points
 
 
@@ -250,7 +250,7 @@ def logit_lens(model: nn.Module, tokens: Sequence[int] | Tensor, *, top: int = 5
             stack.callback(record.remove)
         model(input_ids=ids[None], use_cache=False)
         for point in points.values():  # visits no boundary below, where the readout is replaced
-            stack.enter_context(holding(vars(point), _forward_hooks={}, _forward_pre_hooks={}))
+            stack.enter_context(swapped(vars(point), _forward_hooks={}, _forward_pre_hooks={}))
         return _lens(subject, ids, tuple(points), torch.cat(readouts), top)
 
 

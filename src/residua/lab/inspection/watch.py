@@ -48,12 +48,12 @@ def replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
     """Use the stand-ins in place of their connections while the `with` block runs, in any model."""
     with ExitStack() as stack:
         for stand_in in stand_ins:
-            stack.enter_context(holding(vars(stand_in.connection), read=stand_in.read, write=stand_in.write))
+            stack.enter_context(swapped(vars(stand_in.connection), read=stand_in.read, write=stand_in.write))
         yield
 
 
 @contextmanager
-def holding(entries: dict[str, Any], **values: Any) -> Iterator[None]:
+def swapped(entries: dict[str, Any], **values: Any) -> Iterator[None]:
     """Set entries while the `with` block runs, and then restore the earlier ones: such blocks can be nested."""
     before = {name: entries[name] for name in values if name in entries}
     entries.update(values)

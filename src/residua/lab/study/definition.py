@@ -307,8 +307,13 @@ class Study:
 
     def measure_at(self, size: str, scheme: str) -> Measurement:
         """Return how losses of a scheme at a size are measured, as far as the study's file determines it."""
-        keys = {**self.set, **self.sizes[size].keys, **self.schemes[scheme].keys}
+        keys = self.keys_at(size, scheme)
         return Measurement.of({key: value for key, value in keys.items() if decides_measure(key)}, {})
+
+    def keys_at(self, size: str, scheme: str) -> dict[str, Any]:
+        """Return the keys of the configuration that the study's file sets for a scheme at a size."""
+        entry = self.schemes[scheme]
+        return {**self.set, **self.sizes[size].keys, **entry.keys, "model.connection": entry.connection}
 
     def searches(self, size: str) -> list[str]:
         """Return the sizes of the searches behind a size's settings; each search starts from the previous result."""

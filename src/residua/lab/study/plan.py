@@ -107,7 +107,7 @@ class Plan:
                 config = self.config(size.name, study.baselines[0])
             except InputError as error:
                 raise InputError(f"sizes.{size.name}: {error}") from error
-            self.step_tokens[size.name] = per_step = _step_tokens(config)
+            self.step_tokens[size.name] = per_step = config.train.tokens_per_step
             self.steps[size.name] = max(1, round(study.tokens_at(size.name) * self._count(config) / per_step))
             longest = max([1.0, *(study.longer_at(size.name) if size.name in self.sizes else ())])
             needed = round(longest * self.steps[size.name]) * per_step + 2 * config.train.sequence_length
@@ -217,13 +217,14 @@ class Plan:
                 continue
             config = self.config(size, scheme)
             ours, theirs = (flatten(asdict(each)) for each in (config, self.config(size, first)))
+            tokens = config.train.tokens_per_step
             if reasons := judged(Measurement.of(ours, {}), Measurement.of(theirs, {})).reasons:
                 raise InputError(
                     f"schemes.{scheme} must be comparable with {first} at {size}, but they have {'; '.join(reasons)}"
                 )
             place = f"schemes.{scheme}: the tokens of a step at {size}"
             expected = f"{self.step_tokens[size]}, as those of {first}, because both train for equal steps"
-            require(_step_tokens(config) == self.step_tokens[size], place, expected, _step_tokens(config))
+            require(tokens == self.step_tokens[size], place, expected, tokens)
 
     def _misfit(self, size: str, scheme: str) -> InputError | None:
         """Return the reason why a scheme cannot be built at a size; None if it can."""
@@ -329,7 +330,7 @@ class Plan:
         return load_config(self.study.config, {**self._shared(size, entry), **width, **point})
 
     def _shared(self, size: str, entry: Entry) -> dict[str, Any]:
-        keys = {**self.study.set, **self.study.sizes[size].keys, **entry.keys, "model.connection": entry.connection}
+        keys = self.study.keys_at(size, entry.name)
         return {**keys, "data.path": self.data, "train.tensorboard": False, "train.keep_checkpoints": 1}
 
     def model(self, config: RunConfig) -> PreTrainedConfig:
@@ -363,11 +364,6 @@ class Plan:
         wider = ResiduaConfig(**{**plain.to_dict(), "intermediate_size": width + 1})
         counts = [parameters(model)["total"] for model in (plain, wider)]
         return width + round((self._count(other) - counts[0]) / (counts[1] - counts[0]))
-
-
-def _step_tokens(config: RunConfig) -> int:
-    train = config.train
-    return train.batch_size * train.gradient_accumulation * train.sequence_length
 
 
 def _pinned(study: Study) -> Study:

@@ -585,8 +585,7 @@ def _best_over_seeds(
 
     begins: the keys that a search does not move, one mapping for each search
     """
-    tuning, entry = study.tuning_at(size), study.schemes[name]
-    keys = {**study.set, **study.sizes[size].keys, **entry.keys, "model.connection": entry.connection}
+    tuning, keys = study.tuning_at(size), study.keys_at(size, name)
     losses = {(frozenset(run.point.items()), run.seed): other_loss_of(run) for run in reports}
     over = {key: values for key, values in tuning.over.items() if any(key in run.point for run in reports)}
     alone = partial(typed_values, place="tuning.over")

@@ -138,9 +138,8 @@ class DataConfig:
 class TrainConfig:
     """How a model is trained.
 
-    Tokens per step, over all processes: batch_size * gradient_accumulation * sequence_length. Several processes share
-    the micro-batches of a step, and also the rows of a micro-batch if there are fewer micro-batches than processes
-    (`distributed.BatchShard`). The steps are the same for any number of processes.
+    Several processes share the micro-batches of a step, and also the rows of a micro-batch if there are fewer
+    micro-batches than processes (`distributed.BatchShard`). The steps are the same for any number of processes.
 
     Raises:
         InputError: a value has the wrong type or is outside its range.
@@ -189,6 +188,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_types(self)
         require(self.warmup_steps <= self.steps, "warmup_steps", f"0 to train.steps ({self.steps})", self.warmup_steps)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The tokens of a step, over all processes."""
+        return self.batch_size * self.gradient_accumulation * self.sequence_length
 
 
 @dataclass(frozen=True)

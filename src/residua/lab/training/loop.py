@@ -122,7 +122,6 @@ def _train(
     if state.step == config.steps:
         return state.last_row() | {"checkpoint": str(state.newest.path), "interrupted": False}
 
-    tokens_per_step = config.batch_size * config.gradient_accumulation * config.sequence_length
     observe_every = config.connections_every if observe is not None else 0
     with (
         state.logging(gates=observe_every > 0, progress=progress),
@@ -152,8 +151,8 @@ def _train(
             state.expect_finite()  # the host waits for the device here
             elapsed = time.perf_counter() - lap_start
             seconds += elapsed
-            row = {"step": step, "tokens": step * tokens_per_step, **update.numbers(ranks, config.lr * factor)}
-            row |= {"tokens_per_second": (step - lap_step) * tokens_per_step / elapsed, "seconds": seconds}
+            row = {"step": step, "tokens": step * config.tokens_per_step, **update.numbers(ranks, config.lr * factor)}
+            row |= {"tokens_per_second": (step - lap_step) * config.tokens_per_step / elapsed, "seconds": seconds}
             if validating:
                 with take_step.autocast, evaluating(model):
                     row = {**row, **evaluate(model), **row}  # keys of the row come first, and its values win
