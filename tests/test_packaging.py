@@ -122,6 +122,15 @@ def test_every_line_of_the_lock_pins_one_version_without_an_address_or_a_hash():
     assert "--" not in "\n".join(LOCK)
 
 
+def test_the_lock_of_torchtitan_pins_all_that_its_target_installs():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    lock = (ROOT / "requirements-titan.txt").read_text(encoding="utf-8")
+    installed = re.findall(r"^\t\$\(TITAN_PIP\) (?:--editable '\.\[titan\]')?(.*)$", makefile, re.MULTILINE)
+    names = " ".join(installed).split()
+    assert {"torch", "hatchling", "pytest"} <= {*names}
+    assert {*names} <= {*re.findall(r"^([\w-]+)==", lock, re.MULTILINE)}
+
+
 def test_the_upper_bound_of_transformers_is_the_newest_minor_that_is_locked():
     major, minor = map(int, locked(PYTHONS[-1])["transformers"].split(".")[:2])
     assert f"<{major}.{minor + 1}" in str(requirements()["transformers"].specifier)

@@ -36,7 +36,8 @@ HEAD = """\
 TITAN_LOCK = ROOT / "requirements-titan.txt"
 OLDEST_FOR_TITAN = "3.11"
 TITAN_HEAD = "# All packages that `make titan` installs. `make lock` writes it.\n"
-TESTING = ("pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100")
+BESIDES = ("hatchling>=1.27", "pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100")
+"""What `make titan` installs besides the extra."""
 CUDA = re.compile(r"(nvidia|cuda)-")
 PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
 NAMED = "residua (pyproject.toml)"
@@ -73,7 +74,7 @@ def write_lock(uv: Path, torch: str) -> None:
     """Write the locks for every Python from the oldest on, with this version of torch."""
     text = resolve(uv, "--universal", "--python-version", OLDEST_PYTHON, also=[f"torch=={torch}"])
     LOCK.write_text(HEAD + text, encoding="utf-8")
-    also = [f"torch=={torch}", *TESTING]
+    also = [f"torch=={torch}", *BESIDES]
     text = resolve(uv, "--universal", "--python-version", OLDEST_FOR_TITAN, also=also, extras=["titan"])
     TITAN_LOCK.write_text(TITAN_HEAD + text, encoding="utf-8")
 
@@ -163,7 +164,7 @@ def compare(uv: Path, name: str, torch: str | None, arguments: Sequence[str]) ->
         if package == "torch" and free["torch"] != torch:
             result += f"; held, {free['torch']} is the {name}"
         rows.append(f"| {package} | {locked.get(package, '')} | {pins[package]} | {result} |")
-    version = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    version = run(lane.python, "--version").strip()
     rows.append(f"\n{version}: {outcome.count} tests, {len(outcome.failed)} failed, pytest's status {outcome.status}.")
     rows += [f"- {test}" for test in outcome.failed]
     table = "\n".join(rows)
