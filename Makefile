@@ -120,8 +120,9 @@ lock:
 newest lowest:
 	$(PYTHON) tools/versions.py $(if $(TORCH),--torch $(TORCH)) $@ -- $(PARALLEL) $(or $(TESTS),$(FAST))
 
+# The environments and what builds make. Runs and data stay.
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(TITAN) $(VLLM) runs
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest $(TITAN) $(VLLM) site dist
 
 # torch first and alone: resolved together with the rest, pip may look at builds of several gigabytes. The build of PyPI
 # for Linux brings the libraries of CUDA. uv knows where the others are, and takes the one for the CPU if there is no GPU.
