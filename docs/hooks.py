@@ -3,7 +3,6 @@ report, and copies of linked files. Formulas become MathML, and names of presets
 """
 
 import ast
-import json
 import posixpath
 import re
 import sys
@@ -44,26 +43,6 @@ BUTTONS = (
     "[DDL in ten minutes](tutorial.md){ .md-button }\n"
     "[Which residual?](which.md){ .md-button }"
 )
-SECTIONS = {
-    "released-models": "api-convert",
-    "models-of-transformers": "api-convert",
-    "language-models": "api-lab",
-    "data": "api-lab",
-    "training-and-evaluation": "api-lab",
-    "analysis": "api-lab",
-    "testing": "api-write",
-    "operations": "api-write",
-}
-"""The sections of the one API page of old, and the pages that have them now."""
-ANCHORS = """\
-const pages = PAGES;
-const anchor = decodeURIComponent(location.hash.slice(1));
-if (/\\/api\\/$/.test(location.pathname) && anchor && !document.getElementById(anchor)) {
-  const names = Object.keys(pages).filter((name) => anchor === name || anchor.startsWith(`${name}.`));
-  const longest = names.sort((a, b) => b.length - a.length)[0];
-  if (longest) location.replace(`../${pages[longest]}/#${anchor}`);
-}
-"""
 DRAWING = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)*([\w-]+)\.svg" ?/?>')
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
 NAME = re.compile(r"(<(a|pre|h\d)\b.*?</\2>)|<code>([a-z][\w+-]*)</code>", re.DOTALL)
@@ -105,7 +84,6 @@ def on_files(files, config):
         "index.md": home(),
         "examples.md": examples(),
         "explorer/index.html": explorer(),
-        "anchors.js": anchors(),
         FOLDERS["../resbench/records/main"]: study_page(payload(scheme_pages.resbench())),
     }
     pages |= {page: from_outside(name) for name, page in OUTSIDE.items()}
@@ -193,13 +171,6 @@ def explorer() -> str:
     with TemporaryDirectory() as folder:
         page = write_page(Path(folder) / "explorer.html", {**payload, "home": "../index.html"}, arrays)
         return page.read_text(encoding="utf-8")
-
-
-def anchors() -> str:
-    """Return the script that leads from an anchor of the one API page of old to the page that has it now."""
-    pages = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("api*.md"))}
-    names = {name: page for page, text in pages.items() for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
-    return ANCHORS.replace("PAGES", json.dumps(names | SECTIONS))
 
 
 def examples() -> str:
