@@ -12,8 +12,6 @@ from residua.commands import cost
 from residua.commands.signature import call, command_parser
 from support.pages import TOOLS, script
 
-pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="tools/ is not in this archive")
-
 
 @pytest.fixture(scope="module")
 def gpu():

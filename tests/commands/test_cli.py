@@ -209,7 +209,6 @@ def test_output_fits_a_terminal_of_80_columns(runs, prepared, capsys, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / "resbench").is_dir(), reason="resbench/ is not in this archive")
 def test_the_listed_results_equal_the_records():
     """resbench/scheme_results.py writes the file."""
     module = runpy.run_path(str(ROOT / "resbench" / "scheme_results.py"))
