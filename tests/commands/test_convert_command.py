@@ -173,6 +173,7 @@ def test_an_unusable_tokenizer_is_refused_before_the_model_is_loaded(folder, tmp
         ("siglip", 0, ["siglip_vision_model: converts"]),
         ("gpt-neox", 0, ["gpt_neox: converts"]),
         ("Qwen3", 0, ["qwen3: converts"]),
+        ("musicgen", 2, ["musicgen: was not tried"]),
     ],
 )
 def test_check_reports_in_one_line_and_by_exit_status_whether_a_model_type_converts(model, status, says, capsys):
@@ -187,7 +188,7 @@ def test_check_reports_in_one_line_and_by_exit_status_whether_a_model_type_conve
     [
         ({"model_type": "qwen3"}, 0, "(qwen3): converts with equal outputs"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "awq"}}, 1, "quantised (awq)"),
-        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}, 1, "mine has code of its own"),
+        ({"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}, 2, "mine has code of its own"),
         ({"model_type": "residua"}, 1, "has its connections already"),
     ],
 )

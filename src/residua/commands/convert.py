@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from residua.commands.base import FAILED, expect_path
+from residua.commands.base import BAD_INPUT, FAILED, expect_path
 from residua.connections.names import canonical
 from residua.errors import InputError, did_you_mean, mapping
 from residua.files.reading import read_json
@@ -14,6 +14,8 @@ from residua.lab.records.terminal import one_line
 
 FAMILIES = Path(__file__).with_name("families.csv")
 """The table that says which transformers model types convert; tests/support/family_table.py writes it."""
+CONVERTS = {"bit-equal": True, "refused": False}
+"""Whether a model converts, by the result in the table; a model with any other result was not tried."""
 
 
 def convert(
@@ -38,14 +40,14 @@ def convert(
         out (DIR): a new or empty folder
         start: preserve: the outputs stay as before; fresh: connections start as in a new model
         remote_code: let trust_remote_code=True open the folder wherever residua is installed, without import residua
-        check: only say whether such a model converts, with status 0 if it does and 1 if not; MODEL may also be a
-            transformers model type
+        check: only say whether such a model converts, with status 0 if it does, 1 if not, and 2 if it was not tried;
+            MODEL may also be a transformers model type
     """
     if check:
         answers = _checked(model)
         for line in answers:
             print(one_line(line))
-        return 0 if all(answers.values()) else FAILED
+        return FAILED if False in answers.values() else BAD_INPUT if None in answers.values() else 0
     if connection is None or out is None:
         missing = "--connection" if connection is None else "--out"
         raise InputError(f"{missing} must be given, or --check to ask whether the model converts")
@@ -70,8 +72,10 @@ def convert(
     return 0
 
 
-def _checked(model: str) -> dict[str, bool]:
+def _checked(model: str) -> dict[str, bool | None]:
     """Return a line for each part of a model type, or of the model in a folder; the value is whether it converts.
+
+    The value is None if it was not tried.
 
     Raises InputError if the folder does not exist or has no model, or if the type is not in the table.
     """
@@ -90,7 +94,7 @@ def _checked(model: str) -> dict[str, bool]:
     rows = _rows()
     found = _found(kind, rows)
     if not found and "auto_map" in config:
-        return {f"{model}: {kind} has code of its own, which was not tried; residua.convert tries any model": False}
+        return {f"{model}: {kind} has code of its own, which was not tried; residua.convert tries any model": None}
     if not found:
         expected = "a model type that was tried" if config else "a folder with a model, or a model type that was tried"
         known = {name.partition(":")[0] for name in rows}
@@ -98,7 +102,7 @@ def _checked(model: str) -> dict[str, bool]:
         hint = did_you_mean(kind, near, cutoff=0.8)
         raise InputError(f"{kind} must be {expected} (see docs/families.md){hint}")
     names = {name: f"{model} ({name})" if config else name for name in found}
-    return {f"{names[name]}: {_verdict(row)}": row["result"] == "bit-equal" for name, row in found.items()}
+    return {f"{names[name]}: {_verdict(row)}": CONVERTS.get(row["result"]) for name, row in found.items()}
 
 
 def _digits(name: str) -> str:
