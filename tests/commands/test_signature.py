@@ -78,6 +78,7 @@ def test_values_are_of_the_declared_types():
     sizes = Sizes(dim=16, peak=False)
     assert run(*line) == (Path("here"), ("a", "b"), "x", sizes, 0.5, "best", "cuda", (3, 4), True)
     assert run("here", "--name=x", "--step=7")[5] == 7
+    assert run("here", "--name=a=--")[2] == "a=--"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,8 @@ def test_the_help_starts_with_examples_and_shows_rare_options_on_request(capsys,
     assert "residua measure --help-all shows 1 more" in short
     assert run_function("residua measure", measure, ["--help-all"]) == 0
     assert "--heads N" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "1")
+    assert run_function("residua measure", measure, ["--help"]) == 0
 
 
 def test_a_command_prints_text_and_tables_or_json(capsys):

@@ -42,8 +42,9 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         """Parse all arguments; an unknown one is an error."""
         for argument in args:
-            if argument.startswith("--") and argument.endswith("=--"):  # argparse would return [] as its value
-                self.error(f"argument {argument[:-3]} must have a value, got --")
+            option, _, value = argument.partition("=")
+            if option.startswith("--") and value == "--":  # argparse would return [] as its value
+                self.error(f"argument {option} must have a value, got --")
         for argument in takewhile(lambda argument: argument != "--", args):
             misspelt = argument.startswith("--") and argument.partition("=")[0] not in self._option_string_actions
             if misspelt and " " not in argument:  # argparse would report the correct option as missing
@@ -111,7 +112,7 @@ def command_parser(prog: str, function: Callable[..., Any], *, everything: bool 
     if _prints_json(function):
         options.append(Option("--json", "Args", {"action": "store_true", "help": "print JSON instead of text"}))
     usage = " ".join([prog, *(option.usage for option in options if option.usage), "[options]"])
-    wide = shutil.get_terminal_size().columns - 2
+    wide = max(20, shutil.get_terminal_size().columns - 2)
     parser = Parser(
         prog=prog,
         usage=usage.replace("%", "%%"),
