@@ -99,6 +99,8 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
         (RuntimeError("[x:1] . DefaultCPUAllocator: can't allocate memory: 9 bytes"), 1, "memory: can't allocate"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "residua: out: File exists"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "out"), 2, "residua: out: File name too long"),
+        (RuntimeError("Symlink loop from '/out'"), 2, "residua: Symlink loop from '/out'"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
     ],
 )
@@ -118,6 +120,9 @@ def test_sizes_beyond_the_machine_give_a_one_line_error(error, status, said, cap
         (["compare", "runs"], "runs must be a run folder, found no config.yaml; give a run inside it: runs/a"),
         (["compare", "absent"], "absent must be a run folder, found no such folder; residua train --run makes one"),
         (["evaluate", "runs"], "runs must be a run folder, found no config.yaml; give a run inside it: runs/a"),
+        (["evaluate", "runs/a", "--data", ""], "'' must be a file or folder of text, or the run's"),
+        (["prepare", "--source", "", "--out", "b"], "source must be the name of a source, got ''"),
+        (["export", "runs/a", "file/b"], "DIR must be a new or empty folder, got file/b"),
         (["evaluate", "runs/a", "--data", "absent.txt"], "absent.txt must be a file or folder of text, or the run's"),
         (
             ["train", "--config", "tiny", "--data.path", "absent", "--run", "b"],

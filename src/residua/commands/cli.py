@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from residua import __version__
 from residua.commands.base import BAD_INPUT, FAILED, INTERRUPTED, fail
-from residua.commands.process import MISPLACED, discard_output, in_one_line, interrupts, lasting_messages
+from residua.commands.process import discard_output, in_one_line, interrupts, is_bad_input, lasting_messages
 from residua.commands.signature import HELP, examples, run_function, summary
 from residua.commands.table import COMMANDS, explained, words_after
 from residua.errors import InputError, ReportedElsewhere, did_you_mean, extra
@@ -43,7 +43,7 @@ def _guarded(argv: list[str], signals: list[int]) -> int:
         line = in_one_line(error)
         if line is None:
             raise
-        return fail(line, BAD_INPUT if isinstance(error, (InputError, *MISPLACED)) else FAILED)
+        return fail(line, BAD_INPUT if is_bad_input(error) else FAILED)
 
 
 def _dispatch(argv: list[str]) -> int | None:

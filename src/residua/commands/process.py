@@ -1,5 +1,6 @@
 """The process around a command: its streams, its signals, and its message for an error."""
 
+import errno
 import os
 import signal
 import sys
@@ -14,8 +15,19 @@ EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
 """Parts of torch's messages if memory is exhausted."""
 ENDING = ("SIGTERM", "SIGHUP")
 """Signals that end a command as Ctrl-C does, unless other code, such as training, handles them."""
-MISPLACED = (FileExistsError, NotADirectoryError, IsADirectoryError)
-"""System errors for a path from the user that is a file where a folder must be, or a folder where a file must be."""
+MISPLACED = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""System errors for a path from the user: it is a file where a folder must be, a folder where a file must be, or a name
+that no file can have."""
+
+
+def is_bad_input(error: Exception) -> bool:
+    """Return whether an error is the user's: an InputError, or that of a path."""
+    return isinstance(error, InputError) or getattr(error, "errno", None) in MISPLACED or _is_loop(error)
+
+
+def _is_loop(error: Exception) -> bool:
+    """Return whether `Path.resolve` found a link that leads to itself; Python 3.13 has an OSError for it later."""
+    return isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from ")
 
 
 def in_one_line(error: Exception) -> str | None:
@@ -25,7 +37,7 @@ def in_one_line(error: Exception) -> str | None:
         return f"{error.filename} must be a folder, found a file; choose another name"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, (InputError, RunError, ModuleNotFoundError, OSError)):
+    if isinstance(error, (InputError, RunError, ModuleNotFoundError, OSError)) or _is_loop(error):
         return text
     exhausted = isinstance(error, RuntimeError) and any(words in text.lower() for words in EXHAUSTED)
     if isinstance(error, MemoryError) or exhausted:

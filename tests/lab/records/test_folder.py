@@ -158,7 +158,7 @@ def test_a_new_folder_must_be_missing_or_empty(tmp_path, monkeypatch):
     (tmp_path / "empty" / ".gitattributes").touch()
     assert new_folder(".", "--out") == tmp_path / "empty"
     (tmp_path / "file").touch()
-    for used in (tmp_path, tmp_path / "file"):
+    for used in (tmp_path, tmp_path / "file", tmp_path / "file" / "below" / "folder"):
         with pytest.raises(InputError, match=r"folder must be .*, got"):
             new_folder(used)
 

@@ -31,6 +31,7 @@ def open_corpus(
     Raises InputError if there is nothing to read. Iterating over the corpus raises InputError, with file and line, for
     text that cannot be used.
     """
+    require(source != "", "source", "the name of a source", source)
     samples = SAMPLES if source == FINEWEB_EDU else {}
     expected = f"one of {', '.join(samples)}" if samples else f"left out with {source}"
     require(sample is None or sample in samples, "sample", expected, sample)

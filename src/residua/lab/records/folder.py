@@ -82,11 +82,13 @@ def new_folder(path: str | Path, name: str = "") -> Path:
     name: the option that set `path`, for the error message.
 
     Raises:
-        InputError: `path` is a file, or a folder with files that are not hidden.
+        InputError: `path` is a file, is below a file, or is a folder with files that are not hidden.
     """
-    if not is_new(Path(path)):
+    folder = Path(path).resolve()
+    above = next((parent for parent in folder.parents if parent.exists()), folder)
+    if not (is_new(Path(path)) and above.is_dir()):
         raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}; choose another folder")
-    return Path(path).resolve()
+    return folder
 
 
 @contextmanager
