@@ -1,13 +1,17 @@
 """What goes into the page: from run folders and trace files, within its size, or one clear line."""
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from residua.commands.cli import main
+from residua.files.tensors import write_tensors
 from residua.lab.explorer.collect import DRAWN, PAGE_BYTES, Source, collect, page_of
 from support import planted
 
@@ -125,3 +129,28 @@ def test_a_damaged_trace_of_a_run_is_made_again_and_that_of_a_named_file_is_refu
     assert captured.out == first
     assert "makes the trace again" in captured.err
     assert len(kept.read_bytes()) == len(whole)
+
+
+def without(trace, *names):
+    return dataclasses.replace(trace, values={name: x for name, x in trace.values.items() if name not in names})
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        planted.delta(torch.ones(2, 3), loss=math.nan),
+        planted.delta(torch.ones(2, 3), note=[math.inf]),
+        planted.delta(torch.ones(2, 3), gates={}),
+        planted.residual(gates={"token_loss": None}),
+        without(planted.streams(constraint="doubly stochastic"), "row_error"),
+        without(planted.delta(torch.ones(2, 3)), "effective_rank"),
+        without(planted.delta(torch.ones(2, 3)), "singular_min"),
+    ],
+    ids=["nan", "inf", "no gate", "gate of other axes", "row_error", "effective_rank", "singular_min"],
+)
+def test_a_trace_whose_parts_do_not_belong_together_is_refused(trace, tmp_path, capsys):
+    metadata = {"residua_trace": "1", "facts": json.dumps(trace.facts), "tokens": json.dumps(trace.tokens)}
+    write_tensors(tmp_path / "forged.safetensors", trace.values, metadata)
+    assert main(["explore", str(tmp_path / "forged.safetensors"), "--no-page"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "forged.safetensors must be a trace" in line

@@ -46,6 +46,11 @@ def test_markup_in_texts_is_inert(open_page, tmp_path):
     assert NASTY.split("\u2028")[0].strip() in page.locator("#top").inner_text()
 
 
+def test_a_lone_surrogate_in_a_text_is_written(tmp_path):
+    path = write_page(tmp_path / "page.html", EMPTY | {"title": "\ud800", "texts": ["\udcff"]}, {})
+    assert r'"texts":["\udcff"]' in path.read_text(encoding="utf-8")
+
+
 def test_arrays_are_decoded_unchanged(open_page, tmp_path, monkeypatch):
     """They are read through typed views, as Inspect and Compare do."""
     for name in ("data.js", "index.html", "style.css", "learn.css", "panels.css"):

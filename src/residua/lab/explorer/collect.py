@@ -169,7 +169,11 @@ def _kept_trace(path: Path, reading: Reading) -> Path | None:
 def _loaded(path: Path, file: Path) -> Trace | None:
     """Return the trace in a file; None, after a line that says so, if that of a run must be made again."""
     try:
-        return Trace.load(file)
+        trace = Trace.load(file)
+        source = Source(_name(path, trace), trace)
+        with undamaged(file, "a trace", "residua explore RUN writes one"):  # values or facts may lack others
+            json.dumps([source.to_json(), *source.parts()], allow_nan=False)
+        return trace
     except InputError as error:
         if path == file:  # which the user named
             raise

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from residua.errors import extra
 from residua.files.durable import write_text
+from residua.lab.records.terminal import printable
 
 if TYPE_CHECKING:
     import numpy
@@ -53,7 +54,7 @@ def write_page(out: str | Path, payload: Mapping[str, Any], arrays: Mapping[str,
         *([_packed('id="plotly"', _plotly())] if plots else []),
     ]
     parts = {
-        "title": html.escape(str(payload.get("title") or "residua")),
+        "title": html.escape(printable(payload.get("title") or "residua")),
         "style": "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLE_SHEETS),
         "data": "\n".join(data),
     }
@@ -76,10 +77,12 @@ def modules(folder: Path) -> dict[str, str]:
 
 
 def _json(attributes: str, value: Any) -> str:
-    """Return a script element with a value as JSON, escaped so that no text can begin a tag or an entity."""
+    """Return a script element with a value as JSON, escaped so that no text can begin a tag or an entity.
+
+    Lone surrogates, which have no UTF-8, are escaped too.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
+    text = re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
     return f"<script {attributes}>{text}</script>"
 
 
