@@ -9,7 +9,7 @@ import torch
 from residua.commands.cli import main
 from residua.errors import InputError
 from residua.lab.experiment import open_run, run
-from residua.lab.export import add_code, base_name, export, model_code
+from residua.lab.export import add_code, base_name, export, loading, model_code
 from residua.lab.training.config import BaseModelConfig, DataConfig, RunConfig, TrainConfig
 from support.converted_models import save_base
 from support.full_disk import room
@@ -203,6 +203,13 @@ def test_the_code_in_the_card_and_the_output_runs_unchanged_without_questions(tr
         for lines in ([*first, model, tokenizer, used], [*first, tokenizer, model, used]):
             blocks.append("\n".join([BLOCKED if option else "", *lines]))
     assert python(f"blocks = {blocks}\n{FORKS}", tmp_path) == "Text ResiduaForCausalLM\n" * 4
+
+
+@pytest.mark.parametrize("name", ["ä 😀", "a\"b\\'c", "\udcff\x1b\x9b"], ids=ascii)
+def test_the_code_that_loads_a_folder_has_its_name(name):
+    _, call = loading(name, remote_code=False)
+    assert eval(call.removeprefix("residua.load")) == name
+    assert call.isprintable()
 
 
 def test_a_model_can_be_exported_into_a_cloned_repository(trained, tmp_path, monkeypatch, capsys):

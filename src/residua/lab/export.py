@@ -72,11 +72,16 @@ def export(
 
 def loading(folder: str | Path, *, remote_code: bool) -> tuple[str, str]:
     """Return the Python code that loads an exported model: an import, and a call."""
-    place = json.dumps(str(folder))
+    place = _literal(str(folder))
     if not remote_code:
         return "import residua", f"residua.load({place})"
     call = f"AutoModelForCausalLM.from_pretrained({place}, trust_remote_code=True)"
     return "from transformers import AutoModelForCausalLM", call
+
+
+def _literal(text: str) -> str:
+    """Return a text as a literal of Python and YAML, which read JSON's two escapes for an emoji as two characters."""
+    return printable(json.dumps(text, ensure_ascii=False))
 
 
 @contextmanager
@@ -180,7 +185,7 @@ A language model trained with residua: residual connections for PyTorch,
 from transformers import AutoTokenizer
 
 model = {call}  # the path of this folder
-tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)}{trust})
+tokenizer = AutoTokenizer.from_pretrained({_literal(name)}{trust})
 ```
 {"" if complete else _requirement(remote_code)}
 | what | value |
@@ -236,10 +241,10 @@ def _front_matter(base: str | Path | None, dataset: str | None) -> str:
     """Return the front matter of a card: the base model and its license, if known, and the data set on the hub."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation"]
     if base is not None:
-        lines.append(f"base_model: {json.dumps(base_name(base))}")
+        lines.append(f"base_model: {_literal(base_name(base))}")
         lines += _license(Path(base) / "README.md")
     if dataset:
-        lines += ["datasets:", f"- {json.dumps(dataset)}"]
+        lines += ["datasets:", f"- {_literal(dataset)}"]
     return "\n".join(["---", *lines, "tags:", "- residua", "- residual-connections", "---", ""])
 
 
