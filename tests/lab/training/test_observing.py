@@ -63,6 +63,7 @@ def test_the_time_of_observing_is_not_training_time(tmp_path, monkeypatch):
     assert len(waited) == len(seen) == 12
     assert seen[-1]["seconds"] < 1000
     assert min(row["tokens_per_second"] for row in seen) > seen[0]["tokens"] / 1000
+    assert len({row["tokens_per_second"] for row in seen}) == 1, "of the steps since the last row"
 
 
 @pytest.mark.parametrize("log_every", [1, 5])

@@ -76,13 +76,14 @@ def test_the_schedule_is_positive_at_its_first_and_last_step(warmup):
 def test_under_mup_matrices_have_their_own_learning_rate_also_in_a_wrapped_model():
     model = ResiduaForCausalLM(tiny_config("ddl-cc", mup=True, mup_base_width=64))
     for outer in (model, nn.Sequential(model)):
-        optimizer = make_optimizer(outer, toy_config(lr=0.01, weight_decay=0.1))
+        optimizer = make_optimizer(outer, toy_config(lr=0.01, weight_decay=0.1, connection_lr_factor=0.5))
         rates = {id(p): (g["initial_lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
         assert rates[id(model.model.layers[0].mlp.up_proj.weight)] == pytest.approx((0.04, 0.025))
         assert rates[id(model.model.embed_tokens.weight)] == pytest.approx((0.01, 0.1))
         assert rates[id(model.model.norm.weight)] == pytest.approx((0.01, 0.0))
+        assert rates[id(model.model.stream.collapse.compress.read)] == pytest.approx((0.005, 0.0))
         set_learning_rate(optimizer, 0.5)
-        assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([0.005, 0.02])
+        assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([0.0025, 0.005, 0.01, 0.02])
 
 
 @pytest.mark.parametrize("connection_lr_factor", [1.0, 0.25])

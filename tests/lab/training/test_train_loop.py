@@ -29,23 +29,25 @@ def weights(folder, step):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_losses_are_those_of_a_plain_loop(name, tmp_path, fit, rows):
     """The plain loop spells out clipping, the schedule, decay on matrices only, accumulation and the order of the
-    batches."""
-    result = fit(tmp_path / "run", gradient_accumulation=2, clip=0.5, log_every=1, optimizer=name)
+    batches. No setting has its default."""
+    settings = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "adam_eps": 1e-3, "min_lr_ratio": 0.2}
+    settings |= {"gradient_accumulation": 2, "clip": 0.5, "log_every": 1, "optimizer": name}
+    result = fit(tmp_path / "run", **settings)
 
     model, batches, steps, warmup, peak = ToyModel(), ToyBatches(), 12, 2, 0.01
     torch.manual_seed(0)
     matrices, others = [model.embedding.weight], [model.gain, model.hidden.bias]
     optimizers = []
     if name == "muon":
-        optimizers = [torch.optim.Muon([model.hidden.weight], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+        optimizers = [torch.optim.Muon([model.hidden.weight], weight_decay=0.3, adjust_lr_fn="match_rms_adamw")]
     else:
         matrices.append(model.hidden.weight)
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95)))
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    optimizers.append(torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-3))
     for row in rows(tmp_path / "run"):
         step = row["step"]
         share = (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
-        lr = peak * (step / warmup if step < warmup else 0.05 + 0.95 * share)
+        lr = peak * (step / warmup if step < warmup else 0.2 + 0.8 * share)
         for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
             group["lr"] = lr
         halves = [model(*batches.at(2 * (step - 1) + half), batches.at(2 * (step - 1) + half)[1]) for half in (0, 1)]
@@ -61,6 +63,24 @@ def test_the_losses_are_those_of_a_plain_loop(name, tmp_path, fit, rows):
         assert row["tokens"] == step * 2 * BATCH * LENGTH
     assert norm > 0.5, "the test shall clip"
     assert result["loss"] == row["loss"]
+
+
+def test_the_logged_loss_is_without_the_penalty_whose_mean_has_a_column_of_its_own(tmp_path, fit, rows):
+    class Penalised(ToyModel):
+        """The penalty is the number of the forward pass, so that it has no gradient."""
+
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            if self.training:
+                output.penalty = torch.tensor(float(self.calls))
+                output.loss = output.loss + output.penalty
+            return output
+
+    for name, model in (("plain", ToyModel()), ("penalised", Penalised())):
+        fit(tmp_path / name, model=model, gradient_accumulation=2, log_every=1)
+    plain, penalised = rows(tmp_path / "plain"), rows(tmp_path / "penalised")
+    assert [row["penalty"] for row in penalised] == [2 * step - 0.5 for step in range(1, 13)]
+    assert [row["loss"] for row in penalised] == pytest.approx([row["loss"] for row in plain], abs=1e-5)
 
 
 def test_a_run_writes_the_files_that_other_tools_read(tmp_path, fit, rows):
