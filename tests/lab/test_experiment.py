@@ -178,6 +178,8 @@ def test_a_run_can_be_opened_at_each_of_its_checkpoints_and_evaluated(config, pr
     for name in ("val_loss", "bits_per_byte"):
         assert again[name] == pytest.approx(result[name], rel=1e-6)
     assert again["tokens"] == len(opened.data.validation) - 1
+    vars(opened)["data"] = replace(opened.data, facts=opened.data.facts | {"lost_share": 0.1})
+    assert "bits_per_byte" not in evaluate(opened), "the bytes that were lost have no loss"
 
     earlier = open_run(tmp_path / "run", checkpoint=3, device="cpu")
     assert earlier.step == 3

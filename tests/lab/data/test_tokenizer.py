@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from residua.errors import InputError
 from residua.lab.data import prepare
 from residua.lab.data.encode import Encoder, lost_bytes
+from residua.lab.data.model_text import open_text
 from residua.lab.data.tokenizer import (
     END_OF_TEXT,
     byte_tokenizer,
@@ -167,6 +168,8 @@ def test_the_share_that_a_tokenizer_loses_is_measured(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in ["The fox", "the wolf"] * 50))
     data = prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"))
     assert data.facts["lost_share"] == pytest.approx((1 + 5) / 15)  # T, and " wolf"
+    for place in (data.folder, tmp_path / "a.jsonl"):
+        assert open_text(place, data.tokenizer(), tmp_path).bytes is None, "the loss in bits per byte would be too low"
     assert prepare(tmp_path / "a.jsonl", tmp_path / "byte", tokenizer="byte").facts["lost_share"] == 0
 
 

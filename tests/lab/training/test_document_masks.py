@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import residua
 from residua.errors import InputError
-from residua.lab.evaluation.loss import held_out_loss, repeated
+from residua.lab.evaluation.loss import document_losses, held_out_loss, repeated
 from residua.lab.experiment import evaluate, open_run, run, trace_model
 from residua.lab.records import jsonlines
 from residua.lab.training.base_model import expect_documents_apart
@@ -48,6 +48,8 @@ def test_the_loss_is_that_of_the_separate_documents(model):
     masked = held_out_loss(model, [(inputs, labels)], end_of_text=END)
     assert masked["val_loss"] == pytest.approx(total / labels.numel(), rel=1e-9)
     assert abs(held_out_loss(model, [(inputs, labels)])["val_loss"] - masked["val_loss"]) > 1e-4
+    by_document = document_losses(model, [(inputs, labels)], END, masked=True)
+    assert sum(by_document["nats"]) == pytest.approx(total, abs=1e-3)
     loss, _ = next_token_loss(model.train(), inputs, labels, end_of_text=END)
     assert loss.item() == pytest.approx(total / labels.numel(), rel=1e-6)
 
