@@ -451,9 +451,15 @@ def test_a_size_may_have_its_own_tokens_and_fewer_seeds_to_which_questions_add_n
     small = DOCUMENT["sizes"]["small"]
     long = {**small, "tuned": "small", "tokens_per_parameter": 0.06, "seeds": [1, 3], "longer": []}
     asked = {"gain": {"ask": "Is it?", "compare": [["ddl", "residual"]], "seeds": [7]}}
-    plan = Plan(study(sizes={"small": small, "long": long}, questions=asked), data)
-    assert plan.steps["long"] == pytest.approx(3 * plan.steps["small"], abs=1)
+    plan = Plan(study(sizes={"small": small, "long": long}, questions=asked, warmup=0.25), data)
+    count = parameters(plan.model(plan.config("small", "residual")))["total"]
+    assert plan.steps == {"small": round(0.02 * count / (2 * 16)), "long": round(0.06 * count / (2 * 16))}
     runs = walked(plan, by_rate(0.008))
+    for train in (run.config.train for run in runs):
+        assert train.warmup_steps == train.steps // 4
+    assert {run.config.train.evaluate_every for run in runs if run.kind == "report" and run.size == "small"} == {
+        math.ceil(plan.steps["small"] / 2)
+    }
     there = [run for run in runs if run.size == "long"]
     assert [(run.kind, run.scheme, run.config.train.seed) for run in there] == [
         ("report", scheme, seed) for scheme in ("residual", "ddl") for seed in (1, 3)

@@ -137,6 +137,25 @@ def test_equal_seconds_is_the_baseline_after_as_many_more_steps_as_a_step_costs(
     assert 0.3 * gained > 0.157
 
 
+@pytest.mark.parametrize(
+    ("times", "gained"),
+    [
+        (1.2, 0.3 * (1 - 1.2**-0.5) / (1 - 1.5**-0.5)),
+        (2.0, 0.3 + 0.6 * (1.5**-0.5 - 2**-0.5) / (1.5**-0.5 - 3**-0.5)),
+        (0.95, 0.3 * (1 - 0.95**-0.5) / (1 - 1.5**-0.5)),
+        (0.85, None),
+    ],
+)
+def test_a_baseline_is_read_between_the_runs_of_the_nearest_lengths_and_a_little_below_the_shortest(times, gained):
+    """It gains 0.3 from 100 to 150 steps, and 0.9 to 300."""
+    longest = [record("residual", "longer", seed, 4 + 0.01 * seed - 0.9, steps=300) for seed in (1, 2, 3)]
+    timed = [cost("residual", 1.0, 1000.0), cost("ddl", times, 1000.0 * times)]
+    row = row_of(planted([*records(), *longest], timed, longer=[1.5, 3.0]))
+    for measure in ("seconds", "FLOPs"):
+        found = row.difference("residual", measure).estimate
+        assert (found and found.mean) == (None if gained is None else pytest.approx(-0.2 + gained))
+
+
 def test_an_interval_at_equal_seconds_has_the_error_of_the_timing():
     """Quartiles 0.01 from the median of 45 rounds, on both sides: standard errors of 0.00277 / 1.5 and 0.00277; and
     0.02 from one session to another."""
