@@ -32,7 +32,8 @@ def planted_run(
     for step in range(every, (crashed_at or steps) + 1, every):
         loss = math.nan if step == not_finite_at else 4 + 3 / step + offset + 0.01 * seed
         row = {"step": step, "tokens": 64 * step, "seconds": seconds_per_step * step}
-        rows.append(row | {"loss": loss, "lr": lr, "tokens_per_second": 64 / seconds_per_step})
+        speed = 64 / seconds_per_step / (1 + (step == every))  # the first logged step is slow
+        rows.append(row | {"loss": loss, "lr": lr, "tokens_per_second": speed})
         if evaluate:
             rows.append(row | {"val_loss": loss})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -351,6 +351,7 @@ def test_a_run_with_an_unshared_seed_does_not_shorten_the_others(make_run):
     comparison = compare([make_run("a"), make_run("b", connection="ddl", offset=-0.1), short])
     group = comparison.rows[1]
     assert group.seeds == (0, 1)
+    assert group.tokens == 64 * 40, "of the shortest"
     at, difference = comparison.final_difference(group)
     assert (at, difference.mean, difference.count) == (6400, pytest.approx(-0.1), 1)
     assert comparison.notes[1:] == ("ddl: the difference is over the 1 of 2 seeds that are shared.",)

@@ -106,9 +106,10 @@ def test_the_printed_pieces_add_up_to_the_text(model, tokenizer):
     assert "".join(pieces) == text
 
 
-def test_top_k_of_one_is_greedy(model, tokenizer):
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-5, "top_p": 1.0}], ids=str)
+def test_settings_that_leave_one_token_are_greedy(settings, model, tokenizer):
     greedy = complete(model, tokenizer, "xy", max_new_tokens=8, greedy=True)
-    assert complete(model, tokenizer, "xy", max_new_tokens=8, top_k=1, temperature=5.0) == greedy
+    assert complete(model, tokenizer, "xy", max_new_tokens=8, **{"temperature": 5.0} | settings) == greedy
 
 
 def test_without_a_number_of_tokens_the_context_is_filled_and_not_exceeded(model, tokenizer):
