@@ -13,7 +13,7 @@ from residua.commands.cli import main
 from residua.connections import PRESETS
 from residua.connections.parts.projection import LINEAR_MAPS
 from residua.errors import InputError
-from residua.lab.cost.counts import flops_per_token, parameters, products_per_token
+from residua.lab.cost.counts import _Elements, flops_per_token, parameters, products_per_token
 from residua.lab.cost.estimate import GPU_MEMORY, estimate
 from residua.lab.cost.measured_memory import storages_kept
 from residua.lab.cost.step_memory import activation_memory
@@ -55,6 +55,13 @@ def test_flops_of_the_connections_are_at_least_those_of_their_linear_maps(name):
         if isinstance(module, LINEAR_MAPS) and ".stream." in name
     ]
     assert products(name) - products("residual") >= 6 * sum(linear)
+
+
+def test_other_arithmetic_is_the_largest_tensor_of_each_operation_that_is_no_product_and_no_view():
+    x, weight, bias = (torch.zeros(*shape, device="meta") for shape in ((4, 3), (3, 5), (5,)))
+    with _Elements() as counted:
+        (x @ weight + bias).t().sum().sqrt()
+    assert counted.total == 20 + 20 + 1
 
 
 def test_a_scheme_with_a_kernel_is_counted_as_its_definition():

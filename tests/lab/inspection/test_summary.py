@@ -42,10 +42,24 @@ def test_figures_are_means_and_quantiles_over_the_tokens():
     beta = found.values["beta"]
     for i, row in enumerate(sublayer_statistics(found)):
         assert row["beta"] == pytest.approx(beta[i].mean().item())
-        assert row["beta_q95"] == pytest.approx(beta[i].quantile(0.95).item())
+        for level, share in (("q05", 0.05), ("q50", 0.5), ("q95", 0.95)):
+            assert row[f"beta_{level}"] == pytest.approx(beta[i].quantile(share).item())
         assert row["identity"] + row["projection"] + row["reflection"] == pytest.approx(1)
         assert row["state_norm"] == pytest.approx(found.values["state_norm"][i].mean().item())
         assert row["singular_min"] == pytest.approx(found.values["singular_min"][i].median().item())
+    pairs = found.values["alignment"][torch.triu_indices(4, 4, offset=1).unbind()].mean()
+    rank, low, high = (found.values[name] for name in ("effective_rank", "singular_min", "singular_max"))
+    lines = overview(found)
+    assert f"directions: mean |cos(k_i, k_j)| {pairs:.3f}, effective rank {rank.mean():.2f} of 4" in lines
+    values = f"{low[-1].median():.4g} to {high[-1].median():.4g}"
+    assert f"product of all shortcuts: singular values {values} (median token)" in lines
+
+
+def test_the_distance_of_a_mixing_matrix_from_the_identity_is_that_of_its_farthest_entry():
+    found = trace(tiny_model("hc"), prompt(12))
+    distance = (found.values["h_res"] - torch.eye(4)).abs().flatten(-2).max(-1).values.mean(1)
+    rows = sublayer_statistics(found)
+    assert [row["distance_from_identity"] for row in rows] == pytest.approx(distance.tolist())
 
 
 # What is still at its start in an untrained model. mhc-deepseek and mhc-glm start by averaging.
