@@ -438,12 +438,13 @@ def rivals() -> dict[str, Any]:
     assert scales[0].mean > 0
     rates = by_rate("rivals-1M")["mhc"]
     assert rates.keys() == {0.008, 0.016}
-    assert {seed: run["transition"] for seed, run in rates[0.016].items()} == {211: None, 212: None}
-    pairs = [(ends(run), ends(rates[0.008][seed])) for seed, run in rates[0.016].items()]
-    worse = [[high - low for high, low in zip(*pair)] for pair in pairs]
-    mhc, scaled = {seed: ends(run) for seed, run in rates[0.008].items()}, split_losses("1M")["lambdas+tc"]
-    to_look = contrasts(mhc, {seed: ends(run) for seed, run in look.items()}, SEEDS)
-    to_tc = contrasts(scaled, mhc, SEEDS)
+    assert [seed for seed, run in rates[0.016].items() if run["transition"] is not None] == [213]
+    high, low = ({seed: ends(run) for seed, run in rates[rate].items()} for rate in (0.016, 0.008))
+    higher = contrasts(high, low, SEEDS)
+    assert [side(higher[0]), side(higher[2])] == ["level", "behind"]
+    scaled = split_losses("1M")["lambdas+tc"]
+    to_look = contrasts(low, {seed: ends(run) for seed, run in look.items()}, SEEDS)
+    to_tc = contrasts(scaled, low, SEEDS)
     assert [side(to_look[0]), side(to_look[2]), side(to_tc[0]), side(to_tc[2])] == ["level", "level", "ahead", "ahead"]
     leads = [run["val_loss"] - cheap.losses[seed] for seed, run in look.items()]
     assert min(leads) > 0
@@ -471,8 +472,10 @@ def rivals() -> dict[str, Any]:
         "mhc_smear": interval(to_look[0], 3),
         "mhc_tc": interval(to_tc[0], 3).removeprefix("-"),
         "mhc_tc_others": interval(to_tc[2], 3).removeprefix("-"),
-        "mhc_higher": " and ".join(f"{each[0]:.2f}" for each in worse),
-        "mhc_higher_others": " and ".join(f"{each[2]:.2f}" for each in worse),
+        "mhc_higher_steps": f"{rates[0.016][213]['transition']:,.0f}",
+        "mhc_higher": " and ".join(f"{high[seed][0] - low[seed][0]:.2f}" for seed in (211, 212)),
+        "mhc_higher_mean": interval(higher[0], 2).removeprefix("+"),
+        "mhc_higher_others": interval(higher[2], 2).removeprefix("+"),
         "mhc_steps": span((run["transition"] for run in rates[0.008].values()), 0),
         "mhc_time": f"{times['mhc'] / times['lambdas+tc']:.2f}",
         "smear_lambdas": interval(scales[0], 3).removeprefix("+"),
