@@ -262,7 +262,7 @@ def declare(tmp_path, monkeypatch, names):
     def declare(name: str, *entry_points: str) -> Any:
         monkeypatch.syspath_prepend(installed(tmp_path / name, f"half_{name}", HALF, *entry_points))
         monkeypatch.delitem(sys.modules, f"half_{name}", raising=False)
-        return pytest.importorskip(f"half_{name}")
+        return import_module(f"half_{name}")
 
     return declare
 

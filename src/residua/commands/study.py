@@ -56,6 +56,9 @@ def run(
     from residua.lab.study.definition import load_study
 
     require(teraflops is None or dry_run, "--teraflops", "left out without --dry-run", teraflops)
+    require(not (measure and dry_run), "--measure", "left out with --dry-run", measure)
+    require(not (measure and no_costs), "--no-costs", "left out with --measure", no_costs)
+    require(rounds is None or not no_costs, "--rounds", "left out with --no-costs, which times nothing", rounds)
     require(measure or not compiled, "--compiled", "left out without --measure; a run has train.compile", compiled)
     chosen = load_study(study).only(schemes, sizes)  # raises before torch is imported
     count = f"{len(chosen.schemes)} schemes at {len(chosen.sizes)} size{'s' * (len(chosen.sizes) > 1)}"

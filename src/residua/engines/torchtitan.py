@@ -8,6 +8,7 @@ the stream belong to the root unit of FSDP2, in float32. Under tensor parallelis
 The configurations are the functions at the end of this file; torchtitan finds them by name.
 """
 
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,14 +39,14 @@ from residua.models.linear import initialise, start_of
 with extra("lab"):
     from transformers import LlamaConfig
 
-TESTED = (0, 3)
-NEEDED = f"residua works with torchtitan {TESTED[0]}.{TESTED[1]}: {installing('titan')}"
+TESTED = "0.3"
+NEEDED = f"residua works with torchtitan {TESTED}: {installing('titan')}"
 """The end of an error for other versions; the extra `titan` has the same range of releases."""
 
 
 def expect_tested(installed: str) -> None:
     """Raise InputError unless the `installed` version of torchtitan is a tested one."""
-    if tuple(map(int, installed.split(".")[:2])) != TESTED:
+    if not re.match(rf"{re.escape(TESTED)}(?!\d)", installed):
         raise InputError(f"torchtitan {installed} is installed, and {NEEDED}")
 
 

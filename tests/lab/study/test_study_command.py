@@ -65,6 +65,10 @@ def test_a_dry_run_prints_hours_and_what_the_seeds_can_show_and_writes_nothing(d
     for option, told in ((["--teraflops", "100"], "--dry-run"), (["--compiled"], "--measure")):
         assert main([*argv, *option]) == 2
         assert f"{option[0]} must be left out without {told}" in capsys.readouterr().err
+    for options in (["--measure", "--dry-run"], ["--no-costs", "--measure"], ["--rounds", "9", "--no-costs"]):
+        assert main([*argv, *options]) == 2
+        first, told = (option for option in options if option.startswith("--"))
+        assert f"{first} must be left out with {told}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
