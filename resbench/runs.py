@@ -4,8 +4,8 @@
     python resbench/runs.py resbench/rates-1M.yaml --minutes 60 --data data/resbench
 
 All runs are made by the one commit that the file resbench/commit names: in a worktree of it, runs/resbench-COMMIT, with
-an environment of its own from the lock of that commit. The study, too, is that commit's. Records go to
-resbench/records/STUDY of this checkout.
+an environment of its own from the lock of that commit. A study that is given by its name, too, is that commit's; a file
+is read where it is. Records go to resbench/records/STUDY of this checkout.
 
 No run begins that cannot end within the minutes, as far as records tell: the slowest of its scheme at its size on this
 kind of processor, or of all schemes at that size. A run that was killed goes on where it was.
@@ -35,7 +35,12 @@ def main() -> int:
     if arguments.checkout is not None:
         return make_runs(arguments.study, arguments.data, ends, arguments.checkout)
     checkout = HERE.parent
-    tree = worktree(checkout)
+    try:
+        tree = worktree(checkout)
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or "see above").strip()  # make prints its own message
+        print(f"runs: {' '.join(map(str, error.cmd))}: {said}", file=sys.stderr)
+        return 1
     left = (ends - time.monotonic()) / 60  # the environment took some of it
     told = [f"--minutes={left}", "--data", arguments.data, "--checkout", str(checkout)]  # `left` may be below 0
     command = [tree / ".venv/bin/python", tree / "resbench/runs.py", arguments.study, *told]

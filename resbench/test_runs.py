@@ -56,3 +56,12 @@ def test_no_run_starts_that_would_not_finish_in_time(runs, folder, monkeypatch):
         runs.until(time.monotonic() + 25, folder / "a")(work)
     assert finished == ["hc"]
     assert committed == ["Record hc of a: rate 0.008, seed 1"]
+
+
+def test_outside_a_clone_git_says_why_in_one_line(runs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "resbench").mkdir()
+    (tmp_path / "resbench" / "commit").write_text("a" * 40)
+    monkeypatch.setattr(runs, "HERE", tmp_path / "resbench")
+    monkeypatch.setattr("sys.argv", ["runs.py", "rates-1M"])
+    assert runs.main() == 1
+    assert "not a git repository" in capsys.readouterr().err
