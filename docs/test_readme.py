@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 import residua
 from residua.connections import PRESETS, SCHEMES
@@ -36,6 +37,9 @@ def test_the_claim_about_the_authors_numbers_matches_the_tolerance_of_their_test
         "logits agree with both of their codes to 1e-9 and all gradients to 1e-7 when the authors' code runs "
         "entirely in float64" in TEXT
     )
+    vectors = map(load_file, (ROOT / "tests/models/authors").rglob("*.safetensors"))
+    moved = max((each["logits_rope32.f64"] - each["logits.f64"]).abs().max().item() for each in vectors)
+    assert f"rotary tables are in float32, which moves those logits by up to {moved:.1e}".replace("e-0", "e-") in TEXT
 
 
 def test_the_models_that_convert_are_those_of_the_generated_page():
