@@ -326,7 +326,8 @@ def million() -> dict[str, Any]:
     assert high[213]["transition"] is None
     assert all(high[seed]["transition"] > own[seed]["transition"] for seed in (211, 212))
     worse = {seed: high[seed]["val_loss"] - own[seed]["val_loss"] for seed in SEEDS}
-    both = contrasts(*({seed: ends(runs[seed]) for seed in SEEDS} for runs in (high, own)), SEEDS)
+    above, below = ({seed: ends(run) for seed, run in each.items()} for each in (high, own))
+    both = contrasts(above, below, SEEDS)
     assert [side(both[0]), side(both[2])] == ["level", "level"]
     whole = [rate for rate, some in plain.items() if {*SEEDS} <= some.keys()]
     assert whole == [*plain] == [0.032, 0.016, 0.008, 0.004, 0.002]
