@@ -246,7 +246,7 @@ def test_out_must_be_new_or_empty(source, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InputError, match=r"must be .*, got .*file"):
         prepare(source, tmp_path / "file", tokenizer="byte")
-    with pytest.raises(InputError, match=r"cannot be used as a folder .*: Not a directory"):
+    with pytest.raises(InputError, match=r"must be .*, got .*below, which is below the file .*file;"):
         prepare(source, tmp_path / "file" / "below", tokenizer="byte")
     assert contents(tmp_path / "empty") == before
 

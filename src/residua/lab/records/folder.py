@@ -86,8 +86,9 @@ def new_folder(path: str | Path, name: str = "") -> Path:
     """
     folder = Path(path).resolve()
     above = next((parent for parent in folder.parents if parent.exists()), folder)
-    if not (is_new(Path(path)) and above.is_dir()):
-        raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}; choose another folder")
+    below = "" if above.is_dir() else f", which is below the file {above}"
+    if below or not is_new(folder):
+        raise InputError(f"{name or 'folder'} must be a new or empty folder, got {path}{below}; choose another folder")
     return folder
 
 
