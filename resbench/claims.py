@@ -326,6 +326,8 @@ def million() -> dict[str, Any]:
     assert high[213]["transition"] is None
     assert all(high[seed]["transition"] > own[seed]["transition"] for seed in (211, 212))
     worse = {seed: high[seed]["val_loss"] - own[seed]["val_loss"] for seed in SEEDS}
+    lowest = {seed: run for seed, run in scales_at[0.004].items() if seed in SEEDS}
+    assert [*lowest] == [211, 212]
     above, below = ({seed: ends(run) for seed, run in each.items()} for each in (high, own))
     both = contrasts(above, below, SEEDS)
     assert [side(both[0]), side(both[2])] == ["level", "level"]
@@ -403,6 +405,10 @@ def million() -> dict[str, Any]:
         "million_lambdas_higher": " and ".join(f"{high[seed]['transition']:,.0f}" for seed in (211, 212)),
         "million_lambdas_worse": " and ".join(f"{worse[seed]:.2f}" for seed in (211, 212)),
         "million_lambdas_worst": f"{worse[213]:.2f}",
+        "million_lambdas_lowest": " and ".join(f"{run['transition']:,.0f}" for run in lowest.values()),
+        "million_lambdas_lowest_minus": " and ".join(
+            f"{run['val_loss'] - own[seed]['val_loss']:+.2f}" for seed, run in lowest.items()
+        ),
         "million_lambdas_higher_mean": interval(both[0], 2).removeprefix("+"),
         "million_lambdas_higher_others": interval(both[2], 2).removeprefix("+"),
         "million_steps": f"{rows['residual'].steps:,}",
