@@ -120,8 +120,10 @@ def test_sizes_beyond_the_machine_give_a_one_line_error(error, status, said, cap
         (["compare", "runs"], "runs must be a run folder, found no config.yaml; give a run inside it: runs/a"),
         (["compare", "absent"], "absent must be a run folder, found no such folder; residua train --run makes one"),
         (["evaluate", "runs"], "runs must be a run folder, found no config.yaml; give a run inside it: runs/a"),
-        (["evaluate", "runs/a", "--data", ""], "'' must be a file or folder of text, or the run's"),
+        (["evaluate", "runs/a", "--data", ""], "--data must be a path, got ''"),
         (["prepare", "--source", "", "--out", "b"], "source must be the name of a source, got ''"),
+        (["compare", "runs/a", "runs/a", "--out", ""], "--out must be a path, got ''"),
+        (["study", "report", ""], "DIR must be a path, got ''"),
         (["export", "runs/a", "file/b"], "DIR must be a new or empty folder, got file/b"),
         (["evaluate", "runs/a", "--data", "absent.txt"], "absent.txt must be a file or folder of text, or the run's"),
         (

@@ -14,9 +14,9 @@ CheckpointChoice = Natural | Literal["best"]
 
 
 def expect_path(path: str, expected: str = "a run folder or a folder with a transformers model") -> None:
-    """Raise InputError for a path that does not exist, or is empty, before slow imports."""
-    if not path or not Path(path).exists():
-        raise InputError(f"{path or repr(path)} must be {expected}, found no such file or folder")
+    """Raise InputError for a path that does not exist, before slow imports."""
+    if not Path(path).exists():
+        raise InputError(f"{path} must be {expected}, found no such file or folder")
 
 
 LONGEST_MESSAGE = 4000

@@ -33,6 +33,8 @@ HELP = {"-h", "--help", "--help-all"}
 RARELY = "Rarely"
 ENTRY = re.compile(r"(?m)^(\w+)(?: \((.+?)\))?: (.*(?:\n +.*)*)")
 """An entry of a docstring: a name, a metavar and a text."""
+PLACE = re.compile("DIR|FILE|RUN|MODEL")
+"""In the metavar of a path."""
 FINITE = Range("a finite number of at most 64 bits", lambda x: not isinstance(x, (int, float)) or abs(x) < 2**63)
 
 
@@ -214,7 +216,8 @@ def _option(
         return Option(flag, group, settings, rare=rare)
     item = get_args(kind)[0] if several else kind
     metavar = metavar or metavar_of(item)
-    settings |= {"type": lambda text: read(text, item, ranges), "metavar": metavar}
+    place = PLACE.search(metavar) is not None
+    settings |= {"type": lambda text: read(_place(text) if place else text, item, ranges), "metavar": metavar}
     usage = f"{metavar}{' ...' * several}"
     if positional:
         settings["nargs"] = ("+" if required else "*") if several else None if required else "?"
@@ -230,6 +233,13 @@ def _help(text: str, default: Any) -> str:
     if default in (inspect.Parameter.empty, None, "", ()) or isinstance(default, bool) or "(default" in text:
         return text
     return f"{text} (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"
+
+
+def _place(text: str) -> str:
+    """Return the text of a path. Raises ArgumentTypeError if it is empty, which would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got ''")
+    return text
 
 
 def read(text: str, kind: Any, ranges: Sequence[Range] = ()) -> Any:
