@@ -36,6 +36,7 @@ from tables import (
     by_rate,
     contrasts,
     ends,
+    ends_by_seed,
     from_smear,
     interval,
     leads_on_plain,
@@ -328,8 +329,7 @@ def million() -> dict[str, Any]:
     worse = {seed: high[seed]["val_loss"] - own[seed]["val_loss"] for seed in SEEDS}
     lowest = {seed: run for seed, run in scales_at[0.004].items() if seed in SEEDS}
     assert [*lowest] == [211, 212]
-    above, below = ({seed: ends(run) for seed, run in each.items()} for each in (high, own))
-    both = contrasts(above, below, SEEDS)
+    both = contrasts(ends_by_seed(high), ends_by_seed(own), SEEDS)
     assert [side(both[0]), side(both[2])] == ["level", "level"]
     whole = [rate for rate, some in plain.items() if {*SEEDS} <= some.keys()]
     assert whole == [*plain] == [0.032, 0.016, 0.008, 0.004, 0.002]
@@ -446,11 +446,11 @@ def rivals() -> dict[str, Any]:
     rates = by_rate("rivals-1M")["mhc"]
     assert rates.keys() == {0.008, 0.016}
     assert [seed for seed, run in rates[0.016].items() if run["transition"] is not None] == [213]
-    high, low = ({seed: ends(run) for seed, run in rates[rate].items()} for rate in (0.016, 0.008))
+    high, low = (ends_by_seed(rates[rate]) for rate in (0.016, 0.008))
     higher = contrasts(high, low, SEEDS)
     assert [side(higher[0]), side(higher[2])] == ["level", "behind"]
     scaled = split_losses("1M")["lambdas+tc"]
-    to_look = contrasts(low, {seed: ends(run) for seed, run in look.items()}, SEEDS)
+    to_look = contrasts(low, ends_by_seed(look), SEEDS)
     to_tc = contrasts(scaled, low, SEEDS)
     assert [side(to_look[0]), side(to_look[2]), side(to_tc[0]), side(to_tc[2])] == ["level", "level", "ahead", "ahead"]
     leads = [run["val_loss"] - cheap.losses[seed] for seed, run in look.items()]

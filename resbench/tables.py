@@ -182,6 +182,11 @@ def ends(run: dict[str, Any]) -> tuple[float, ...]:
     return run["val_loss"], *run["split"][-1][1:], run["further_split"][-1][2]
 
 
+def ends_by_seed(runs: dict[int, dict[str, Any]]) -> dict[int, tuple[float, ...]]:
+    """The `ends` of runs by seed."""
+    return {seed: ends(run) for seed, run in runs.items()}
+
+
 def split_table(size: str) -> str:
     """What the planned pairs of a size, of 1M at 0.3M, differ by on each kind of label, over the seeds of every row."""
     planned = size if size in SPLIT else "1M"
@@ -242,8 +247,7 @@ def leads_on_plain(scheme: str) -> dict[tuple[float, int], tuple[float, ...]]:
 
 def on_plain_at(rate: float, scheme: str) -> list[Contrast]:
     """The four losses of a scheme at 1M, at its own rate, minus the plain residual's at `rate`."""
-    theirs = {seed: ends(run) for seed, run in baselines_at_rates()[BASELINE][rate].items()}
-    return contrasts(split_losses("1M")[scheme], theirs, SEEDS)
+    return contrasts(split_losses("1M")[scheme], ends_by_seed(baselines_at_rates()[BASELINE][rate]), SEEDS)
 
 
 def over_rates(scheme: str) -> list[str]:
@@ -334,8 +338,8 @@ def smear_rate() -> float:
 
 def from_smear(scheme: str) -> list[Contrast]:
     """The four losses of a scheme of the first study at 1M minus those of `lambdas+smear` at its best rate."""
-    theirs = {seed: ends(run) for seed, run in by_rate("rivals-1M")["lambdas+smear"][smear_rate()].items()}
-    return contrasts(split_losses("1M")[scheme], theirs, SEEDS)
+    looks = by_rate("rivals-1M")["lambdas+smear"][smear_rate()]
+    return contrasts(split_losses("1M")[scheme], ends_by_seed(looks), SEEDS)
 
 
 def searched() -> dict[str, dict[float, dict[str, Any]]]:
