@@ -112,11 +112,8 @@ def collect(paths: Sequence[str | Path], reading: Reading = Reading()) -> tuple[
     runs = [path for path in paths if not (path.is_file() or is_model_folder(path))]
     # Read everything first, so that a mistake in the last path is found before the slow part.
     comparison = comparison_payload(runs) if len(runs) > 1 else None
-    traces = [file and _loaded(path, file) for path, file in zip(paths, files)]
-    return [
-        _measured(path, reading) if trace is None else Source(_name(path, trace), trace, path, file)
-        for path, file, trace in zip(paths, files, traces)
-    ], comparison
+    kept = [file and _loaded(path, file) for path, file in zip(paths, files)]
+    return [source or _measured(path, reading) for path, source in zip(paths, kept)], comparison
 
 
 def page_of(
@@ -166,14 +163,14 @@ def _kept_trace(path: Path, reading: Reading) -> Path | None:
     return kept if kept and kept.is_file() else None
 
 
-def _loaded(path: Path, file: Path) -> Trace | None:
-    """Return the trace in a file; None, after a line that says so, if that of a run must be made again."""
+def _loaded(path: Path, file: Path) -> Source | None:
+    """Return the source of a trace file; None, after a line that says so, if that of a run must be made again."""
     try:
         trace = Trace.load(file)
-        source = Source(_name(path, trace), trace)
+        source = Source(_name(path, trace), trace, path, file)
         with undamaged(file, "a trace", "residua explore RUN writes one"):  # values or facts may lack others
             json.dumps([source.to_json(), *source.parts()], allow_nan=False)
-        return trace
+        return source
     except InputError as error:
         if path == file:  # which the user named
             raise
