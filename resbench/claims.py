@@ -328,9 +328,18 @@ def million() -> dict[str, Any]:
     assert all(high[seed]["transition"] > own[seed]["transition"] for seed in (211, 212))
     worse = {seed: high[seed]["val_loss"] - own[seed]["val_loss"] for seed in SEEDS}
     lowest = {seed: run for seed, run in scales_at[0.004].items() if seed in SEEDS}
-    assert [*lowest] == [211, 212]
-    both = contrasts(ends_by_seed(high), ends_by_seed(own), SEEDS)
-    assert [side(both[0]), side(both[2])] == ["level", "level"]
+    assert {*lowest} == {*SEEDS}
+    both, below = (contrasts(ends_by_seed(runs), ends_by_seed(own), SEEDS) for runs in (high, lowest))
+    assert {side(each[column]) for each in (both, below) for column in (0, 2)} == {"level"}
+    assert below[2].mean < 0 < both[2].mean
+    assert all(lowest[seed]["transition"] < high[seed]["transition"] for seed in (211, 212))
+    assert min(scales_at) == 0.004
+    at_best = {
+        name: contrasts(split_losses("1M")[name], ends_by_seed(lowest), SEEDS) for name in ("residual+tc", "lambdas+tc")
+    }
+    assert {side(each[column]) for each in at_best.values() for column in (0, 2)} == {"ahead"}
+    scales_best = contrasts(ends_by_seed(lowest), ends_by_seed({seed: plain[0.004][seed] for seed in SEEDS}), SEEDS)
+    assert [side(scales_best[0]), side(scales_best[2])] == ["ahead", "level"]
     whole = [rate for rate, some in plain.items() if {*SEEDS} <= some.keys()]
     assert whole == [*plain] == [0.032, 0.016, 0.008, 0.004, 0.002]
     runs = {(rate, seed): run for rate, some in plain.items() for seed, run in some.items()}
@@ -405,10 +414,14 @@ def million() -> dict[str, Any]:
         "million_lambdas_higher": " and ".join(f"{high[seed]['transition']:,.0f}" for seed in (211, 212)),
         "million_lambdas_worse": " and ".join(f"{worse[seed]:.2f}" for seed in (211, 212)),
         "million_lambdas_worst": f"{worse[213]:.2f}",
-        "million_lambdas_lowest": " and ".join(f"{run['transition']:,.0f}" for run in lowest.values()),
-        "million_lambdas_lowest_minus": " and ".join(
-            f"{run['val_loss'] - own[seed]['val_loss']:+.2f}" for seed, run in lowest.items()
-        ),
+        "million_lambdas_lowest": span((run["transition"] for run in lowest.values()), 0),
+        "million_lambdas_lowest_mean": interval(below[0], 3),
+        "million_lambdas_lowest_others": interval(below[2], 3),
+        "million_scales_best": interval(scales_best[0], 2).removeprefix("-"),
+        "million_scales_best_others": interval(scales_best[2], 3),
+        **{f"million_{key}_best{part}": interval(at_best[name][column], 3).removeprefix("-")
+           for key, name in (("cheap", "lambdas+tc"), ("tc", "residual+tc"))
+           for part, column in (("", 0), ("_others", 2))},
         "million_lambdas_higher_mean": interval(both[0], 2).removeprefix("+"),
         "million_lambdas_higher_others": interval(both[2], 2).removeprefix("+"),
         "million_steps": f"{rows['residual'].steps:,}",
@@ -443,8 +456,11 @@ def rivals() -> dict[str, Any]:
     tc, scales = (from_smear(name) for name in ("lambdas+tc", "lambdas"))
     assert [side(tc[0]), side(tc[2]), side(scales[0])] == ["ahead", "ahead", "level"]
     assert scales[0].mean > 0
+    lambdas = baselines_at_rates()["lambdas"][0.004]
+    best = contrasts(ends_by_seed(lambdas), ends_by_seed(look), SEEDS)
+    assert [side(best[0]), side(best[2])] == ["level", "behind"]
     rates = by_rate("rivals-1M")["mhc"]
-    assert rates.keys() == {0.008, 0.016}
+    assert [*rates[0.004]] == [211]
     assert [seed for seed, run in rates[0.016].items() if run["transition"] is not None] == [213]
     high, low = (ends_by_seed(rates[rate]) for rate in (0.016, 0.008))
     higher = contrasts(high, low, SEEDS)
@@ -485,6 +501,9 @@ def rivals() -> dict[str, Any]:
         "mhc_higher_others": interval(higher[2], 2).removeprefix("+"),
         "mhc_steps": span((run["transition"] for run in rates[0.008].values()), 0),
         "mhc_time": f"{times['mhc'] / times['lambdas+tc']:.2f}",
+        "smear_best": interval(best[0], 3).removeprefix("+"),
+        "smear_best_others": interval(best[2], 3).removeprefix("+"),
+        "mhc_lowest": f"{rates[0.004][211]['val_loss']:.3f}",
         "smear_lambdas": interval(scales[0], 3).removeprefix("+"),
         "smear_steps": span((run["transition"] for run in look.values()), 0),
         "smear_convolution_steps": span((step for name in forms for step in share_of_runs(name)), 0),
