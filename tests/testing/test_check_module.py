@@ -1398,9 +1398,9 @@ def test_a_module_may_refuse_a_state_that_is_not_contiguous():
     assert not check_module(adapter).failed
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_caller_may_be_without_gradients(mode):
-    with mode():
+@pytest.mark.parametrize("mode", [torch.no_grad(), torch.inference_mode(), torch.device("meta")])
+def test_the_caller_may_be_without_gradients_or_on_another_device(mode):
+    with mode:
         assert not check_module(PlainMine()).failed
 
 

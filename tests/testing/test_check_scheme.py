@@ -729,6 +729,20 @@ def test_the_random_state_of_the_caller_is_unchanged(monkeypatch):
     assert seeds == []
 
 
+@pytest.mark.parametrize("defaults", ["dtype", "device", "autocast"])
+def test_the_defaults_of_the_caller_change_no_check(defaults):
+    """A script for a GPU often sets the device or the dtype of new tensors. The meta device stands for the GPU."""
+    dtype = torch.bfloat16 if defaults == "dtype" else torch.float32
+    device = torch.device("meta" if defaults == "device" else "cpu")
+    torch.set_default_dtype(dtype)
+    try:
+        with device, torch.autocast("cpu", torch.bfloat16, enabled=defaults == "autocast"):
+            check_scheme(resolve("mhc"))
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_plugin_makes_a_test_for_each_check(pytester, monkeypatch):
     for table in ("SCHEMES", "PRESETS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))

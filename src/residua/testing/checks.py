@@ -1,6 +1,7 @@
 """Run checks by name, and report their outcomes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -67,12 +68,29 @@ class Report:
         return "\n".join([*lines, f"checks: {', '.join(f'{count} {word}' for word, count in counts.items() if count)}"])
 
 
+@contextmanager
+def apart_from_caller() -> Iterator[None]:
+    """Run the `with` block as in a new process: on the CPU, in float32, with gradients and without autocast.
+
+    The caller's defaults and random state are restored.
+    """
+    cpu, dtype = torch.device("cpu"), torch.get_default_dtype()
+    device = nullcontext() if torch.get_default_device() == cpu else cpu  # a context slows every operation down
+    gradients, random_state = torch.inference_mode(False), torch.random.fork_rng(devices=[])
+    torch.set_default_dtype(torch.float32)
+    try:
+        with random_state, gradients, torch.enable_grad(), device, torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def seeded(check: CheckFunction) -> CheckFunction:
-    """Wrap a check: it runs with its own random seed and with gradients, and restores the caller's state."""
+    """Wrap a check: it runs with its own random seed, apart from the caller's state."""
 
     @wraps(check)
     def run_seeded(subject: Any, **options: Any) -> None:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        with apart_from_caller():
             torch.default_generator.manual_seed(0)
             check(subject, **options)
 

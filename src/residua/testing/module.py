@@ -44,6 +44,7 @@ from residua.testing.checks import (
     NotChecked,
     Report,
     Suite,
+    apart_from_caller,
     equal,
     expect,
     expect_names,
@@ -122,7 +123,7 @@ def _of_nearest(name: str, check: CheckFunction) -> CheckFunction:
 
 def settled(adapter: Adapter) -> Adapter:
     """Return the adapter, with `evaluation_only` if its module draws random numbers in training mode alone."""
-    with torch.random.fork_rng(devices=[]), suppress(Exception):  # the checks report an error
+    with apart_from_caller(), suppress(Exception):  # the checks report an error
         pair = Pair(adapter)
 
         def repeats(seeds: tuple[int, int]) -> bool:
@@ -150,7 +151,7 @@ def nearest(adapter: Adapter) -> "tuple[Adapter, PairedPass | None]":
     candidates = versions(adapter.scheme)
     if len(candidates) == 1:
         return adapter, None
-    with torch.random.fork_rng(devices=[]), suppress(Exception):
+    with apart_from_caller(), suppress(Exception):
         passes = []
         for scheme in candidates:
             torch.default_generator.manual_seed(0)
