@@ -38,6 +38,7 @@ from residua.connections.parts.memory import (
     memory_of,
     no_sequence,
     reads_other_tokens,
+    tokens_of,
     whole_piece,
     window_of,
 )
@@ -335,6 +336,7 @@ class Stream(WideParts):
         if memory is not None:
             expect_once(self.parts)
         if attention_mask is not None and any(map(window_of, self.parts)):
+            attention_mask = tokens_of(attention_mask)  # once: each part reads a boolean mask as it is
             x = finite_at_padding(x, attention_mask)
         with whole_piece(memory):
             state = self.expand(x, memory_of(self.expand, memory, attention_mask, documents))

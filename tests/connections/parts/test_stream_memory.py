@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import residua
 from residua import EDelta, PooledHouseholder, StreamMemory
 from residua.connections import PRESETS
+from residua.connections.parts import memory as parts_memory
 from residua.connections.parts.memory import window_of
 from residua.models.cache import memories
 from support.tolerances import assert_close
@@ -295,6 +296,15 @@ def test_masks_of_all_forms_are_equivalent(name, form):
     if form != "added":
         whole = stream(x[2:], SUB, attention_mask=mask[2:])
         assert torch.equal(whole, stream(x[2:], SUB, attention_mask=MASK[2:]))
+
+
+@each_way_to_look_back
+def test_a_stream_reads_the_numbers_of_a_mask_once(name, monkeypatch):
+    """A GPU must finish its work before numbers can be read, so reading them in every part would be slow."""
+    read = []
+    monkeypatch.setattr(parts_memory, "seen", lambda mask, seen=parts_memory.seen: read.append(mask) or seen(mask))
+    build(name)(normal(3, 5, DIM), SUB, attention_mask=MASKS["added"])
+    assert len(read) == 1
 
 
 @each_way_to_look_back

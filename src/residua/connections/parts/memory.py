@@ -475,12 +475,12 @@ def masked(x: Tensor, padding: Tensor | None) -> Tensor:
     return torch.where(padding.to(x.device).view(*padding.shape, *(1,) * (x.dim() - 2)), x, 0)
 
 
-def finite_at_padding(x: Tensor, mask: Tensor) -> Tensor:
+def finite_at_padding(x: Tensor, tokens: Tensor) -> Tensor:
     """Return x: (batch, seq, dim) with 0 in place of numbers at padding that are not finite.
 
-    0 times NaN is NaN, so NaN would reach the gradients of tokens. mask: in any form that `tokens_of` takes.
+    0 times NaN is NaN, so NaN would reach the gradients of tokens. tokens: (batch, seq), as from `tokens_of`.
     """
-    padding = ~tokens_of(mask).to(x.device)
+    padding = ~tokens.to(x.device)
     expect_shape("attention_mask", padding, x.shape[:2], "(batch, seq) of this call")
     return torch.where(padding.unsqueeze(-1) & ~x.isfinite(), 0, x)
 
