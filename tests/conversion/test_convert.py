@@ -18,8 +18,10 @@ from transformers import (
     CohereConfig,
     DynamicCache,
     Lfm2Config,
+    Llama4TextConfig,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Qwen2_5_VLTextConfig,
@@ -37,7 +39,7 @@ from residua.errors import InputError
 from residua.models.cache import CACHE
 from support.converted_models import IDS, PLAIN, PRESERVING, VOCAB, WINDOWED, converted, lively, llama, model_of
 from support.families import randomised, tiny
-from support.tiny_models import tiny_model
+from support.tiny_models import left_padded, tiny_model
 from support.tolerances import assert_close
 
 
@@ -318,6 +320,26 @@ def test_a_mask_may_be_as_long_as_a_static_cache(build, name, given):
     kept = model(IDS[:, :4], use_cache=True)[CACHE]
     with pytest.raises(ValueError, match=r"attention_mask must be \(batch, 9\), for 4 tokens in the cache and 5"):
         model(IDS[:, 4:], attention_mask=torch.ones(2, 5).long(), **{CACHE: kept})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("config_class", "options"),
+    [
+        (MistralConfig, {"sliding_window": 4}),
+        (Llama4TextConfig, {"attention_chunk_size": 4, "head_dim": 4, "layer_types": ["chunked_attention"] * 3}),
+    ],
+)
+def test_a_static_cache_may_be_shorter_than_the_text(config_class, options):
+    """Its mask begins with the first key that is kept, and hides the last token of a chunk from the next chunk."""
+    model = lively(model_of(config_class, num_key_value_heads=2, intermediate_size=24, **options), WINDOWED).eval()
+    texts = [IDS[0], IDS.flatten()[-12:]]
+    ids, mask = left_padded(texts)
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    expected = torch.cat([model.generate(text[None], use_cache=False, **settings)[:, -5:] for text in texts])
+    for size in (None, 5, 1):
+        kind = {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": size}
+        assert torch.equal(model.generate(ids, attention_mask=mask, **kind, **settings)[:, -5:], expected)
 
 
 @torch.no_grad()

@@ -285,18 +285,22 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
     itself is padding.
 
     Raises:
-        ValueError: the mask has another form, or it hides the previous token from a token and there are no `documents`.
+        ValueError: the mask has another form, or it hides the previous token from a token, and there are no `documents`
+            and no chunks of attention.
     """
+    chunked = isinstance(mask, dict) and "full_attention" not in mask and "chunked_attention" in mask
     mask = _of_full_attention(mask)
     batch, length = x.shape[:2]
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return of_current(mask, length, cache)
-    if mask is None or length == 1:  # a generated token is never padding
+    if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask must be (batch, seq), got {got}: this scheme needs the padding")
     past: Any = 0 if cache is None else cache.get_seq_length()
+    if cache is not None and isinstance(past, int) and any(cache.is_sliding):
+        past = min(past, max(0, mask.shape[3] - length))  # a mask of a full window begins at its first key
     if mask.shape[2] != length or mask.shape[3] < length + (past if isinstance(past, int) else 0):
         expected = f"(batch, 1, {length}, {past + length})"
         raise ValueError(f"attention_mask must be (batch, seq) or {expected}, got {tuple(mask.shape)}")
@@ -305,7 +309,7 @@ def padding_of(x: Tensor, mask: Any, cache: Any, documents: Tensor | None) -> Te
     tokens, sees_before = seen(torch.cat([mask[:, 0, rows, rows + past], before], 1)).tensor_split([length], 1)
     tokens = tokens.expand(batch, length)
     expect_no_gap(tokens, documents)
-    if documents is None:
+    if documents is None and not chunked:  # the first token of a chunk does not see the one before it
         expect_none(
             tokens[:, 1:] & tokens[:, :-1] & ~sees_before,
             "attention_mask must let every token see the one before it, because this scheme reads earlier tokens, "
