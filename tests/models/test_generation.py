@@ -339,3 +339,35 @@ def test_a_mask_without_the_tokens_of_a_static_cache_is_one_line(name):
     model(ids[:, :5], attention_mask=torch.ones(2, 5), **{CACHE: cache})
     with pytest.raises(ValueError, match=r"^attention_mask must be \(batch, .*got \(2, 4\)"):
         model(ids[:, 5:], attention_mask=torch.ones(2, 4), **{CACHE: cache})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ddl-tc", "residual+tc", "pooled-householder"])
+def test_a_cache_is_cropped_exactly_or_not_at_all(name):
+    model, ids = tiny_model(name), prompt(2, 9)
+    expected = model(ids).logits
+
+    def filled(*pieces: int) -> DynamicCache:
+        """A cache that is cropped by one token after each piece but the last."""
+        cache = DynamicCache(config=model.config)
+        model.model.make_room(cache)
+        cache.activate_past_recording()
+        for number, piece in enumerate(pieces):
+            if number:
+                cache.crop(-1)
+            begin = cache.get_seq_length()
+            model(ids[:, begin : begin + piece], **{CACHE: cache})
+        return cache
+
+    for pieces, removed in (((7,), 2), ((7,), 7), ((7, 3), 3), ((7, 3), 9), ((1, 1), 1)):
+        cache = filled(*pieces)
+        cache.crop(-removed)
+        rest = model(ids[:, cache.get_seq_length() :], **{CACHE: cache}).logits
+        assert_close(rest, expected[:, -rest.shape[1] :])
+    with pytest.raises(ValueError, match=r"^cache must keep the tokens .* got 5 tokens to remove"):
+        filled(7, 3).crop(-5)
+    cache = filled(7, 3)
+    cache.reset()
+    model(ids[:, :2], **{CACHE: cache})
+    cache.crop(-1)
+    assert_close(model(ids[:, 1:], **{CACHE: cache}).logits, expected[:, 1:])

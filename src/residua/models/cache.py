@@ -110,6 +110,7 @@ class StreamLayer(LinearAttentionLayer):
     def __init__(self, number_of_states: int, *, readouts: bool = False):
         super().__init__(number_of_states=number_of_states)
         self.readouts = readouts
+        self.dropped = dict.fromkeys(range(number_of_states), 0)  # rows before those that are kept, if cropped
 
     def _change(self, rows_of: Callable[[Tensor], Tensor]) -> None:
         for i, state in self.conv_states.items():
@@ -131,7 +132,23 @@ class StreamLayer(LinearAttentionLayer):
                 "crop by hand must record the past before its first token: model.model.make_room(cache), then "
                 "cache.activate_past_recording()"
             )
-        super().crop(tokens_to_remove)
+        windows: Any = self.conv_kernel_size
+        states: Any = {i: self.conv_states[i] for i, filled in self.has_previous_state.items() if filled}
+        ends = {i: state.shape[-1] + tokens_to_remove for i, state in states.items()}
+        if any(end < windows[i] and self.dropped[i] and end + self.dropped[i] > 0 for i, end in ends.items()):
+            raise ValueError(
+                "cache must keep the tokens that it held when it was last cropped, because the memory of this scheme "
+                f"has dropped the rows before them, got {-tokens_to_remove} tokens to remove"
+            )
+        for i, end in ends.items():
+            first = max(0, end - windows[i])
+            self.conv_states[i] = states[i][..., first : max(0, end)]
+            self.dropped[i] = self.dropped[i] + first if end > 0 else 0
+            self.has_previous_state[i] = end > 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.dropped = dict.fromkeys(self.dropped, 0)
 
 
 def stream_layer(cache: Any, *, readouts: bool = False) -> StreamLayer | None:
