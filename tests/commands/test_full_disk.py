@@ -123,6 +123,7 @@ SYSTEM = {"full": errno.ENOSPC, "quota": errno.EDQUOT, "damaged": errno.EIO, "fo
 OFTEN = ("prepare", "train", "study report", "study verify", "demo")
 """The commands that are tried before a change lands; the others are tried by night."""
 CASES = [(command, "full") for command in COMMANDS] + [("study report", name) for name in SYSTEM if name != "full"]
+CASES += [(command, "forbidden") for command in ("compare", "explore", "convert", "export")]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from residua.lab.data.tokenizer import save_tokenizer
 from residua.lab.experiment import OpenRun, open_run
 from residua.lab.opening import context_of, quiet
 from residua.lab.records import jsonlines
-from residua.lab.records.folder import new_folder, read_facts
+from residua.lab.records.folder import DISK, new_folder, read_facts
 from residua.lab.records.provenance import repository
 from residua.lab.records.table import cell
 from residua.lab.records.terminal import printable
@@ -54,9 +54,9 @@ def export(
     residua must be installed. Without `remote_code`, `residua.load(folder)` opens the model.
 
     Raises:
-        InputError: `run` is not a run or has no such checkpoint; `folder` is not empty; or, with `remote_code`, the
-            scheme is of another package.
-        RunError: the folder cannot be written.
+        InputError: `run` is not a run or has no such checkpoint; `folder` is not empty or cannot be made; or, with
+            `remote_code`, the scheme is of another package.
+        RunError: the disk is full or damaged.
     """
     place = new_folder(folder)
     opened = open_run(run, checkpoint, device="cpu")
@@ -88,7 +88,7 @@ def _literal(text: str) -> str:
 def model_folder(place: Path) -> Iterator[Path]:
     """Yield a folder to save a model in, which is renamed to `place` at the end, or removed after an error.
 
-    Raises RunError if the folder cannot be written.
+    Raises RunError if the disk is full or damaged, and InputError if the folder cannot be written for another reason.
     """
     try:
         with unfinished(place) as temporary, quiet():
@@ -97,8 +97,8 @@ def model_folder(place: Path) -> Iterator[Path]:
             for file in temporary.glob("*.safetensors"):
                 file.chmod(mode)  # safetensors makes files readable only by their owner
     except OSError as error:
-        reason = error.strerror or first_line(error)
-        raise RunError(f"{place}: cannot write the model: {reason}; no partial files were left there") from error
+        reason, kind = error.strerror or first_line(error), RunError if error.errno in (None, *DISK) else InputError
+        raise kind(f"{place}: cannot write the model: {reason}; no partial files were left there") from error
 
 
 def add_code(folder: Path) -> None:
