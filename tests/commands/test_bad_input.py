@@ -100,7 +100,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(start, capsys, tmp_path, mon
         (KeyboardInterrupt(), 130, "interrupted"),
         (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "residua: out: File exists"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "out"), 2, "residua: out: File name too long"),
-        (OSError(errno.ENOENT, "No such file or directory", "/proc/x"), 2, "residua: /proc/x: No such file or directory"),
+        (OSError(errno.ENOENT, "No such file or directory", "out"), 2, "residua: out: No such file or directory"),
         (OSError(errno.EROFS, "Read-only file system", "out"), 2, "residua: out: Read-only file system"),
         (RuntimeError("Symlink loop from '/out'"), 2, "residua: Symlink loop from '/out'"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),

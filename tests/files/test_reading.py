@@ -111,6 +111,12 @@ def test_anchors_and_merged_mappings_are_read():
     assert parse_yaml(text, "file") == {"a": x, "b": {"lr": 3, "steps": 2}, "c": {"lr": 4, "steps": 2}, "d": x}
 
 
+def test_a_key_is_text_as_it_is_written():
+    """A study names its sizes and schemes by keys; 10 and 1e3 would else be numbers, and no a truth value."""
+    text = "10: &x {1e3: 1, 0.10: 2}\nno: {<<: *x, ~: 10}\n"
+    assert parse_yaml(text, "file") == {"10": {"1e3": 1, "0.10": 2}, "no": {"1e3": 1, "0.10": 2, "~": 10}}
+
+
 def test_missing_files_and_files_that_are_not_text_are_refused(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
     for name in ("bytes", "none", "."):

@@ -138,7 +138,7 @@ def _expect_shallow(value: Any, source: object) -> None:
 def parse_yaml(text: str, source: object) -> Any:
     """Return the value of a YAML document of plain values.
 
-    3e-4 is a number, as in YAML 1.2. Dates are text, and so are 1:30, 010 and 0o17.
+    3e-4 is a number, as in YAML 1.2. Dates are text, and so are 1:30, 010 and 0o17. A key is text as it is written.
 
     Raises:
         InputError: the text is not YAML, has a language-specific tag or a duplicate key, or is too long or too deep.
@@ -214,6 +214,8 @@ def _expect_small(size: int) -> None:
 
 DROPPED = ("timestamp", "binary", "set", "omap", "pairs")
 """The YAML types that JSON lacks."""
+PLAIN = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "int", "null"))
+"""The tags of plain values other than text. As a key, such a value is the name of something, such as 10 or no."""
 
 
 @cache
@@ -252,6 +254,9 @@ def _loader() -> Any:
             duplicate = next((name for name, count in names.items() if count > 1), None)
             if duplicate is not None:
                 raise ValueError(f"the key {duplicate} is twice in a mapping")
+            for key, _ in node.value:
+                if key.tag in PLAIN:
+                    key.tag = "tag:yaml.org,2002:str"
             return node
 
         def construct_yaml_int(self, node: Any) -> int:

@@ -442,7 +442,7 @@ def read_study(document: Any, source: str) -> Study:
         for section, kind in sections.items():
             if section in values:
                 parts = mapping(values[section] or {}, section)
-                values[section] = {str(name): _part(str(name), part, kind, section) for name, part in parts.items()}
+                values[section] = {name: _part(name, part, kind, section) for name, part in parts.items()}
         if "tuning" in values:
             values["tuning"] = decoded(values["tuning"], Tuning, "tuning")
         return decoded(values, Study)
@@ -455,7 +455,7 @@ def _part(name: str, document: Any, kind: type, section: str) -> Any:
     where = f"{section}.{name}"
     values = {**mapping({} if document is None else document, where), "name": name}
     if kind is not Question:
-        keys = {key: values.pop(key) for key in list(values) if "." in str(key)}
+        keys = {key: values.pop(key) for key in list(values) if "." in key}
         values["keys"] = {**mapping(values.get("keys") or {}, f"{where}.keys"), **keys}
     if kind is Entry:
         values.setdefault("connection", name)

@@ -389,7 +389,7 @@ def _flat(document: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values of a document by dotted key. Skip empty sections, and pass unknown sections through."""
     for name, section in mapping(document, "configuration").items():
         if name not in SECTIONS:
-            yield str(name), section
+            yield name, section
         elif section is not None:
             yield from ((f"{name}.{key}", value) for key, value in mapping(section, name).items())
 
