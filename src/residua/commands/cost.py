@@ -46,7 +46,8 @@ def step(
     """Measure the training step of a run under several schemes.
 
     Measures each scheme and the plain residual: the time, in rounds in which the schemes take turns; the memory that
-    the backward pass keeps, in vectors of the model's width for each token and layer; and the peak memory.
+    the backward pass keeps, in vectors of the model's width for each token and layer; and the peak memory. The step has
+    one micro-batch, whatever train.gradient_accumulation is.
 
     Examples:
         residua cost step --config tiny --schemes ddl-tc lambdas+tc
