@@ -148,7 +148,7 @@ def test_a_folder_accepts_no_runs_with_other_settings(finished, data, tmp_path, 
 
 
 def grown(folder, **changes):
-    return joined(study(**{**SMALLEST, **changes}), folder)
+    return joined(study(**{**SMALLEST, **changes}), folder, jsonlines.read(folder / "records.jsonl"))
 
 
 def test_a_study_may_add_seeds_and_questions(finished):

@@ -34,9 +34,9 @@ from residua.lab.records.progress import say
 from residua.lab.records.statistics import detects
 from residua.lab.records.table import Table, cell
 from residua.lab.study.definition import Study, read_folder
-from residua.lab.study.forms import Cost, CostRecord, read_records
+from residua.lab.study.forms import Cost, read_cost_records
 from residua.lab.study.plan import Plan, PlannedRun
-from residua.lab.study.results import read_fingerprint, read_runs
+from residua.lab.study.results import checked_runs, read_fingerprint, read_runs
 from residua.lab.training import RunConfig
 
 
@@ -98,9 +98,9 @@ def begun(
     """
     plan = Plan(study, study.data(data), sizes)
     with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
-        read_runs(out / "records.jsonl", plan.facts["fingerprint"])
+        runs = checked_runs(made.rows, made.path, plan.facts["fingerprint"])
         with writable(out):
-            write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out)), indent=1) + "\n")
+            write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out, runs)), indent=1) + "\n")
         yield plan, made
 
 
@@ -176,8 +176,8 @@ def duration(hours: float) -> str:
     return f"{float(f'{amount:.3g}'):,g} {unit}"
 
 
-def joined(study: Study, out: Path) -> Study:
-    """Return the study with the schemes and sizes that are already recorded in its folder.
+def joined(study: Study, out: Path, runs: Sequence[Record]) -> Study:
+    """Return the study with the schemes and sizes that are already recorded in its folder. runs: its records.
 
     Raises:
         InputError: the runs in the folder have other settings, so that rows would mix runs that cannot be compared; the
@@ -199,7 +199,6 @@ def joined(study: Study, out: Path) -> Study:
     for name in ("runs", "baseline_runs", "finalists"):
         least, budget = getattr(before.tuning, name), getattr(study.tuning, name)
         require(budget >= least, f"tuning.{name}", f"at least {least}, as in {out}", budget)
-    runs = read_runs(out / "records.jsonl", None)
     reported = {(run["size"], run["scheme"]) for run in runs if run["kind"] == "report"}
     for size, pairs in study.primary.items():
         named = {frozenset(pair) for pair in before.primary.get(size, ())}
@@ -310,7 +309,7 @@ def measure_costs(
     The schemes of a size are measured in the same rounds of one process. A new scheme is measured with the baselines.
     """
     path = out / "costs.jsonl"
-    rows = () if again else read_records(path, CostRecord, "costs of a study's schemes")
+    rows = () if again else read_cost_records(path)
     measured = {(row["size"], row["scheme"], today(row["connection"])) for row in rows if not row.get("compiled")}
     jobs_of_sizes = []
     for size in plan.sizes:
@@ -331,7 +330,7 @@ def measure_costs(
 
 def costs_table(out: Path) -> Table:
     """Return a table of the newest cost of each scheme in the folder of a study; each time with its quartiles."""
-    rows = read_records(out / "costs.jsonl", CostRecord, "costs of a study's schemes")
+    rows = read_cost_records(out / "costs.jsonl")
     newest = {(row["size"], row["scheme"]): Cost.of(row) for row in rows}
     cells = [[*place, f"{cost.ratio:.3f}", f"{cost.flops_per_token:,.0f}"] for place, cost in newest.items()]
     return Table(["size", "scheme", "step time, times the first baseline", "FLOPs per token"], cells)

@@ -170,10 +170,10 @@ class Cost(NamedTuple):
         return math.sqrt(math.pi / 2 / self.rounds) * deviation / self.ratio.median
 
 
-def read_records(path: Path, kind: type[RunRecord] | type[CostRecord], title: str) -> list[dict[str, Any]]:
-    """Read records of one kind. Raises InputError if a field is missing or wrong. title: the kind in words."""
+def read_cost_records(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a study's costs. Raises InputError if a field is missing or wrong."""
     rows = jsonlines.read(path)
-    check_records(rows, path, kind, kind.__required_keys__, title)
+    check_records(rows, path, CostRecord, CostRecord.__required_keys__, "costs of a study's schemes")
     return rows
 
 

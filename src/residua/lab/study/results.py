@@ -18,11 +18,12 @@ from residua.errors import InputError, fits, require, shown
 from residua.lab.evaluation.comparable import NATS, judged
 from residua.lab.evaluation.runs import Row, Run
 from residua.lab.jobs.pool import Record
+from residua.lab.records import jsonlines
 from residua.lab.records.folder import read_object
 from residua.lab.records.statistics import Contrast, Estimate, Noise, holm, over_documents, welch
 from residua.lab.records.table import grouped
 from residua.lab.study.definition import MEASURES, Question, Study, read_folder
-from residua.lab.study.forms import Cost, CostRecord, RunRecord, read_records
+from residua.lab.study.forms import Cost, RunRecord, check_records, read_cost_records
 from residua.lab.study.search import Search, at_edge, loss_of, other_loss_of, values_of, winners
 from residua.lab.training import load_config
 from residua.lab.training.config import typed_values
@@ -299,23 +300,28 @@ class Results:
         return next((row.noise for row in self.rows if row.size == size and row.noise), None)
 
 
-def read_runs(path: Path, data: str | None) -> list[Record]:
+def read_runs(path: Path, data: str) -> list[Record]:
+    """Return the records of a study's runs in a file, each key once. Raises InputError as `checked_runs` does."""
+    return checked_runs(jsonlines.read(path), path, data)
+
+
+def checked_runs(rows: Sequence[Record], path: Path, data: str) -> list[Record]:
     """Return the records of a study's runs, each key once.
 
-    data: the fingerprint of the study's data; None to accept any.
+    path: their file, for errors. data: the fingerprint of the study's data.
 
     Raises:
         InputError: a record is not one of a study, or its run used other data; or the records come from several
             studies, as they differ in what the study fixes.
     """
-    rows = read_records(path, RunRecord, "records of a study's runs")
+    check_records(rows, path, RunRecord, RunRecord.__required_keys__, "records of a study's runs")
     losses: dict[Any, tuple[str, float | None]] = {}
     fixed: dict[Any, tuple[Any, str]] = {}
     for row in rows:
         facts, key = row.get("facts") or {}, row["key"]
         fingerprint = (facts.get("data") or {}).get("fingerprint", data)
         name = f"{path}: the fingerprint of the data of the run {shown(key)}"
-        require(data is None or fingerprint == data, name, f"{data}, the study's", fingerprint)
+        require(fingerprint == data, name, f"{data}, the study's", fingerprint)
         begins = f"{row['size']} {row['scheme']} {row['kind']} seed={row['seed']} steps={row['steps']} "
         require(key.startswith(begins), f"{path}: the key of a run", f"{begins!r} and a digest, as its fields say", key)
         point, place = tuple(sorted(row["point"].items())), _place(row)
@@ -350,7 +356,7 @@ def read_fingerprint(folder: Path, study: Study) -> str:
 def read_costs(path: Path, study: Study, runs: Iterable[Record]) -> list[Record]:
     """Return the records of a study's costs. Raises InputError if one is wrong, or measured beside another baseline, or
     on a model with another number of parameters than the runs have."""
-    rows = read_records(path, CostRecord, "costs of a study's schemes")
+    rows = read_cost_records(path)
     trained: dict[tuple[str, str, str], set[int | None]] = {}
     for run in runs:
         trained.setdefault(_place(run), set()).add((run.get("facts") or {}).get("parameters"))
