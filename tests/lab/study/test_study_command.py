@@ -315,7 +315,7 @@ def test_steps_can_be_timed_before_anything_is_trained(finished, data, tmp_path,
     assert not jsonlines.read(out / "records.jsonl")
     assert "small residual 1.000 [1.000, 1.000]" in " ".join(capsys.readouterr().out.split())
     report = (out / "report.md").read_text()
-    assert "Not finished: no run is." in report
+    assert "Not finished: no scheme has a result yet." in report
     assert "Device" not in report
 
 

@@ -54,7 +54,10 @@ def test_the_point_is_chosen_over_all_seeds_and_the_report_shows_the_other_point
     assert "| `ddl` | lr 0.008 | 3 | 4.0000 ± 0.0000 | 3.8000 ± 0.0000 | 0 of 3 |" in said
     assert "lr 0.008 (edge)" in said
     assert "none of which tuned" not in said
-    assert planted(runs[:-1], [], tuning=tuning).row("small", "ddl") is None, "a point lacks a seed"
+    unfinished = planted(runs[:-1], [], tuning=tuning)
+    assert unfinished.row("small", "ddl") is None, "a point lacks a seed"
+    alone = planted([run for run in runs[:-1] if run["scheme"] == "ddl"], [], tuning=tuning)
+    assert "Not finished: no scheme has a result yet.\n" in markdown(alone)
     with pytest.raises(InputError, match="labels"):
         planted([{**run, "split": []} for run in runs], [], tuning=tuning)
 
@@ -329,7 +332,7 @@ def test_missing_seeds_and_schemes_are_named():
     found = planted(some, schemes={"residual": {}, "ddl": {}, "hc": {}})
     assert (found.unfinished, found.untrained) == (["ddl at small: 2 of 3 seeds"], 1)
     assert "Not finished: ddl at small: 2 of 3 seeds.\n" in markdown(found)
-    assert "no result yet: 1.\n" in markdown(found)
+    assert "without a result: 1. Their tuning is not finished, or a run diverged" in markdown(found)
     assert row_of(found).difference("residual", "tokens").estimate.count == 2
     assert "(2 seeds) |" in markdown(planted(without(records(), scheme="residual", kind="report", seed=3)))
     assert "seeds) |" not in markdown(planted())

@@ -175,7 +175,7 @@ def _setting(results: Results) -> list[str]:
     elif results.rows and not any(row.costs for row in results.rows):
         lines.append("- Time and memory were not measured; schemes are compared at equal tokens only.")
     if not results.rows:
-        lines.append("- Not finished: no run is.")
+        lines.append("- Not finished: no scheme has a result yet.")
     elif results.unfinished:
         lines.append(f"- Not finished: {_shortened(results.unfinished)}.")
     if results.strange:
@@ -369,7 +369,8 @@ def _reading(results: Results, shown: Container[str]) -> list[str]:
         f"{compiled}": bool(compiled) or "step time" in shown,
         "- FLOPs: matrix products, and one for each element of every other operation.": "FLOPs" in shown,
         "- Peak: what a process with the model grows by in two steps.": "peak MiB" in shown,
-        f"- Pairs of a size and a scheme that have no result yet: {results.untrained}.": bool(results.untrained),
+        f"- Pairs of a size and a scheme without a result: {results.untrained}. Their tuning is not finished, or a run "
+        "diverged at every point that it tried.": bool(results.untrained),
         f"- Code of the runs: residua {_versions(results)}.": bool(results.facts),
     }
     return [note for note, needed in notes.items() if needed]
