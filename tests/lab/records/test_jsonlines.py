@@ -122,6 +122,13 @@ def test_rows_of_a_run_must_be_numbers(row, tmp_path):
         read_metrics(tmp_path / "metrics.jsonl")
 
 
+def test_rows_of_a_run_follow_each_other(tmp_path):
+    """Otherwise the last row would not be the end of the run, and curves could not be interpolated."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "val_loss": 3}\n{"step": 1, "val_loss": 4}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl: step must be at least 2, that of the row before, got 1"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
 def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path):
     os.mkfifo(tmp_path / "pipe")

@@ -33,16 +33,19 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the rows of a run: each has its step, and numbers or null under other names.
+    """Read the rows of a run, in the order of their steps: each has its step, and numbers or null under other names.
 
     A perplexity that overflows, as earlier versions wrote it for a loss above 88 nats, is read as null.
 
     Raises:
-        InputError: a row has no step or a value of another type, or `read` raises this error.
+        InputError: a row has no step, a smaller step than the row before, or a value of another type; or `read` raises
+            this error.
     """
-    rows = read(path)
+    rows, before = read(path), 0
     for row in rows:
-        step_of(row, path)
+        step = step_of(row, path)
+        require(step >= before, f"{path}: step", f"at least {before}, that of the row before", step)
+        before = step
         for name, value in row.items():
             require(fits(value, float | None), f"{path}: {name}", "a number or null", value)
             small = value is None or not OVERFLOWS <= abs(value) < math.inf
