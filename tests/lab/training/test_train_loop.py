@@ -172,6 +172,8 @@ def test_resuming_a_finished_run_gives_a_message_and_its_result(tmp_path, fit, c
     assert fit(tmp_path / "run", resume=True, model=model) == first
     assert model.calls == 0
     assert "this run is finished" in capsys.readouterr().err
+    assert fit(tmp_path / "run", resume=True, progress=lambda step: None) == first
+    assert not capsys.readouterr().err, "in a study, other runs follow, and nobody resumes this one"
 
 
 def test_resume_without_a_checkpoint_starts_again(tmp_path, fit, rows, capsys):

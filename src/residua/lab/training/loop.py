@@ -120,6 +120,8 @@ def _train(
     model, ranks = take_step.model, take_step.ranks
     state.restore()
     if state.step == config.steps:
+        if ranks.first and not callable(progress):
+            say(f"{state.run.path}: this run is finished ({state.step} steps); raise --train.steps to continue")
         return state.last_row() | {"checkpoint": str(state.newest.path), "interrupted": False}
 
     observe_every = config.connections_every if observe is not None else 0

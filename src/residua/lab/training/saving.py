@@ -110,8 +110,6 @@ class RunState:
 
     def last_row(self) -> dict[str, Any]:
         """Return the row of the newest checkpoint, for a run that has no steps left."""
-        if self._ranks.first:
-            say(f"{self.run.path}: this run is finished ({self.step} steps); raise --train.steps to continue")
         with self._ranks.raise_together():
             rows = {row["step"]: row for row in jsonlines.read_metrics(self.run.metrics)}
             found = f"{len(rows)} rows without it"
