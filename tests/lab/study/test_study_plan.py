@@ -11,10 +11,10 @@ from residua.errors import InputError
 from residua.files.reading import write_yaml
 from residua.lab.cost.counts import parameters
 from residua.lab.study.definition import load_study
-from residua.lab.study.engine import jobs
+from residua.lab.study.engine import expect_same_settings, jobs
 from residua.lab.study.plan import Plan
 from residua.models import ResiduaConfig
-from support.planted_study import DOCUMENT, studies_of_the_page, study
+from support.planted_study import DOCUMENT, SMALLEST, studies_of_the_page, study
 
 
 def walked(plan, loss):
@@ -492,3 +492,18 @@ def test_finalists_are_trained_in_full_and_the_best_of_them_is_reported(data):
     assert len(tied) <= judged.most
     diverged = walked(Plan(study(tuning=tuning), data), lambda run: None if run.kind == "final" else short(run))
     assert not of(diverged, "residual", "report")
+
+
+def test_a_record_that_the_settings_no_longer_give_is_refused(data, tmp_path):
+    """The study names the file of its configuration, and somebody may edit it between two calls."""
+    file, path = tmp_path / "mine.yaml", tmp_path / "records.jsonl"
+    file.write_text("base: tiny\ntrain: {weight_decay: 0.1}\n")
+    plan = Plan(study(**SMALLEST, config=str(file)), data)
+    run = next(plan.runs({}))
+    train = {"seed": run.config.train.seed, "steps": run.config.train.steps}
+    row = {"key": run.key, "connection": run.config.model.connection, **run._asdict(), **train}
+    expect_same_settings(plan, [row], path)
+    file.write_text("base: tiny\ntrain: {weight_decay: 0.2}\n")
+    changed = Plan(study(**SMALLEST, config=str(file)), data)
+    with pytest.raises(InputError, match="as recorded, but config has changed; restore it, or use another folder"):
+        expect_same_settings(changed, [row], path)

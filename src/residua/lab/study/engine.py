@@ -99,9 +99,24 @@ def begun(
     plan = Plan(study, study.data(data), sizes)
     with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
         runs = checked_runs(made.rows, made.path, plan.facts["fingerprint"])
+        expect_same_settings(plan, runs, made.path)
         with writable(out):
             write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out, runs)), indent=1) + "\n")
         yield plan, made
+
+
+def expect_same_settings(plan: Plan, runs: Sequence[Record], path: Path) -> None:
+    """Raise InputError for a run that the study would train with other settings now, so that rows would mix runs.
+
+    The study names the files and recipes of `config`, and their content may change.
+    """
+    for row in runs:
+        entry = plan.study.schemes.get(row["scheme"])
+        known = row["size"] in plan.study.sizes and entry is not None and entry.connection == today(row["connection"])
+        if known and row["scheme"] in plan.schemes_at(row["size"]):
+            expected = f"{shown(row['key'])}, as recorded, but config has changed; restore it, or use another folder"
+            name = f"{path}: the key of a run by the study's settings"
+            require((key := plan.recorded(row).key) == row["key"], name, expected, key)
 
 
 class Forecast(NamedTuple):
