@@ -16,9 +16,10 @@ EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
 ENDING = ("SIGTERM", "SIGHUP")
 """Signals that end a command as Ctrl-C does, unless other code, such as training, handles them."""
 MISPLACED = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
-FORBIDDEN = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)
 """System errors for a path from the user: it is a file where a folder must be, a folder where a file must be, or a name
-that no file can have; or no file can be made there."""
+that no file can have."""
+FORBIDDEN = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)
+"""System errors for a path from the user at which no file can be made or read."""
 
 
 def is_bad_input(error: Exception) -> bool:
