@@ -42,8 +42,9 @@ from tables import (
     leads_on_plain,
     on_plain_at,
     records,
+    rival,
+    rival_rate,
     searched,
-    smear_rate,
     span,
     split_losses,
     step_costs,
@@ -159,8 +160,8 @@ def slower(difference: Difference, factor: float) -> Contrast:
 
 @cache
 def together() -> dict[tuple[str, ...], tuple[Difference, float]]:
-    """The finished planned comparisons of all four studies by folder, and p corrected for all of them together."""
-    folders = "main", *SPLIT.values()
+    """The finished planned comparisons of all five studies by folder, and p corrected for all of them together."""
+    folders = "main", *SPLIT.values(), "rivals-1M"
     planned = {(name, *place): each for name in folders for place, each in study(name).corrected.items()}
     return dict(zip(planned, zip(planned.values(), holm([each.p for each in planned.values()]))))
 
@@ -447,28 +448,34 @@ def rivals() -> dict[str, Any]:
         most = len(plan.schemes) * plan.tuning.runs + len(plan.baselines) * len(plan.longer)
         name = folder.removesuffix("-1M")
         counts |= {f"{name}_made": len(records(f"{folder}/records.jsonl")), f"{name}_most": most * len(plan.seeds)}
-    assert not study("rivals-1M").corrected
-    looks = by_rate("rivals-1M")["lambdas+smear"]
-    assert all({*SEEDS} >= runs.keys() for rates in by_rate("rivals-1M").values() for runs in rates.values())
-    look, cheap = looks[smear_rate()], row("1M", "lambdas+tc")
-    assert cheap.point["train.lr"] == smear_rate() == min(looks)
-    assert len(looks) == 3
-    tc, scales = (from_smear(name) for name in ("lambdas+tc", "lambdas"))
+    results = study("rivals-1M")
+    ((place, planned),) = results.corrected.items()
+    assert place == ("1M", "mhc", "lambdas+smear")
+    assert not planned.clear
+    looks, rates = (by_rate("rivals-1M")[name] for name in ("lambdas+smear", "mhc"))
+    assert all({*SEEDS} == runs.keys() for tried in (looks, rates) for runs in tried.values())
+    assert rates.keys() == looks.keys() == {0.016, 0.008, 0.004}
+    smear_rate = rival_rate("lambdas+smear")
+    look, cheap = looks[smear_rate], row("1M", "lambdas+tc")
+    assert cheap.point["train.lr"] == smear_rate == rival_rate("mhc") == min(looks)
+    tc, scales, to_look = (from_smear(name) for name in ("lambdas+tc", "lambdas", "mhc"))
     assert [side(tc[0]), side(tc[2]), side(scales[0])] == ["ahead", "ahead", "level"]
     assert scales[0].mean > 0
     lambdas = baselines_at_rates()["lambdas"][0.004]
     best = contrasts(ends_by_seed(lambdas), ends_by_seed(look), SEEDS)
     assert [side(best[0]), side(best[2])] == ["level", "behind"]
-    rates = by_rate("rivals-1M")["mhc"]
-    assert [*rates[0.004]] == [211]
     assert [seed for seed, run in rates[0.016].items() if run["transition"] is not None] == [213]
-    high, low = (ends_by_seed(rates[rate]) for rate in (0.016, 0.008))
-    higher = contrasts(high, low, SEEDS)
-    assert [side(higher[0]), side(higher[2])] == ["level", "behind"]
-    scaled = split_losses("1M")["lambdas+tc"]
-    to_look = contrasts(low, ends_by_seed(look), SEEDS)
-    to_tc = contrasts(scaled, low, SEEDS)
-    assert [side(to_look[0]), side(to_look[2]), side(to_tc[0]), side(to_tc[2])] == ["level", "level", "ahead", "ahead"]
+    high, low, lowest = (ends_by_seed(rates[rate]) for rate in (0.016, 0.008, 0.004))
+    higher, lower = (contrasts(losses, lowest, SEEDS) for losses in (high, low))
+    assert [side(each[column]) for each in (higher, lower) for column in (0, 2)] == [
+        "level",
+        "behind",
+        "level",
+        "level",
+    ]
+    to_tc = contrasts(split_losses("1M")["lambdas+tc"], rival("mhc"), SEEDS)
+    assert [side(to_look[0]), side(to_look[2]), side(to_tc[0]), side(to_tc[2])] == ["level", "level", "ahead", "level"]
+    assert max(*to_look[:3:2], *to_tc[:3:2], key=lambda each: each.mean).mean < 0
     leads = [run["val_loss"] - cheap.losses[seed] for seed, run in look.items()]
     assert min(leads) > 0
     forms = "residual+tc", "lambdas+tc", "ddl-tc", WRITING
@@ -488,22 +495,27 @@ def rivals() -> dict[str, Any]:
         "steps_tc": f"{times['residual+tc']:.2f}",
         "steps_scales_tc": f"{times['lambdas+tc']:.2f}",
         "steps_slow": f"{', '.join(others)} and {slowest}",
-        "smear_rate": f"{smear_rate():g}",
+        "smear_rate": f"{smear_rate:g}",
         "smear_tc": interval(tc[0], 3).removeprefix("-"),
         "smear_tc_short": f"{-tc[0].mean:.2f}",
         "smear_tc_others": interval(tc[2], 3).removeprefix("-"),
         "mhc_smear": interval(to_look[0], 3),
+        "mhc_smear_others": interval(to_look[2], 3),
+        "mhc_p": f"{planned.p:.2f}",
+        "mhc_holm": f"{planned.holm:.2f}",
         "mhc_tc": interval(to_tc[0], 3).removeprefix("-"),
+        "mhc_tc_short": f"{-to_tc[0].mean:.2f}",
         "mhc_tc_others": interval(to_tc[2], 3).removeprefix("-"),
         "mhc_higher_steps": f"{rates[0.016][213]['transition']:,.0f}",
-        "mhc_higher": " and ".join(f"{high[seed][0] - low[seed][0]:.2f}" for seed in (211, 212)),
         "mhc_higher_mean": interval(higher[0], 2).removeprefix("+"),
         "mhc_higher_others": interval(higher[2], 2).removeprefix("+"),
-        "mhc_steps": span((run["transition"] for run in rates[0.008].values()), 0),
+        "mhc_lower_mean": interval(lower[0], 3).removeprefix("+"),
+        "mhc_lower_others": interval(lower[2], 3).removeprefix("+"),
+        "mhc_steps": span((run["transition"] for run in rates[0.004].values()), 0),
+        "mhc_lower_steps": span((run["transition"] for run in rates[0.008].values()), 0),
         "mhc_time": f"{times['mhc'] / times['lambdas+tc']:.2f}",
         "smear_best": interval(best[0], 3).removeprefix("+"),
         "smear_best_others": interval(best[2], 3).removeprefix("+"),
-        "mhc_lowest": f"{rates[0.004][211]['val_loss']:.3f}",
         "smear_lambdas": interval(scales[0], 3).removeprefix("+"),
         "smear_steps": span((run["transition"] for run in look.values()), 0),
         "smear_convolution_steps": span((step for name in forms for step in share_of_runs(name)), 0),

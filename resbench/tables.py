@@ -305,9 +305,11 @@ def rivals_table() -> str:
 
 
 def smear_table() -> str:
-    """What the schemes of the first study at 1M differ by from `lambdas+smear`, but for the plain residual."""
+    """What other schemes differ by from `lambdas+smear` at 1M: rivals with all runs, and the first study's but for the
+    plain residual."""
+    first = [name for name in reversed(split_losses("1M")) if name != BASELINE]
     lines = []
-    for name in [name for name in reversed(split_losses("1M")) if name != BASELINE]:
+    for name in [*(pair[0] for _, *pair in study("rivals-1M").corrected), *first]:
         lines.append([f"`{name}` − `lambdas+smear`", *(interval(each, 3) for each in from_smear(name))])
     return markdown([f"loss of the first − the second, {len(SEEDS)} seeds", *LABELS], lines)
 
@@ -327,19 +329,21 @@ def step_costs() -> dict[str, Cost]:
     return {record["scheme"]: Cost.of(record) for record in records("steps-1M/costs.jsonl")}
 
 
-def smear_rate() -> float:
-    """The best rate of `lambdas+smear` of those with all seeds, as its study chooses: on labels that do not repeat."""
-    rates = by_rate("rivals-1M")["lambdas+smear"].items()
-    means = {
-        rate: statistics.fmean(ends(run)[2] for run in runs.values()) for rate, runs in rates if {*runs} == {*SEEDS}
-    }
-    return min(means, key=lambda rate: means[rate])
+def rival_rate(scheme: str) -> float:
+    """The learning rate that the study of rivals chose for a scheme: the best on labels that do not repeat."""
+    rate: float = study("rivals-1M").row("1M", scheme).point["train.lr"]
+    return rate
+
+
+def rival(scheme: str) -> dict[int, tuple[float, ...]]:
+    """The `ends` of a scheme of the study of rivals, at its `rival_rate`, by seed."""
+    return ends_by_seed(by_rate("rivals-1M")[scheme][rival_rate(scheme)])
 
 
 def from_smear(scheme: str) -> list[Contrast]:
-    """The four losses of a scheme of the first study at 1M minus those of `lambdas+smear` at its best rate."""
-    looks = by_rate("rivals-1M")["lambdas+smear"][smear_rate()]
-    return contrasts(split_losses("1M")[scheme], ends_by_seed(looks), SEEDS)
+    """The four losses of a scheme of the first study at 1M, or of a rival, minus those of `lambdas+smear`."""
+    ours = split_losses("1M")[scheme] if scheme in split_losses("1M") else rival(scheme)
+    return contrasts(ours, rival("lambdas+smear"), SEEDS)
 
 
 def searched() -> dict[str, dict[float, dict[str, Any]]]:
