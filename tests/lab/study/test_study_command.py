@@ -18,6 +18,7 @@ from residua.lab.records import jsonlines
 from residua.lab.study import verify
 from residua.lab.study.engine import joined, measure_costs
 from residua.lab.study.plan import Plan
+from residua.lab.study.results import read_runs
 from support.planted_study import DOCUMENT, SMALLEST, study
 
 
@@ -181,7 +182,12 @@ def test_a_size_may_add_seeds_and_leave_out_none(tmp_path):
 def test_wrong_records_and_costs_are_refused_before_anything_is_trained_or_timed(finished, data, tmp_path):
     folder = shutil.copytree(finished / "out", tmp_path / "forged")
     plan = Plan(study(**SMALLEST), data)
-    for name, use in {"costs": lambda: measure_costs(plan, folder), "records": lambda: grown(folder)}.items():
+    records = folder / "records.jsonl"
+    reading = {
+        "costs": lambda: measure_costs(plan, folder),
+        "records": lambda: read_runs(records, plan.facts["fingerprint"]),
+    }
+    for name, use in reading.items():
         (folder / f"{name}.jsonl").write_text("{}\n")
         with pytest.raises(InputError, match=rf"{name}\.jsonl must be .*, got {{}}"):
             use()

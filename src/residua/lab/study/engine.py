@@ -99,9 +99,10 @@ def begun(
     plan = Plan(study, study.data(data), sizes)
     with open_runs(out, {"title": study.title, "data": plan.facts["fingerprint"]}) as made:
         runs = checked_runs(made.rows, made.path, plan.facts["fingerprint"])
+        both = joined(plan.study, out, runs)
         expect_same_settings(plan, runs, made.path)
         with writable(out):
-            write_text(out / "study.json", json.dumps(asdict(joined(plan.study, out, runs)), indent=1) + "\n")
+            write_text(out / "study.json", json.dumps(asdict(both), indent=1) + "\n")
         yield plan, made
 
 
