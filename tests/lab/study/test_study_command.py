@@ -16,7 +16,7 @@ from residua.lab.cost import steps as cost
 from residua.lab.cost.steps import measure
 from residua.lab.records import jsonlines
 from residua.lab.study import verify
-from residua.lab.study.engine import joined, measure_costs
+from residua.lab.study.engine import begun, joined, measure_costs
 from residua.lab.study.plan import Plan
 from residua.lab.study.results import read_runs
 from support.planted_study import DOCUMENT, SMALLEST, study
@@ -146,6 +146,15 @@ def test_a_folder_accepts_no_runs_with_other_settings(finished, data, tmp_path, 
     assert reading.startswith("study: reading ")
     assert said in error
     assert {path.name: path.read_bytes() for path in out.glob("*.json*")} == before
+
+
+def test_a_folder_accepts_no_runs_after_an_edit_of_the_configuration_file(finished, data, tmp_path):
+    folder, file = shutil.copytree(finished / "out", tmp_path / "out"), tmp_path / "mine.yaml"
+    file.write_text("base: tiny\ntrain: {weight_decay: 0.3}\n")
+    changed = study(**{**SMALLEST, "config": str(file)})
+    (folder / "study.json").write_text(json.dumps(asdict(changed)))
+    with pytest.raises(InputError, match="config has changed"), begun(changed, folder, data=str(data)):
+        pass
 
 
 def grown(folder, **changes):
