@@ -15,16 +15,17 @@ EXHAUSTED = ("out of memory", "not enough memory", "can't allocate memory")
 """Parts of torch's messages if memory is exhausted."""
 ENDING = ("SIGTERM", "SIGHUP")
 """Signals that end a command as Ctrl-C does, unless other code, such as training, handles them."""
-MISPLACED = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+MISPLACED = (
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS),
+)
 """System errors for a path from the user: it is a file where a folder must be, a folder where a file must be, or a name
-that no file can have."""
-FORBIDDEN = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS)
-"""System errors for a path from the user at which no file can be made or read."""
+that no file can have; or no file can be made or read there."""
 
 
 def is_bad_input(error: Exception) -> bool:
     """Return whether an error is the user's: an InputError, or that of a path."""
-    return isinstance(error, InputError) or getattr(error, "errno", None) in (*MISPLACED, *FORBIDDEN) or _is_loop(error)
+    return isinstance(error, InputError) or getattr(error, "errno", None) in MISPLACED or _is_loop(error)
 
 
 def _is_loop(error: Exception) -> bool:
